@@ -1,0 +1,1 @@
+"""Attention backends, prefix caches, MoE kernels, communicators and fused kernels for minisgl."""

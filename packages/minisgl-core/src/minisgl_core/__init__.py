@@ -1,0 +1,1 @@
+"""The core of minisgl: plugin seams, engine, scheduler, KV pool, and the minisgl command."""

@@ -1,0 +1,184 @@
+"""The seam for attention over the paged KV pool.
+
+Shape legend: T tokens of the batch, B requests, Hq query heads, Hkv KV heads (both local to the rank), D head dimension,
+P pages of the pool, S tokens a page, R rows and M columns of the page table.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_core.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """All that decides whether and how a backend can serve a model.
+
+    Attributes:
+        num_q_heads: Hq, local to the rank.
+        num_kv_heads: Hkv, local to the rank; divides Hq.
+        head_dim: D.
+        page_size: S.
+        dtype: of q, k, v and the output.
+        kv_dtype: of the KV pool.
+        device: of all tensors.
+        max_seq_len: longest sequence, in tokens.
+        max_batch: most requests in one batch.
+        sliding_windows: the distinct windows of the model's layers, in tokens; empty where every layer attends to all.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    device: torch.device
+    max_seq_len: int
+    max_batch: int
+    sliding_windows: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """The constants of one layer's attention.
+
+    Attributes:
+        index: the layer's place in the KV pool.
+        scale: factor on ``q @ k.T`` before the softmax.
+        sliding_window: a query attends to this many latest tokens, itself included; None for all.
+    """
+
+    index: int
+    scale: float
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """The requests of one step, decodes first; the same for every layer.
+
+    A request's queries are its last ``q_lens[i]`` tokens; its keys are all ``seq_lens[i]`` tokens, of which those before the
+    queries lie in the pool already. Attention is causal.
+
+    Attributes:
+        num_decodes: requests ``[0, num_decodes)`` have exactly one query.
+        rows: page-table row of each request, int32 [B], on the device.
+        cu_seqlens_q: start of each request's queries, then T; int32 [B + 1], on the device.
+        seq_lens: tokens of each request, this step's included; int32 [B], on the device.
+        slots: where to store each token's K and V, ``page * S + offset``; int64 [T], on the device.
+        q_lens_host: int32 [B], on the CPU.
+        seq_lens_host: `seq_lens` on the CPU.
+    """
+
+    num_decodes: int
+    rows: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    slots: torch.Tensor
+    q_lens_host: npt.NDArray[np.int32]
+    seq_lens_host: npt.NDArray[np.int32]
+
+    @property
+    def num_requests(self) -> int:
+        """B."""
+        return len(self.q_lens_host)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.slots)
+
+    def decodes(self) -> AttentionBatch:
+        """The decode requests alone."""
+        n = self.num_decodes
+        return AttentionBatch(
+            num_decodes=n,
+            rows=self.rows[:n],
+            cu_seqlens_q=self.cu_seqlens_q[: n + 1],
+            seq_lens=self.seq_lens[:n],
+            slots=self.slots[:n],
+            q_lens_host=self.q_lens_host[:n],
+            seq_lens_host=self.seq_lens_host[:n],
+        )
+
+    def prefills(self) -> AttentionBatch:
+        """The other requests alone."""
+        n = self.num_decodes
+        return AttentionBatch(
+            num_decodes=0,
+            rows=self.rows[n:],
+            cu_seqlens_q=self.cu_seqlens_q[n:] - n,
+            seq_lens=self.seq_lens[n:],
+            slots=self.slots[n:],
+            q_lens_host=self.q_lens_host[n:],
+            seq_lens_host=self.seq_lens_host[n:],
+        )
+
+
+class AttentionBackend(ABC):
+    """Stores K and V into the pool and attends over it.
+
+    One instance serves all layers of a rank. Per step, `plan` runs once on the host, then `forward` once a layer.
+    """
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        """Say why this backend cannot serve `spec`, one sentence a reason; empty if it can. Must not allocate."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+        """Prepare for `spec`.
+
+        Args:
+            spec: one for which `unsupported` returned nothing.
+            pool: K and V of every layer.
+            page_table: page ids, int32 [R, M] on the device; column j of a row holds tokens ``[j * S, (j + 1) * S)``.
+                Entries past a request's tokens are undefined. Its contents change between steps, its address never.
+        """
+        self.spec, self.pool, self.page_table = spec, pool, page_table
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> Any:
+        """Prepare a step: index tensors, kernel schedules. The result goes to `forward`; it is valid for this step only."""
+
+    @abstractmethod
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+    ) -> torch.Tensor:
+        """Store k and v at the batch's slots, then attend.
+
+        Args:
+            q: [T, Hq, D].
+            k: [T, Hkv, D].
+            v: [T, Hkv, D].
+            layer: which layer, and its constants.
+            plan: what `plan` returned for this step's batch.
+
+        Returns:
+            [T, Hq, D], in q's dtype.
+        """
+
+
+@runtime_checkable
+class GraphCapturable(Protocol):
+    """What a backend adds to take part in graph capture of decode steps.
+
+    For every captured batch size, `plan_capture` is called once and its result is used while `forward` is recorded. Before a
+    replay, `plan_replay` brings the buffers that the recorded kernels read up to date, in place.
+    """
+
+    def plan_capture(self, batch: AttentionBatch) -> Any:
+        """Plan a batch of decodes whose tensors keep their addresses through all replays."""
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        """Refresh the plan captured for this batch size with this step's values."""

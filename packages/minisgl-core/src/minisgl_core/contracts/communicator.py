@@ -1,0 +1,77 @@
+"""The seam for collectives between tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CommunicatorSpec:
+    """Where a communicator runs.
+
+    Attributes:
+        rank: this process, in ``[0, size)``.
+        size: how many ranks share the model.
+        device: this rank's device.
+        init_method: a torch.distributed URL that all ranks share, such as ``tcp://127.0.0.1:29500``.
+        timeout_s: seconds after which a collective that a rank never joins is an error.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    init_method: str
+    timeout_s: float = 60.0
+
+
+class Communicator(ABC):
+    """Collectives over the ranks of one tensor-parallel group.
+
+    Every rank calls the same collectives in the same order. Operations are enqueued on the current stream of the device.
+    """
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @classmethod
+    def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
+        """Say why this communicator cannot serve `spec`, one sentence a reason; empty if it can."""
+        return []
+
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        """Join the group; blocks until all `spec.size` ranks have joined."""
+        self.rank, self.size = spec.rank, spec.size
+
+    @abstractmethod
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum `x` (any shape) over the ranks. May reduce in place; callers use the return value only."""
+
+    @abstractmethod
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Concatenate the ranks' `x` (same shape on each) in rank order along `dim`."""
+
+    @abstractmethod
+    def broadcast_object(self, value: object) -> object:
+        """Give every rank rank 0's `value`, a JSON-like object. Slow; for start-up checks."""
+
+    def close(self) -> None:
+        """Leave the group. Safe to call twice."""
+
+
+class SingleRank(Communicator):
+    """The group of one rank: every collective is the identity."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = 0, 1
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return x
+
+    def broadcast_object(self, value: object) -> object:
+        return value

@@ -1,0 +1,109 @@
+"""The seam for model architectures. The entry point's name is the Hugging Face architecture."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import nn
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.weights import WeightTarget
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """What a model is built with; passed down to every layer.
+
+    Attributes:
+        communicator: the tensor-parallel group; its rank and size decide what part of each matrix a layer holds.
+        ops: the arithmetic between attention calls.
+        device: where parameters lie.
+        dtype: of parameters and activations.
+        moe_kernel: the class that runs experts; None where the model has none.
+    """
+
+    communicator: Communicator
+    ops: Ops
+    device: torch.device
+    dtype: torch.dtype
+    moe_kernel: type[MoeKernel] | None = None
+
+    @property
+    def tp_rank(self) -> int:
+        """This process in the tensor-parallel group."""
+        return self.communicator.rank
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks in the tensor-parallel group."""
+        return self.communicator.size
+
+
+class Attend(Protocol):
+    """Attention of the current step: stores k and v, attends over the pool."""
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
+
+
+class Model(nn.Module, ABC):
+    """A decoder-only language model, sharded over the ranks of its `BuildContext`."""
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+    config: ModelConfig
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Say why this class cannot run `config` (an option it lacks), one sentence a reason; empty if it can."""
+        return []
+
+    @abstractmethod
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Allocate this rank's parameters, uninitialised, on ``build.device``."""
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Run the layers.
+
+        Args:
+            input_ids: int64 [T].
+            positions: place of each token in its sequence, int64 [T].
+            attend: attention of this step.
+
+        Returns:
+            Hidden states after the final norm, [T, hidden_size].
+        """
+
+    @abstractmethod
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[N, hidden_size] to [N, vocab_size], the whole vocabulary on every rank, in the model's dtype."""
+
+    @abstractmethod
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Every layer that needs a place in the KV pool, by index."""
+
+    @abstractmethod
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """For each tensor of the checkpoint, its name and where this rank's part of it goes.
+
+        A name may come twice (a tied embedding); each tensor named must be in the checkpoint.
+        """
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``."""
+        return ("*.rotary_emb.inv_freq",)
+
+    def finalize(self) -> None:
+        """Called once after loading: layers hand their matrices to `Ops.prepare_linear`."""
+        for module in self.modules():
+            prepare = getattr(module, "prepare", None)
+            if prepare is not None and module is not self:
+                prepare()

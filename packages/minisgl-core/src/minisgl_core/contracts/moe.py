@@ -1,0 +1,66 @@
+"""The seam for mixture-of-experts kernels."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Shapes of the expert layers, local to a rank.
+
+    Attributes:
+        num_experts: experts in a layer, E.
+        top_k: experts a token uses, K.
+        hidden_size: H.
+        intermediate_size: local width of an expert's hidden layer, I.
+        dtype: of activations and weights.
+        device: where they lie.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden_size: int
+    intermediate_size: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class MoeKernel(ABC):
+    """Applies the routed experts to a batch of tokens: gated SiLU MLPs, weighted and summed."""
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @classmethod
+    def unsupported(cls, spec: MoeSpec) -> list[str]:
+        """Say why this kernel cannot serve `spec`, one sentence a reason; empty if it can."""
+        return []
+
+    def __init__(self, spec: MoeSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def forward(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run each token through its experts.
+
+        Args:
+            x: activations, [T, H].
+            gate_up: gate rows above up rows, [E, 2 * I, H].
+            down: [E, H, I].
+            expert_weights: how much of each chosen expert, float32 [T, K].
+            expert_ids: chosen experts, int64 [T, K], no expert twice in a row.
+
+        Returns:
+            The weighted sum over the chosen experts, [T, H], in `x`'s dtype.
+        """

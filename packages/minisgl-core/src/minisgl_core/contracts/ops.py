@@ -1,0 +1,79 @@
+"""The seam for the arithmetic between attention calls.
+
+`Ops` is itself the reference: every method has a plain torch body, right on any device. A provider subclasses it and
+overrides what it does faster. Shape legend: T tokens, H hidden size, D head dimension, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+LinearOp = Callable[[torch.Tensor], torch.Tensor]
+"""x [..., in] to [..., out]."""
+
+
+class Ops:
+    """Reference kernels in plain torch."""
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Say why these kernels cannot run here, one sentence a reason; empty if they can."""
+        return []
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Called once a matrix, after loading: returns ``x -> x @ weight.T + bias``. May keep a packed copy instead.
+
+        Args:
+            weight: [out, in].
+            bias: [out] or None.
+        """
+        return lambda x: F.linear(x, weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root-mean-square norm (arXiv 1910.07467) over the last dimension, statistics in float32."""
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return x32.to(x.dtype) * weight
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``(rms_norm(x + residual), x + residual)``. May overwrite both inputs."""
+        residual = x + residual
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of ``[..., gate | up]``; halves the last dimension."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate q and k by their positions (arXiv 2104.09864; the half-split form that Llama checkpoints use).
+
+        May overwrite both inputs.
+
+        Args:
+            q: [T, Hq, D].
+            k: [T, Hkv, D].
+            cos: [T, rotary_dim / 2], float32 or q's dtype; rotary_dim is D or less, the rest passes through.
+            sin: like cos.
+        """
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    half = cos.shape[-1]
+    cos, sin = cos[:, None].to(x.dtype), sin[:, None].to(x.dtype)
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)

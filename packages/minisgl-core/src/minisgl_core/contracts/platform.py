@@ -1,0 +1,104 @@
+"""The seam for hardware: device, streams, events, graphs and memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What `auto` decides by.
+
+    Attributes:
+        platform: the provider's name, such as ``cuda``.
+        device_name: the marketing name, such as ``NVIDIA H200``.
+        capability: compute capability on NVIDIA, such as ``(9, 0)``; empty elsewhere.
+        total_memory: bytes a device has.
+        num_devices: how many there are.
+    """
+
+    platform: str
+    device_name: str
+    capability: tuple[int, ...]
+    total_memory: int
+    num_devices: int
+
+
+class Event(Protocol):
+    """A point in a stream that the host can wait for."""
+
+    def synchronize(self) -> None:
+        """Block the host until the work before the event is done."""
+
+
+class Platform(ABC):
+    """One kind of device. Instances are bound to one local rank."""
+
+    name: ClassVar[str]
+    plugin_api: ClassVar[str] = ">=1,<2"
+    supports_graphs: ClassVar[bool] = False
+    is_async: ClassVar[bool] = False
+    """Whether work is enqueued and runs beside the host; overlap scheduling gains only then."""
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls) -> list[str]:
+        """Say why this machine lacks the device, one sentence a reason; empty if it is there."""
+
+    @classmethod
+    @abstractmethod
+    def hardware(cls) -> Hardware:
+        """Describe the device; called only where `unsupported` is empty."""
+
+    def __init__(self, local_rank: int = 0) -> None:
+        """Bind to a device and make it current."""
+        self.local_rank = local_rank
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """The device of this rank."""
+
+    @abstractmethod
+    def free_memory(self) -> int:
+        """Bytes free on the device now, the allocator's own cache counted as free."""
+
+    def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """Copy a host array to the device without waiting for it; the array may be reused at once."""
+        return torch.from_numpy(np.array(array))
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Start copying a tensor to the host; read the result only after an event recorded later has passed."""
+        return tensor
+
+    def record_event(self) -> Event:
+        """Mark the current point of the current stream."""
+        return _PastEvent()
+
+    def stream(self) -> AbstractContextManager[Any]:
+        """A context in which work goes to the engine's own stream."""
+        return nullcontext()
+
+    def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
+        """Record `run` as a graph; returns (graph with ``replay()``, `run`'s output tensor).
+
+        Raises:
+            NotImplementedError: where `supports_graphs` is False.
+        """
+        raise NotImplementedError(f"the platform {self.name!r} has no graphs")
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device."""
+
+
+class _PastEvent:
+    def synchronize(self) -> None:
+        """Nothing to wait for: the work was done when it was called."""

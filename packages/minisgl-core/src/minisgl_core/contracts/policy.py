@@ -1,0 +1,34 @@
+"""The seam for scheduling policies: which waiting requests are considered first."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+
+class Waiting(Protocol):
+    """What a policy sees of a waiting request."""
+
+    @property
+    def priority(self) -> int:
+        """Lower runs first; 0 by default."""
+
+    @property
+    def arrival(self) -> int:
+        """A counter that grows with each arrival; a preempted request keeps its own."""
+
+
+class Policy(ABC):
+    """Orders the waiting requests. The scheduler admits from the front while tokens and pages last."""
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @abstractmethod
+    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+        """Return `waiting`, first to admit first. Must be deterministic and a permutation of its input.
+
+        Args:
+            waiting: in order of arrival.
+            num_cached: tokens of a request's prompt that the prefix cache holds now; costs a cache match a call.
+        """

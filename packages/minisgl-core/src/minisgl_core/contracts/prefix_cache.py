@@ -1,0 +1,127 @@
+"""The seam for prefix caches: which pages of KV already hold the beginning of a prompt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int32]
+"""Token ids, shape [num_tokens]."""
+PageIds = npt.NDArray[np.int32]
+"""Page ids of the KV pool, shape [num_pages]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What a cache knows about a prompt.
+
+    Attributes:
+        pages: ids of the pages that hold the longest cached prefix, in order, shape [num_pages].
+        handle: the cache's own mark of that prefix, for `lock` and `unlock`; opaque to callers.
+    """
+
+    pages: PageIds
+    handle: Any
+
+    def num_tokens(self, page_size: int) -> int:
+        """Tokens that the match covers."""
+        return len(self.pages) * page_size
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixInsert:
+    """What became of pages offered to a cache.
+
+    The cache now owns the pages in `pages`. Of the pages offered, those at index ``[0, num_present)`` whose id differs from
+    ``pages`` are duplicates: the cache did not take them, the caller still owns them, and whoever still reads through them
+    must move to ``pages`` before freeing them.
+
+    Attributes:
+        pages: the pages that now hold the inserted prefix, shape [num_inserted_pages].
+        num_present: how many of them were cached before the call.
+        handle: mark of the whole inserted prefix, for `lock` and `unlock`.
+    """
+
+    pages: PageIds
+    num_present: int
+    handle: Any
+
+
+class PrefixCache(ABC):
+    """Maps token prefixes to pages of the KV pool.
+
+    Only whole pages are cached. A page belongs to exactly one of: the free list, a request, the cache. Insert moves pages
+    from a request to the cache, evict moves them from the cache to the caller, who frees them. A locked prefix is never
+    evicted. All calls run on one thread, on the CPU, and never touch the KV data itself.
+
+    Sizes are in pages. ``num_evictable + num_locked == num_pages`` always holds.
+    """
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    def __init__(self, page_size: int) -> None:
+        """Start empty. `page_size`: tokens a page, at least 1."""
+        self.page_size = page_size
+
+    @abstractmethod
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        """Find the longest cached prefix of `token_ids`, in whole pages.
+
+        Changes no size and locks nothing: lock the handle before anything else may evict. May refresh recency.
+        """
+
+    @abstractmethod
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        """Offer pages that hold the KV of a prefix.
+
+        Args:
+            token_ids: shape [num_tokens]; tokens past the last whole page are ignored.
+            pages: shape [num_pages]; page i holds tokens ``[i * page_size, (i + 1) * page_size)``. May be longer than the
+                whole pages of `token_ids`; the surplus is ignored and stays the caller's.
+        """
+
+    @abstractmethod
+    def lock(self, handle: Any) -> None:
+        """Keep the prefix behind `handle` from eviction, until `unlock`. Locks count: two locks need two unlocks."""
+
+    @abstractmethod
+    def unlock(self, handle: Any) -> None:
+        """Undo one `lock`."""
+
+    @abstractmethod
+    def evict(self, num_pages: int) -> PageIds:
+        """Give up at least `num_pages` unlocked pages, least recently used first, and return their ids.
+
+        May return more than asked for, where the cache frees in larger units.
+
+        Raises:
+            CacheFullError: fewer than `num_pages` pages are evictable; nothing is evicted then.
+        """
+
+    @property
+    @abstractmethod
+    def num_evictable(self) -> int:
+        """Pages that `evict` could free now."""
+
+    @property
+    @abstractmethod
+    def num_locked(self) -> int:
+        """Pages that a lock protects."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that the cache owns."""
+        return self.num_evictable + self.num_locked
+
+    @abstractmethod
+    def reset(self) -> Sequence[int]:
+        """Forget everything and return the ids of all pages owned. No prefix may be locked."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Verify the whole structure and raise AssertionError naming the first thing wrong. O(size); for tests."""

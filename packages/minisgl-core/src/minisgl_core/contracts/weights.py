@@ -1,0 +1,73 @@
+"""The seam for checkpoints: config, tokenizer and tensors of a model, whatever the file format."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+
+
+class LazyTensor(Protocol):
+    """A tensor of a checkpoint, read when it is indexed; only what the index covers needs to be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        """Read a slice of it; an empty tuple reads all."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightTarget:
+    """Where one tensor of a checkpoint goes.
+
+    Attributes:
+        destination: the (view of a) parameter that receives the values.
+        index: which part of the checkpoint's tensor this rank holds; an empty tuple for all of it.
+    """
+
+    destination: torch.Tensor
+    index: tuple[slice, ...] = ()
+
+
+class WeightSource(ABC):
+    """One checkpoint."""
+
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    @classmethod
+    @abstractmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """Say why `path` (a folder or a file) is not of this format, one sentence a reason; empty if it is."""
+
+    @abstractmethod
+    def __init__(self, path: Path) -> None:
+        """Open the checkpoint; reads no tensor data."""
+
+    @property
+    @abstractmethod
+    def config(self) -> Mapping[str, Any]:
+        """The model's config as in a Hugging Face ``config.json``, with its ``architectures``."""
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """As in a ``generation_config.json``; empty where there is none."""
+        return {}
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """A new transformers tokenizer with the checkpoint's chat template."""
+
+    @abstractmethod
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """Every tensor once, under the name it has in a Hugging Face checkpoint, in the order that reads fastest.
+
+        `config` is the normalised form of `self.config`; sources of other naming schemes need it to translate.
+        """

@@ -1,0 +1,93 @@
+"""Every error that minisgl raises on purpose.
+
+Users catch :class:`MinisglError`; the leaves say what went wrong. Assertions, by contrast, guard invariants and mean a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class MinisglError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class InvalidValueError(MinisglError, ValueError):
+    """A flag, field or argument holds a value that is not allowed.
+
+    Args:
+        name: the flag (``--page-size``), request field (``temperature``) or keyword (``tp``) as the user wrote it.
+        value: what was given.
+        allowed: what would have been accepted, as a phrase that follows "must be".
+        remedy: what to do about it, as a sentence; optional.
+    """
+
+    def __init__(self, name: str, value: object, allowed: str, remedy: str = "") -> None:
+        self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
+        shown = repr(value)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
+
+    def __reduce__(self) -> tuple[type[InvalidValueError], tuple[object, ...]]:
+        return type(self), (self.name, self.value, self.allowed, self.remedy)
+
+
+class PluginError(MinisglError):
+    """Something is wrong with a plugin or with the name of one."""
+
+
+class ProviderNotFoundError(PluginError):
+    """No installed distribution provides the name that was asked for."""
+
+
+class DuplicateProviderError(PluginError):
+    """Two distributions register the same name in the same group."""
+
+
+class ProviderLoadError(PluginError):
+    """A provider is registered but importing it failed; the message holds the cause and the remedy."""
+
+
+class ProviderUnsupportedError(PluginError):
+    """A provider was asked for by name and does not apply here.
+
+    Args:
+        kind: what it provides, such as ``attention``.
+        name: the provider's name.
+        reasons: why it does not apply, one sentence each.
+    """
+
+    def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
+        self.kind, self.name, self.reasons = kind, name, list(reasons)
+        super().__init__(f"the {kind} provider {name!r} cannot be used here: {'; '.join(self.reasons)}")
+
+    def __reduce__(self) -> tuple[type[ProviderUnsupportedError], tuple[object, ...]]:
+        return type(self), (self.kind, self.name, self.reasons)
+
+
+class ModelNotFoundError(MinisglError):
+    """The model named by ``--model`` is neither a folder, a file nor a reachable hub id."""
+
+
+class ModelFormatError(MinisglError):
+    """A checkpoint or its config is incomplete, inconsistent or of a kind that is not supported."""
+
+
+class OutOfMemoryError(MinisglError):
+    """The weights and the smallest useful KV pool do not fit in the device's memory."""
+
+
+class CacheFullError(MinisglError):
+    """A prefix cache was asked to evict more pages than it can."""
+
+
+class OutOfPagesError(MinisglError):
+    """More KV pages were asked for than are free."""
+
+
+class QueueFullError(MinisglError):
+    """The scheduler's waiting queue is at its bound; the request was not accepted."""
+
+
+class WorkerDiedError(MinisglError):
+    """A worker process ended unexpectedly; the message names it and says why where that is known."""

@@ -1,0 +1,154 @@
+"""What crosses process boundaries: typed msgspec structs, packed as MessagePack. Never pickle.
+
+    API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
+    API server  <--Text/Rejected---  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
+    scheduler (rank 0)  --BatchPlan/Stop-->  the other ranks
+
+One tokenizer worker serves a request in both directions, so that detokenizer state stays in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl_core.sampling_params import SamplingParams
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token of the vocabulary at one place, and its rank (1 is the most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one place: the token that stands there and the most likely ones, best first."""
+
+    token: Logprob
+    top: list[Logprob]
+
+
+class Tokenize(msgspec.Struct, tag=True, kw_only=True):
+    """API server to tokenizer worker: one request. Exactly one of `text`, `messages` and `token_ids` is set."""
+
+    request_id: str
+    sampling: SamplingParams
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+    max_tokens_is_default: bool = False
+    """The client set no limit: generate up to the end of the context."""
+    priority: int = 0
+    add_special_tokens: bool = True
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Abort(msgspec.Struct, tag=True):
+    """Towards the scheduler: forget a request. Unknown ids are ignored: the request may have just finished."""
+
+    request_id: str
+
+
+class Submit(msgspec.Struct, tag=True, kw_only=True):
+    """Tokenizer worker to scheduler: a request in tokens."""
+
+    request_id: str
+    token_ids: np.ndarray
+    sampling: SamplingParams
+    worker: int = 0
+    """Index of the tokenizer worker that the output goes to."""
+    priority: int = 0
+
+
+class Rejected(msgspec.Struct, tag=True, kw_only=True):
+    """Towards the API server: a request that was refused before it ran.
+
+    `kind` is one of ``invalid`` (HTTP 400), ``queue_full`` (429), ``internal`` (500); `param` names the field at fault.
+    """
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class TokenOut(msgspec.Struct, kw_only=True):
+    """New tokens of one request; the last such message has a `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """``stop`` (end-of-sequence or stop token), ``length``, ``abort``, or None while running."""
+    stop_token_id: int | None = None
+    """The token that stopped it, which is in `token_ids` too, last."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Set once, with the first tokens; the first entry is None: nothing predicts the first token."""
+
+
+class TokenBatch(msgspec.Struct, tag=True):
+    """Scheduler to tokenizer worker: what one step produced for the worker's requests."""
+
+    outputs: list[TokenOut]
+
+
+class Text(msgspec.Struct, tag=True, kw_only=True):
+    """Tokenizer worker to API server: new text of one request. Joined, the pieces are the whole output."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """The stop text or stop token that ended the output; None for the model's own end or a limit."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True):
+    """A process has started. `info` is what the launch reports of it, such as the providers that the scheduler chose."""
+
+    process: str
+    info: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Stop(msgspec.Struct, tag=True):
+    """End: finish nothing more."""
+
+
+def _encode_extra(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes()]
+    raise NotImplementedError(f"cannot send a {type(value)}")
+
+
+def _decode_extra(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return np.frombuffer(value[1], dtype=np.dtype(value[0]))
+    raise NotImplementedError(f"cannot receive a {kind}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_extra)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Pack a message. numpy arrays must be one-dimensional."""
+    return _encoder.encode(message)
+
+
+class Decoder:
+    """Unpacks messages of one (union) type: ``Decoder(Submit | Abort)``."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)
+
+    def __call__(self, data: bytes) -> Any:
+        return self._decoder.decode(data)

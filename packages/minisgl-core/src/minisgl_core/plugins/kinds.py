@@ -1,0 +1,51 @@
+"""The kinds of plugin: one entry-point group each. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One seam.
+
+    Attributes:
+        name: what users and messages call it.
+        contract: ``module:attribute`` of the class that providers subclass; empty where any object of the right shape does.
+        flag: the command-line flag that selects a provider; empty where something else selects it.
+        summary: one line for listings.
+    """
+
+    name: str
+    contract: str
+    flag: str
+    summary: str
+
+    @property
+    def group(self) -> str:
+        """The entry-point group."""
+        return f"minisgl.{self.name}"
+
+
+def _kind(name: str, contract: str, flag: str, summary: str) -> Kind:
+    return Kind(name, f"minisgl_core.contracts.{contract}" if contract else "", flag, summary)
+
+
+KINDS: dict[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        _kind("attention", "attention:AttentionBackend", "--attn", "attention over the paged KV pool"),
+        _kind("models", "model:Model", "", "model architectures, by Hugging Face name"),
+        _kind("prefix_cache", "prefix_cache:PrefixCache", "--cache", "reuse of KV between prompts"),
+        _kind("moe", "moe:MoeKernel", "--moe", "mixture-of-experts kernels"),
+        _kind("ops", "ops:Ops", "--ops", "norms, rotary embedding, activations, matrix products"),
+        _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
+        _kind("platform", "platform:Platform", "--platform", "devices"),
+        _kind("weights", "weights:WeightSource", "", "checkpoint formats"),
+        _kind("policy", "policy:Policy", "--policy", "order of the waiting requests"),
+        _kind("commands", "", "", "commands under `minisgl`"),
+        _kind("grammar", "grammar:Grammar", "", "structured output"),
+        _kind("hooks", "", "", "hook modules"),
+    )
+}
+"""Every kind by name, in the order of listings."""

@@ -1,0 +1,117 @@
+"""How one request wants its tokens sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from minisgl_core.errors import InvalidValueError
+
+MAX_LOGPROBS = 20
+"""The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling of one request. Names and ranges are those of OpenAI's API, and vLLM's where OpenAI has none.
+
+    Attributes:
+        max_tokens: most tokens to generate, at least 1.
+        min_tokens: no end-of-sequence and no stop token is sampled before this many tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
+        min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
+        presence_penalty: subtracted from the logit of every token generated so far; in [-2, 2].
+        frequency_penalty: the same, times how often it was generated; in [-2, 2].
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; above 0.
+        logit_bias: token id to a number added to its logit, in [-100, 100].
+        seed: the same seed gives the same tokens whatever else runs in the batch; None draws a fresh one.
+        stop: texts that end the output; the match itself is not returned.
+        stop_token_ids: token ids that end the output, besides the model's own.
+        ignore_eos: do not stop at the model's end-of-sequence tokens.
+        n: how many outputs to generate for the prompt.
+        logprobs: None for none; k returns the sampled token's log-probability and the k most likely ones.
+        prompt_logprobs: the same for the prompt's tokens.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int = 128
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_integers()
+        self._check_numbers()
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidValueError("stop", list(self.stop), "non-empty texts")
+        for token, bias in self.logit_bias.items():
+            if not -100 <= bias <= 100:
+                raise InvalidValueError(f"logit_bias[{token}]", bias, "from -100 to 100")
+
+    def _check_integers(self) -> None:
+        bounds: list[tuple[str, int, int | None]] = [
+            ("max_tokens", 1, None),
+            ("min_tokens", 0, None),
+            ("top_k", -1, None),
+            ("n", 1, 128),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**63 - 1),
+        ]
+        for name, low, high in bounds:
+            value = getattr(self, name)
+            if value is None and name in ("seed", "logprobs", "prompt_logprobs"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InvalidValueError(name, value, "a whole number")
+            if value < low or (high is not None and value > high):
+                allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+                raise InvalidValueError(name, value, allowed)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidValueError("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+
+    def _check_numbers(self) -> None:
+        checks: list[tuple[str, float, float, str]] = [
+            ("temperature", 0.0, math.inf, "a number of at least 0"),
+            ("top_p", 0.0, 1.0, "a number above 0, at most 1"),
+            ("min_p", 0.0, 1.0, "a number from 0 to 1"),
+            ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
+            ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
+            ("repetition_penalty", 0.0, math.inf, "a number above 0"),
+        ]
+        for name, low, high, allowed in checks:
+            value = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or not low <= value <= high or (value == 0 and allowed.startswith("a number above 0")):
+                raise InvalidValueError(name, value, allowed)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the tokens seen so far change the logits."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
