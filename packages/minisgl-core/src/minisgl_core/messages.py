@@ -113,11 +113,32 @@ class Text(msgspec.Struct, tag=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
+    """What a started engine says of itself; the launcher hands it to the tokenizer workers and the API server.
+
+    `choices` lists what was chosen and why, as (what, value, reason), for the launch to print.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    max_seq_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    default_sampling: dict[str, Any]
+    """The model's generation_config, the fields that `SamplingParams` has, under its names."""
+    choices: list[tuple[str, str, str]]
+
+
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """A process has started. `info` is what the launch reports of it, such as the providers that the scheduler chose."""
+    """To the launcher: a process has started. The scheduler of rank 0 sets `engine`."""
 
     process: str
-    info: dict[str, Any] = msgspec.field(default_factory=dict)
+    engine: EngineInfo | None = None
 
 
 class Stop(msgspec.Struct, tag=True):
