@@ -21,8 +21,10 @@ class PrefixMatch:
     """What a cache knows about a prompt.
 
     Attributes:
-        pages: ids of the pages that hold the longest cached prefix, in order, shape [num_pages].
-        handle: the cache's own mark of that prefix, for `lock` and `unlock`; opaque to callers.
+        pages: ids of the pages that hold the longest cached prefix, in order, shape [num_pages]; the caller may keep
+            it.
+        handle: the cache's own mark of exactly that prefix, for `lock` and `unlock`; opaque to callers. An empty match
+            has one too, which covers no page.
     """
 
     pages: PageIds
@@ -37,14 +39,19 @@ class PrefixMatch:
 class PrefixInsert:
     """What became of pages offered to a cache.
 
-    The cache now owns the pages in `pages`. Of the pages offered, those at index ``[0, num_present)`` whose id differs from
-    ``pages`` are duplicates: the cache did not take them, the caller still owns them, and whoever still reads through them
-    must move to ``pages`` before freeing them.
+        offered   [0 ........ num_present) [num_present .. len(pages)) [len(pages) .. end)
+        cached    before the call          by this call                not at all
+        owner     cache, or the caller     the cache now               the caller still
+                  where the ids differ
+
+    An offered page in ``[0, num_present)`` whose id differs from that in `pages` is a duplicate: the cache did not take
+    it, the caller still owns it, and whoever still reads through it must move to `pages` before freeing it. A cache may
+    take less than it was offered, or nothing.
 
     Attributes:
-        pages: the pages that now hold the inserted prefix, shape [num_inserted_pages].
+        pages: the pages that hold the part of the prefix that is cached now, in order, shape [num_cached_pages].
         num_present: how many of them were cached before the call.
-        handle: mark of the whole inserted prefix, for `lock` and `unlock`.
+        handle: mark of the prefix that `pages` hold, for `lock` and `unlock`, as in `PrefixMatch`.
     """
 
     pages: PageIds
@@ -55,9 +62,13 @@ class PrefixInsert:
 class PrefixCache(ABC):
     """Maps token prefixes to pages of the KV pool.
 
-    Only whole pages are cached. A page belongs to exactly one of: the free list, a request, the cache. Insert moves pages
-    from a request to the cache, evict moves them from the cache to the caller, who frees them. A locked prefix is never
-    evicted. All calls run on one thread, on the CPU, and never touch the KV data itself.
+    Only whole pages are cached. A page belongs to exactly one of: the free list, a request, the cache. Insert moves
+    pages from a request to the cache, evict moves them from the cache to the caller, who frees them. A locked prefix is
+    never evicted, and a page is never evicted before the pages that follow it in a prefix. All calls run on one thread,
+    on the CPU, and never touch the KV data itself.
+
+    A handle stays good while it is locked, whatever else is matched, inserted or evicted; without a lock, until the
+    next `evict` or `reset`. That of an empty prefix is always good, and locking it does nothing.
 
     Sizes are in pages. ``num_evictable + num_locked == num_pages`` always holds.
     """
@@ -77,12 +88,16 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        """Offer pages that hold the KV of a prefix.
+        """Offer pages that hold the KV of a prefix; what is taken is unlocked and counts as used now.
+
+        The arrays stay the caller's, who may change them afterwards.
 
         Args:
             token_ids: shape [num_tokens]; tokens past the last whole page are ignored.
-            pages: shape [num_pages]; page i holds tokens ``[i * page_size, (i + 1) * page_size)``. May be longer than the
-                whole pages of `token_ids`; the surplus is ignored and stays the caller's.
+            pages: shape [num_pages]; page i holds tokens ``[i * page_size, (i + 1) * page_size)``. May be longer than
+                the whole pages of `token_ids`; the surplus is ignored and stays the caller's. Each page is either the
+                caller's own or the very page that the cache has at that place of the prefix (from a match that is still
+                locked).
         """
 
     @abstractmethod
@@ -91,13 +106,13 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def unlock(self, handle: Any) -> None:
-        """Undo one `lock`."""
+        """Undo one `lock`. The prefix counts as used now."""
 
     @abstractmethod
     def evict(self, num_pages: int) -> PageIds:
         """Give up at least `num_pages` unlocked pages, least recently used first, and return their ids.
 
-        May return more than asked for, where the cache frees in larger units.
+        May return more than asked for, where the cache frees in larger units; nothing for 0.
 
         Raises:
             CacheFullError: fewer than `num_pages` pages are evictable; nothing is evicted then.
@@ -120,7 +135,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def reset(self) -> Sequence[int]:
-        """Forget everything and return the ids of all pages owned. No prefix may be locked."""
+        """Forget everything and return the ids of all pages owned. No page may be locked."""
 
     @abstractmethod
     def check(self) -> None:

@@ -1,0 +1,192 @@
+"""Prefix cache over a radix tree of whole pages (RadixAttention, arXiv 2312.07104)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from minisgl_backends.prefix_cache.radix_node import RadixNode, edge_key
+from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.errors import CacheFullError
+
+
+class RadixPrefixCache(PrefixCache):
+    """Shares every common prefix, and evicts exactly as many pages as asked for.
+
+    `_lru` holds every unlocked node, least recently used first, and a node always before its parent: whatever uses a
+    node moves the path to it to the end, deepest first. A lock covers the whole path to the root, so nothing below an
+    unlocked node is locked. Hence the first node of `_lru` is a leaf, and eviction takes from there without a look at
+    the tree.
+
+    Costs: match and insert are one vectorised comparison a token and one dictionary look-up a node of the path; lock
+    and unlock are O(nodes of the path); evict is O(1) a node evicted; sizes are kept, not computed.
+
+    A handle is the last node of its prefix; that of an empty match is the root.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        super().__init__(page_size)
+        self._root = RadixNode(np.empty(0, np.int32), np.empty(0, np.int32), None)
+        self._lru: OrderedDict[RadixNode, None] = OrderedDict()
+        self._num_evictable = 0
+        self._num_locked = 0
+
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        """The longest cached prefix; splits the node in which it ends, and makes the path the most recently used."""
+        node = self._walk(token_ids)
+        return PrefixMatch(_pages_to(node), node)
+
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        """Adds what is missing as one node; token ids and page ids are copied."""
+        num_pages = len(token_ids) // self.page_size
+        assert len(pages) >= num_pages, f"{num_pages} whole pages of tokens, but {len(pages)} pages"
+        node = self._walk(token_ids)
+        present = _pages_to(node)
+        if len(present) == num_pages:
+            return PrefixInsert(present, num_pages, node)
+        tokens = slice(len(present) * self.page_size, num_pages * self.page_size)
+        new_tokens = np.array(token_ids[tokens], np.int32)
+        new_pages = np.array(pages[len(present) : num_pages], np.int32)
+        leaf = RadixNode(new_tokens, new_pages, node)
+        node.children[edge_key(new_tokens, self.page_size)] = leaf
+        self._num_evictable += len(new_pages)
+        self._touch(leaf)
+        return PrefixInsert(np.concatenate((present, new_pages)), len(present), leaf)
+
+    def lock(self, handle: RadixNode) -> None:
+        """Counts one lock more on every node of the path."""
+        for node in self._path_up(handle):
+            if node.num_locks == 0:
+                del self._lru[node]
+                self._num_evictable -= len(node.pages)
+                self._num_locked += len(node.pages)
+            node.num_locks += 1
+
+    def unlock(self, handle: RadixNode) -> None:
+        """Counts one lock less on every node of the path; what becomes unlocked is the most recently used."""
+        for node in self._path_up(handle):
+            assert node.num_locks > 0, "unlock without a lock"
+            node.num_locks -= 1
+            if node.num_locks == 0:
+                self._lru[node] = None
+                self._num_evictable += len(node.pages)
+                self._num_locked -= len(node.pages)
+
+    def evict(self, num_pages: int) -> PageIds:
+        """Gives up the ends of the least recently used prefixes: exactly `num_pages` pages."""
+        if num_pages > self._num_evictable:
+            raise CacheFullError(
+                f"cannot evict {num_pages} pages: {self._num_evictable} can be evicted, {self._num_locked} are locked"
+            )
+        evicted: list[PageIds] = []
+        num_left = num_pages
+        while num_left > 0:
+            leaf, _ = self._lru.popitem(last=False)
+            num_kept = max(0, len(leaf.pages) - num_left)
+            if num_kept > 0:
+                rest = leaf.split(num_kept, self.page_size)
+                self._lru[rest] = None
+                self._lru.move_to_end(rest, last=False)
+            assert leaf.parent is not None
+            assert not leaf.children
+            del leaf.parent.children[edge_key(leaf.token_ids, self.page_size)]
+            leaf.parent = None
+            evicted.append(leaf.pages)
+            num_left -= len(leaf.pages)
+        self._num_evictable -= num_pages
+        return np.concatenate(evicted) if evicted else np.empty(0, np.int32)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages of unlocked nodes."""
+        return self._num_evictable
+
+    @property
+    def num_locked(self) -> int:
+        """Pages of locked nodes."""
+        return self._num_locked
+
+    def reset(self) -> Sequence[int]:
+        """Starts again with an empty tree."""
+        assert self._num_locked == 0, f"reset while {self._num_locked} pages are locked"
+        pages = [page for node in self._lru for page in node.pages.tolist()]
+        for node in self._lru:
+            node.parent = None
+        self._root.children.clear()
+        self._lru.clear()
+        self._num_evictable = 0
+        return pages
+
+    def check(self) -> None:
+        """Verifies the tree, the lock counts, the sizes and the order of eviction."""
+        nodes = list(_below(self._root))
+        place = {node: i for i, node in enumerate(self._lru)}
+        for node in nodes:
+            assert len(node.pages) > 0, "a node without pages"
+            assert len(node.token_ids) == len(node.pages) * self.page_size, "a node whose tokens are not its pages"
+            assert node.num_locks >= sum(child.num_locks for child in node.children.values()), (
+                "a lock that skips an ancestor"
+            )
+            assert (node in place) == (node.num_locks == 0), "the eviction order and the locks disagree"
+            if node in place and node.parent in place:
+                assert place[node] < place[node.parent], "a node was used more recently than its parent"
+        for node in (self._root, *nodes):
+            for key, child in node.children.items():
+                assert child.parent is node, "a child with another parent"
+                assert key == edge_key(child.token_ids, self.page_size), "a child under a key other than its first page"
+        pages = [page for node in nodes for page in node.pages.tolist()]
+        assert len(set(pages)) == len(pages), "a page appears twice"
+        assert self._lru.keys() <= set(nodes), "the eviction order names a node outside the tree"
+        assert self._num_evictable == sum(len(node.pages) for node in place), "num_evictable is wrong"
+        assert self._num_locked == len(pages) - self._num_evictable, "num_locked is wrong"
+
+    def _walk(self, token_ids: TokenIds) -> RadixNode:
+        """Go down as far as whole pages agree, split where that ends inside a node, and mark the path as used."""
+        rest = np.asarray(token_ids, np.int32)
+        rest = rest[: len(rest) // self.page_size * self.page_size]
+        node = self._root
+        while child := node.children.get(edge_key(rest, self.page_size)):
+            num_common_pages = child.num_common_tokens(rest) // self.page_size
+            if num_common_pages < len(child.pages):
+                node = child.split(num_common_pages, self.page_size)
+                if node.num_locks == 0:
+                    self._lru[node] = None
+                break
+            node = child
+            rest = rest[len(child.token_ids) :]
+        self._touch(node)
+        return node
+
+    def _touch(self, node: RadixNode) -> None:
+        for ancestor in self._path_up(node):
+            if ancestor.num_locks > 0:
+                break
+            self._lru[ancestor] = None
+            self._lru.move_to_end(ancestor)
+
+    def _path_up(self, node: RadixNode) -> Iterator[RadixNode]:
+        """`node` and its ancestors, without the root."""
+        while node is not self._root:
+            assert node.parent is not None, "the handle's prefix was evicted: lock a match before anything may evict"
+            yield node
+            node = node.parent
+
+
+def _pages_to(node: RadixNode) -> PageIds:
+    """Pages of the prefix that ends with `node`."""
+    runs = [node.pages]
+    while node.parent is not None:
+        node = node.parent
+        runs.append(node.pages)
+    return np.concatenate(runs[::-1])
+
+
+def _below(node: RadixNode) -> Iterator[RadixNode]:
+    """Every node under `node`; without recursion, since a path may be long."""
+    stack = list(node.children.values())
+    while stack:
+        found = stack.pop()
+        yield found
+        stack.extend(found.children.values())

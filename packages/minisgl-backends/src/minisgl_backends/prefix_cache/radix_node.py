@@ -1,0 +1,55 @@
+"""The nodes of the radix cache's tree."""
+
+from __future__ import annotations
+
+from minisgl_core.contracts.prefix_cache import PageIds, TokenIds
+
+
+class RadixNode:
+    """A run of whole pages; the path from the root to a node spells a cached prefix.
+
+    A node with several pages stands for a chain of one-page nodes without branches, and is split where a branch
+    appears.
+
+    Attributes:
+        token_ids: tokens of this run, int32 [num_pages * page_size]. Never changed in place.
+        pages: pages of this run, int32 [num_pages].
+        parent: the node before; None for the root and for a node that was evicted.
+        children: the runs after this one, keyed by the bytes of their first page's tokens.
+        num_locks: locks on this node and on all nodes below it; the root's is not kept.
+    """
+
+    __slots__ = ("children", "num_locks", "pages", "parent", "token_ids")
+
+    def __init__(self, token_ids: TokenIds, pages: PageIds, parent: RadixNode | None, num_locks: int = 0) -> None:
+        self.token_ids = token_ids
+        self.pages = pages
+        self.parent = parent
+        self.children: dict[bytes, RadixNode] = {}
+        self.num_locks = num_locks
+
+    def num_common_tokens(self, token_ids: TokenIds) -> int:
+        """How many tokens this run and `token_ids` have in common at their beginnings."""
+        length = min(len(self.token_ids), len(token_ids))
+        differs = self.token_ids[:length] != token_ids[:length]
+        first = int(differs.argmax())
+        return first if differs[first] else length
+
+    def split(self, num_pages: int, page_size: int) -> RadixNode:
+        """Cut this run in two after its first `num_pages` pages, and return the new node that holds these.
+
+        This node keeps the rest, so whoever holds it still means the same prefix.
+        """
+        assert self.parent is not None
+        assert 0 < num_pages < len(self.pages)
+        cut = num_pages * page_size
+        upper = RadixNode(self.token_ids[:cut], self.pages[:num_pages], self.parent, self.num_locks)
+        self.parent.children[edge_key(upper.token_ids, page_size)] = upper
+        self.token_ids, self.pages, self.parent = self.token_ids[cut:], self.pages[num_pages:], upper
+        upper.children[edge_key(self.token_ids, page_size)] = self
+        return upper
+
+
+def edge_key(token_ids: TokenIds, page_size: int) -> bytes:
+    """The key, among its siblings, of a run that begins with `token_ids`."""
+    return token_ids[:page_size].tobytes()
