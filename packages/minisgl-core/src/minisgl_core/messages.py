@@ -1,7 +1,7 @@
 """What crosses process boundaries: typed msgspec structs, packed as MessagePack. Never pickle.
 
     API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
-    API server  <--Text/Rejected---  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
+    API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/Stop-->  the other ranks
 
 One tokenizer worker serves a request in both directions, so that detokenizer state stays in one place.
@@ -43,6 +43,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     max_tokens_is_default: bool = False
     """The client set no limit: generate up to the end of the context."""
     priority: int = 0
+    echo: bool = False
+    """Return the prompt as text and tokens with the first `Text`."""
     add_special_tokens: bool = True
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
 
@@ -98,8 +100,8 @@ class TokenBatch(msgspec.Struct, tag=True):
     outputs: list[TokenOut]
 
 
-class Text(msgspec.Struct, tag=True, kw_only=True):
-    """Tokenizer worker to API server: new text of one request. Joined, the pieces are the whole output."""
+class Text(msgspec.Struct, kw_only=True):
+    """New text of one request. Joined, the pieces are the whole output."""
 
     request_id: str
     text: str
@@ -111,6 +113,17 @@ class Text(msgspec.Struct, tag=True, kw_only=True):
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    token_bytes: dict[int, bytes] = msgspec.field(default_factory=dict)
+    """What each token that the log-probabilities name stands for; the API server has no tokenizer."""
+    prompt_text: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """Both set once, with the first text, where `Tokenize.echo` asked for them."""
+
+
+class TextBatch(msgspec.Struct, tag=True):
+    """Tokenizer worker to API server: what one step produced for the worker's requests."""
+
+    outputs: list[Text]
 
 
 class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
