@@ -31,7 +31,9 @@ class CommunicatorSpec:
 class Communicator(ABC):
     """Collectives over the ranks of one tensor-parallel group.
 
-    Every rank calls the same collectives in the same order. Operations are enqueued on the current stream of the device.
+    Every rank calls the same collectives in the same order, on one thread. Operations are enqueued on the current stream
+    of the device. One that some rank does not join within ``timeout_s``, because it ended or does something else, raises
+    RuntimeError, or ends the process where it was only enqueued; a group is of no use after that.
     """
 
     plugin_api: ClassVar[str] = ">=1,<2"
@@ -51,11 +53,11 @@ class Communicator(ABC):
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Concatenate the ranks' `x` (same shape on each) in rank order along `dim`."""
+        """Concatenate the ranks' `x` (same shape on each) in rank order along `dim`. Leaves `x` as it is."""
 
     @abstractmethod
     def broadcast_object(self, value: object) -> object:
-        """Give every rank rank 0's `value`, a JSON-like object. Slow; for start-up checks."""
+        """Give every rank rank 0's `value`, a JSON-like object; the others' is not used. Slow; for start-up checks."""
 
     def close(self) -> None:
         """Leave the group. Safe to call twice."""

@@ -1,0 +1,107 @@
+"""Collectives by torch.distributed's backends: NCCL between GPUs, Gloo between CPUs."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
+
+_BACKENDS = {"cuda": ("NCCL", dist.is_nccl_available), "cpu": ("Gloo", dist.is_gloo_available)}
+
+
+class TorchCommunicator(Communicator):
+    """A group of its own, made from a store and a backend without `init_process_group`.
+
+    So torch's default group stays free for whoever embeds the engine, and a process may hold any number of these. The
+    ranks meet at ``spec.init_method``: ``tcp://host:port``, or ``file:///path`` of a file that does not exist yet.
+
+    A collective that some rank does not join within ``spec.timeout_s`` raises RuntimeError on CPU. On CUDA, where it is
+    only enqueued, NCCL's watchdog ends the process instead (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+    """
+
+    @classmethod
+    def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
+        """Names the backend that this build of torch lacks for the device."""
+        if not dist.is_available():
+            return ["this build of torch has no torch.distributed"]
+        if spec.device.type not in _BACKENDS:
+            return [f"it serves {' and '.join(_BACKENDS)}, not {spec.device.type}"]
+        name, is_available = _BACKENDS[spec.device.type]
+        return [] if is_available() else [f"this build of torch has no {name}"]
+
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        """Join the group.
+
+        Raises:
+            RuntimeError: not all ranks joined within ``spec.timeout_s``.
+        """
+        super().__init__(spec)
+        timeout = timedelta(seconds=spec.timeout_s)
+        self._store, _, _ = next(rendezvous(spec.init_method, spec.rank, spec.size, timeout=timeout))
+        self._store.set_timeout(timeout)
+        self._num_objects = 0
+        self._group: Any = _backend(spec, PrefixStore("collectives", self._store), timeout)
+        # NCCL connects at the first collective: have it here, where an error is still one of start-up.
+        self.all_reduce(torch.zeros(1, device=spec.device))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums in `x`'s dtype, in place where `x` is contiguous; every rank gets the same bits."""
+        x = x.contiguous()
+        options = AllreduceOptions()
+        options.asyncOp = False
+        self._open_group().allreduce([x], options).wait()
+        return x
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Gathers along a new first dimension, then moves it into place."""
+        dim %= x.ndim
+        options = AllgatherOptions()
+        options.asyncOp = False
+        gathered = x.new_empty(self.size, *x.shape)
+        self._open_group()._allgather_base(gathered, x.contiguous()[None], options).wait()
+        return gathered.movedim(0, dim).flatten(dim, dim + 1)
+
+    def broadcast_object(self, value: object) -> object:
+        """Goes through the store as JSON, so tuples arrive as lists, on rank 0 too."""
+        self._open_group()
+        key = f"object/{self._num_objects}"
+        self._num_objects += 1
+        if self.rank == 0:
+            self._store.set(key, json.dumps(value))
+        return json.loads(self._store.get(key))
+
+    def close(self) -> None:
+        """Leave the group: its connections are closed."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+
+    def _open_group(self) -> Any:
+        assert self._group is not None, "the communicator is closed"
+        return self._group
+
+
+def _backend(spec: CommunicatorSpec, store: PrefixStore, timeout: timedelta) -> Any:
+    # Typed loosely: torch's stubs leave out most of what these classes have.
+    backends: Any = dist
+    if spec.device.type == "cuda":
+        torch.cuda.set_device(spec.device)
+        nccl = backends.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return backends.ProcessGroupNCCL(store, spec.rank, spec.size, nccl)
+    gloo = backends.ProcessGroupGloo._Options()
+    gloo._timeout = timeout
+    host = urlparse(spec.init_method).hostname or "localhost"
+    if host in ("localhost", "127.0.0.1", "::1"):  # the ranks meet on this host: let nobody outside connect
+        gloo._devices = [backends.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    else:
+        gloo._devices = [backends.ProcessGroupGloo.create_default_device()]
+    return backends.ProcessGroupGloo(store, spec.rank, spec.size, gloo)
