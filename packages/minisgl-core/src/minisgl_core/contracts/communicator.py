@@ -31,9 +31,9 @@ class CommunicatorSpec:
 class Communicator(ABC):
     """Collectives over the ranks of one tensor-parallel group.
 
-    Every rank calls the same collectives in the same order, on one thread. Operations are enqueued on the current stream
-    of the device. One that some rank does not join within ``timeout_s``, because it ended or does something else, raises
-    RuntimeError, or ends the process where it was only enqueued; a group is of no use after that.
+    Every rank calls the same collectives in the same order, on one thread. Operations are enqueued on the current
+    stream of the device. One that some rank does not join within ``timeout_s``, because it ended or does something
+    else, raises RuntimeError, or ends the process where it was only enqueued; a group is of no use after that.
     """
 
     plugin_api: ClassVar[str] = ">=1,<2"
@@ -70,10 +70,13 @@ class SingleRank(Communicator):
         self.rank, self.size = 0, 1
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` itself."""
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """`x` itself."""
         return x
 
     def broadcast_object(self, value: object) -> object:
+        """`value` itself."""
         return value
