@@ -1,17 +1,19 @@
-"""Every option of the engine, once: launch flags, `LLM` keywords, environment variables and config-file keys come from here.
+"""Every option of the engine, once: launch flags, `LLM` keywords, environment variables and config-file keys.
 
-A field's flag is its name with dashes unless `option` says otherwise; its environment variable is ``MINISGL_`` and the name
-in capitals. Imports nothing heavy.
+A field's flag is its name with dashes; its environment variable is ``MINISGL_`` and the name in capitals. Imports
+nothing heavy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.suggest import did_you_mean
 
 AUTO = "auto"
 """Value of an option that is to be chosen from the hardware and the model."""
@@ -27,6 +29,7 @@ class Option:
         choices: the values allowed; empty for any.
         low, high: bounds of a number, both allowed; None for none.
         metavar: placeholder in ``--help``.
+        env: further environment variables that set it, such as an older name.
     """
 
     help: str
@@ -35,6 +38,7 @@ class Option:
     low: float | None = None
     high: float | None = None
     metavar: str | None = None
+    env: tuple[str, ...] = ()
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -47,7 +51,9 @@ class ModelOptions:
     """Which model, and in what precision."""
 
     model: str | None = option(
-        None, "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct where it is missing.", metavar="PATH_OR_ID"
+        None,
+        "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct where it is missing.",
+        metavar="PATH_OR_ID",
     )
     model_source: str = option("huggingface", "Hub that ids refer to.", choices=("huggingface", "modelscope"))
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
@@ -66,7 +72,10 @@ class CacheOptions:
     page_size: int | str = option(AUTO, "Tokens in a page of KV.", low=1)
     num_pages: int | None = option(None, "Pages of KV; sized by --memory-ratio where it is missing.", low=2)
     memory_ratio: float = option(
-        0.9, "Share of the device's free memory for weights and KV (on a CPU: of half the free memory).", low=0.05, high=1.0
+        0.9,
+        "Share of the device's free memory for weights and KV (on a CPU: of half the free memory).",
+        low=0.05,
+        high=1.0,
     )
 
 
@@ -75,13 +84,19 @@ class SchedulerOptions:
     """What runs together."""
 
     max_running_requests: int = option(256, "Most requests in a batch.", low=1)
-    max_prefill_length: int | str = option(AUTO, "Most prompt tokens computed in one step; longer prompts take several.", low=1)
+    max_prefill_length: int | str = option(
+        AUTO, "Most prompt tokens computed in one step; longer prompts take several.", low=1
+    )
     max_queued_requests: int = option(4096, "Most requests waiting; more are refused with status 429.", low=1)
     policy: str = option("fcfs", "Order of the waiting requests.", kind="policy")
     disable_overlap: bool | str = option(
-        AUTO, "Prepare a step only when the one before is done; auto overlaps where the device runs beside the host."
+        AUTO,
+        "Prepare a step only when the one before is done; auto overlaps where the device runs beside the host.",
+        env=("MINISGL_DISABLE_OVERLAP_SCHEDULING",),
     )
-    cuda_graph_max_bs: int | str = option(AUTO, "Largest decode batch recorded as a CUDA graph; 0 disables graphs.", low=0)
+    cuda_graph_max_bs: int | str = option(
+        AUTO, "Largest decode batch recorded as a CUDA graph; 0 disables graphs.", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +142,8 @@ class EngineConfig:
         changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
             if name not in known:
-                raise InvalidValueError(name, value, f"one of the options {', '.join(sorted(known))}")
+                allowed = f"one of the options {', '.join(sorted(known))}"
+                raise InvalidValueError(name, value, allowed, did_you_mean(name, known))
             section, item = known[name]
             changes.setdefault(section, {})[name] = check_value(name, value, item)
         parts = {section: replace(getattr(self, section), **part) for section, part in changes.items()}
@@ -156,7 +172,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         InvalidValueError: names the option, the value and what is allowed.
     """
     meta: Option = item.metadata["option"]
-    words = str(item.type).split(" | ")
+    words = type_words(item)
     if value is None and ("None" in words or item.default is None):
         return None
     if isinstance(value, str) and not (AUTO in (value, item.default) and value == AUTO and "str" in words):
@@ -167,15 +183,20 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         value = float(value)
     allowed_types = {"int": int, "float": float, "bool": bool, "str": str}
     if not isinstance(value, tuple(kind for word, kind in allowed_types.items() if word in words)):
-        raise InvalidValueError(name, value, f"of type {item.type}")
+        raise InvalidValueError(name, value, f"of type {' | '.join(words)}")
     if isinstance(value, str):
         if meta.choices and value not in meta.choices:
             raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
         if words[0] != "str" and value != AUTO:
             raise InvalidValueError(name, value, f"{words[0]} or {AUTO}")
-    elif not isinstance(value, bool):
+    elif isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_bounds(name, value, meta)
     return value
+
+
+def type_words(item: dataclasses.Field[Any]) -> list[str]:
+    """The types a field allows, such as ``["int", "str"]``, whether its annotation is text or a type."""
+    return (item.type.__name__ if isinstance(item.type, type) else str(item.type)).split(" | ")
 
 
 def _from_text(name: str, value: str, words: list[str]) -> Any:
@@ -185,18 +206,22 @@ def _from_text(name: str, value: str, words: list[str]) -> Any:
             return True
         if lowered in ("0", "false", "no", "off", ""):
             return False
-        raise InvalidValueError(name, value, "true or false")
+        raise InvalidValueError(name, value, "true or false" if "str" not in words else f"true, false or {AUTO}")
     for word, kind in (("int", int), ("float", float)):
         if word in words:
             try:
                 return kind(value)
             except ValueError:
-                raise InvalidValueError(name, value, "a number" if "str" not in words else f"a number or {AUTO}") from None
+                raise InvalidValueError(
+                    name, value, "a number" if "str" not in words else f"a number or {AUTO}"
+                ) from None
     return value
 
 
 def _check_bounds(name: str, value: float, meta: Option) -> None:
-    if meta.low is not None and value < meta.low:
-        raise InvalidValueError(name, value, f"at least {meta.low:g}" + (f", at most {meta.high:g}" if meta.high else ""))
-    if meta.high is not None and value > meta.high:
-        raise InvalidValueError(name, value, f"at most {meta.high:g}")
+    low = -math.inf if meta.low is None else meta.low
+    high = math.inf if meta.high is None else meta.high
+    if not low <= value <= high:  # also true of nan
+        bounds = [f"at least {meta.low:g}"] if meta.low is not None else []
+        bounds += [f"at most {meta.high:g}"] if meta.high is not None else []
+        raise InvalidValueError(name, value, ", ".join(bounds) or "a number")

@@ -11,7 +11,7 @@ class Kind:
 
     Attributes:
         name: what users and messages call it.
-        contract: ``module:attribute`` of the class that providers subclass; empty where any object of the right shape does.
+        contract: ``module:attribute`` of the class that providers subclass; empty where any object will do.
         flag: the command-line flag that selects a provider; empty where something else selects it.
         summary: one line for listings.
     """

@@ -1,0 +1,1 @@
+"""The ``minisgl`` command. Nothing here imports torch before a command needs it."""

@@ -1,0 +1,64 @@
+"""Reads ``--config`` files."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl_core.config.options import check_value
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.suggest import did_you_mean
+
+
+def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | None]) -> dict[str, Any]:
+    """Read the options in a TOML or YAML file.
+
+    Args:
+        path: ends in .toml, .yaml or .yml.
+        options: the options allowed, by name, and the field that checks each; None leaves the check to click.
+
+    Returns:
+        Checked values by name. Keys may be written with dashes or underscores.
+
+    Raises:
+        InvalidValueError: no such file, not TOML or YAML, an unknown key, a key given twice, or a value that is
+            not allowed.
+    """
+    values: dict[str, Any] = {}
+    for key, value in _parse(path).items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            remedy = did_you_mean(name, options)
+            raise InvalidValueError(f"key in {path}", key, "the name of an option of this command", remedy)
+        if name in values:
+            raise InvalidValueError(f"key in {path}", key, "given once, with dashes or with underscores")
+        item = options[name]
+        values[name] = value if item is None else check_value(f"{name} in {path}", value, item)
+    return values
+
+
+def _parse(path: str) -> Mapping[Any, Any]:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".toml", ".yaml", ".yml"):
+        raise InvalidValueError("--config", path, "a file that ends in .toml, .yaml or .yml")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        data = tomllib.loads(text) if suffix == ".toml" else _parse_yaml(text)
+    except (OSError, ValueError) as error:
+        what = f"a readable {'TOML' if suffix == '.toml' else 'YAML'} file"
+        raise InvalidValueError("--config", path, what, " ".join(str(error).split())) from error
+    if not isinstance(data, dict):
+        raise InvalidValueError("--config", path, "a mapping of option names to values")
+    return data
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

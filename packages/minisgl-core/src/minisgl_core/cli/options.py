@@ -1,0 +1,216 @@
+"""Click options made from dataclass fields: one declaration is flag, environment variable and config-file key.
+
+A command takes its options from the dataclasses whose fields are made with `minisgl_core.config.options.option`::
+
+    @dataclass(frozen=True, kw_only=True)
+    class ServerOptions:
+        host: str = option("127.0.0.1", "Address to listen on.")
+        port: int = option(1919, "Port to listen on.", low=1, high=65535)
+
+    @click.command()
+    @with_options(EngineConfig, ServerOptions)
+    @click.pass_obj
+    def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) -> None:
+        config = EngineConfig.from_flat(**pick(values, EngineConfig))
+        server = ServerOptions(**pick(values, ServerOptions))
+
+``values`` holds every option by field name, checked and converted; ``sources`` says in words where each came from. The
+order is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``. The
+group passes its `Registry` as the context's object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from minisgl_core.cli.config_file import load_config_file
+from minisgl_core.config.options import AUTO, Option, check_value, type_words
+from minisgl_core.plugins.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_CONFIG_PATH = "minisgl.config_path"
+
+
+def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]:
+    """Decorate a command's function with the options of `sections`; see the module's docstring.
+
+    Args:
+        sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
+        print_config: add ``--print-config``, which prints the options and ends the command before the function runs. A
+            command that has more to resolve passes False, adds the flag itself and calls `print_config`.
+
+    Returns:
+        A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
+        and with whatever its other click decorators give it.
+    """
+    declared = [item for section in sections for item in _option_fields(section)]
+    names = [item.name for item in declared]
+    assert len(set(names)) == len(names), f"an option is declared twice: {names}"
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def run(*args: Any, **params: Any) -> Any:
+            ctx = click.get_current_context()
+            values = {name: params.pop(name) for name in names}
+            sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
+            if print_config and params.pop("print_config"):
+                return click.echo(format_config(values, sources), nl=False)
+            return function(*args, values=values, sources=sources, **params)
+
+        decorated: Any = run
+        if print_config:
+            help = "Print the options and where each comes from, as a config file, and exit."
+            decorated = click.option("--print-config", is_flag=True, help=help)(decorated)
+        decorated = _config_option(decorated)
+        for item in reversed(declared):
+            decorated = click.option(*_declarations(item), cls=ConfigOption, item=item)(decorated)
+        return decorated  # type: ignore[no-any-return]
+
+    return decorate
+
+
+def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
+    """Those of `values` that are options of `sections`."""
+    return {item.name: values[item.name] for section in sections for item in _option_fields(section)}
+
+
+def print_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+    """Write `format_config` to standard output."""
+    click.echo(format_config(values, sources), nl=False)
+
+
+def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
+    """`values` as TOML, each with its source as a comment; what is None is a comment, as TOML has no word for it.
+
+    The result is a valid ``--config`` file.
+    """
+    lines = [f"# {name} is not set" if value is None else f"{name} = {_toml(value)}" for name, value in values.items()]
+    width = max(map(len, lines), default=0)
+    return "".join(f"{line:<{width}}  # {sources[name]}\n" for name, line in zip(values, lines, strict=True))
+
+
+class ConfigOption(click.Option):
+    """One dataclass field as a click option.
+
+    Args:
+        param_decls: click's declarations: the flag, and the field's name.
+        item: the field.
+    """
+
+    def __init__(self, param_decls: list[str], item: dataclasses.Field[Any], **attrs: Any) -> None:
+        self.item = item
+        meta: Option = item.metadata["option"]
+        is_flag = "bool" in type_words(item)
+        super().__init__(
+            param_decls,
+            type=_CheckedFlag() if is_flag else _Checked(),
+            is_flag=is_flag,
+            default=item.default,
+            show_default=(AUTO if item.default == AUTO else False) if is_flag else item.default is not None,
+            envvar=[f"MINISGL_{item.name.upper()}", *meta.env],
+            help=meta.help,
+            metavar=None if is_flag else meta.metavar or _metavar(item, meta),
+            **attrs,
+        )
+
+    def source(self, ctx: click.Context) -> str:
+        """Where the value came from, in words."""
+        found = ctx.get_parameter_source(self.name or "")
+        if found is ParameterSource.COMMANDLINE:
+            negated = self.is_flag and ctx.params.get(self.name or "") is False
+            return f"flag {(self.secondary_opts if negated else self.opts)[0]}"
+        if found is ParameterSource.ENVIRONMENT:
+            return f"environment variable {self._variable()}"
+        return f"file {ctx.meta[_CONFIG_PATH]}" if found is ParameterSource.DEFAULT_MAP else "default"
+
+    def spelling(self, ctx: click.Context | None) -> str:
+        """What the user wrote to set it: the flag or the environment variable."""
+        found = ctx and ctx.get_parameter_source(self.name or "")
+        return self._variable() if found is ParameterSource.ENVIRONMENT else self.opts[0]
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        """Add the providers installed, for options that name one."""
+        kind = self.item.metadata["option"].kind
+        record = super().get_help_record(ctx)
+        if not kind or record is None:
+            return record
+        registry = ctx.find_object(Registry) or Registry.from_environment()
+        return record[0], f"{record[1]}  Installed: {', '.join(registry.names(kind)) or 'none'}."
+
+    def _variable(self) -> str:
+        assert self.envvar is not None
+        return next((name for name in self.envvar if os.environ.get(name)), self.envvar[0])
+
+
+class _Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """Converts by the field's own check, under the name that the user wrote."""
+
+    name = "value"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        assert isinstance(param, ConfigOption)
+        return check_value(param.spelling(ctx), value, param.item)
+
+
+class _CheckedFlag(_Checked, click.types.BoolParamType):
+    """The same for flags; click wants a boolean type for ``--x/--no-x``."""
+
+
+def _config_option(function: Any) -> Any:
+    def load(ctx: click.Context, param: click.Parameter, path: str | None) -> str | None:
+        if path is not None:
+            reserved = ("help", "config", "print_config")
+            params = [p for p in ctx.command.get_params(ctx) if p.name not in reserved]
+            fields = {p.name: getattr(p, "item", None) for p in params if p.name and p.param_type_name == "option"}
+            ctx.default_map = load_config_file(path, fields)
+            ctx.meta[_CONFIG_PATH] = path
+        return path
+
+    return click.option(
+        "--config",
+        metavar="FILE",
+        is_eager=True,
+        expose_value=False,
+        callback=load,
+        envvar="MINISGL_CONFIG",
+        help="TOML or YAML file of options, by name. Each option is also an environment variable: MINISGL_ and its"
+        " name in capitals. A flag wins over the environment, the environment over the file.",
+    )(function)
+
+
+def _option_fields(section: type) -> Iterator[dataclasses.Field[Any]]:
+    for item in dataclasses.fields(section):
+        if "option" in item.metadata:
+            yield item
+        elif dataclasses.is_dataclass(item.default):
+            yield from _option_fields(type(item.default))
+
+
+def _declarations(item: dataclasses.Field[Any]) -> tuple[str, str]:
+    flag = item.name.replace("_", "-")
+    return item.name, f"--{flag}/--no-{flag}" if "bool" in type_words(item) else f"--{flag}"
+
+
+def _metavar(item: dataclasses.Field[Any], meta: Option) -> str:
+    if meta.choices:
+        return f"[{'|'.join(meta.choices)}]"
+    names = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
+    words = type_words(item)
+    if meta.kind:
+        return "NAME"
+    return names[words[0]] + (f"|{AUTO}" if words[0] != "str" and "str" in words else "")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, (bool, str)):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return repr(value)

@@ -1,0 +1,238 @@
+"""Finds providers among the installed distributions' entry points, and loads one when it is asked for.
+
+Own code over `importlib.metadata`: names are listed from metadata alone, two distributions with one name are an error
+that names both, and a plugin that does not import harms nobody who does not ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from pkgutil import resolve_name
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.utils import canonicalize_name
+
+from minisgl_core import plugin_api
+from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.plugins import remedies
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.selection import BLOCK_VARIABLE, Selection
+from minisgl_core.suggest import did_you_mean
+
+_PREFIX = "minisgl."
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Entry:
+    """One provider, as metadata tells of it.
+
+    Attributes:
+        kind: the seam, a key of `KINDS`.
+        name: what a user types.
+        value: ``module:attribute`` of the object.
+        distribution: name of the distribution that registers it.
+        version: that distribution's version; empty where its metadata has none.
+    """
+
+    kind: str
+    name: str
+    value: str
+    distribution: str
+    version: str
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}".strip()
+
+
+class Registry:
+    """The providers of one environment. Build it once a process, with `from_environment`, and pass it on.
+
+    Attributes:
+        notes: what listings should tell the user: hidden providers, unknown groups, metadata that cannot be read.
+    """
+
+    def __init__(
+        self, entries: Iterable[Entry], hidden: Mapping[Entry, str] | None = None, notes: Iterable[str] = ()
+    ) -> None:
+        """Hold `entries`, and `hidden` ones with the reason why they cannot be used."""
+        self._entries = tuple(sorted(set(entries)))
+        self._hidden = dict(hidden or {})
+        hidden_notes = [
+            f"{entry.kind} {entry.name!r} of {entry} is {why}" for entry, why in sorted(self._hidden.items())
+        ]
+        self.notes = (*notes, *hidden_notes)
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
+        """Read the metadata of every distribution on ``sys.path``; imports none of them. Takes some 50 ms.
+
+        Args:
+            environ: where the allow and block lists are read from; ``os.environ`` by default.
+
+        Raises:
+            InvalidValueError: an allow or block list is not well-formed.
+        """
+        selection = Selection.from_environment(os.environ if environ is None else environ)
+        entries: list[Entry] = []
+        hidden: dict[Entry, str] = {}
+        notes: list[str] = []
+        for entry in _scan(notes):
+            if why := selection.refusal(entry.kind, entry.name, entry.distribution):
+                hidden[entry] = why
+            else:
+                entries.append(entry)
+        return cls(entries, hidden, notes)
+
+    def entries(self, kind: str) -> list[Entry]:
+        """The providers of a kind, by name. Imports nothing."""
+        _check_kind(kind)
+        return [entry for entry in self._entries if entry.kind == kind]
+
+    def names(self, kind: str) -> list[str]:
+        """Names of the providers of a kind, sorted, each once. Imports nothing."""
+        return sorted({entry.name for entry in self.entries(kind)})
+
+    def entry(self, kind: str, name: str) -> Entry:
+        """The one provider of that name. Imports nothing.
+
+        Raises:
+            ProviderNotFoundError: none has the name; says what is installed and what would bring it.
+            DuplicateProviderError: more than one distribution registers it; names them.
+        """
+        found = [entry for entry in self.entries(kind) if entry.name == name]
+        if not found:
+            raise ProviderNotFoundError(self._not_found(kind, name))
+        if len(found) > 1:
+            owners = " and ".join(f"{entry} ({entry.value})" for entry in found)
+            raise DuplicateProviderError(
+                f"the {kind} provider {name!r} is registered by {owners}. Uninstall all but one, or hide one:"
+                f" {BLOCK_VARIABLE}={found[-1].distribution}"
+            )
+        return found[0]
+
+    def load(self, kind: str, name: str) -> Any:
+        """Import a provider and check that it keeps its kind's contract.
+
+        Raises:
+            ProviderNotFoundError: see `entry`.
+            DuplicateProviderError: see `entry`.
+            ProviderLoadError: the import failed, the object is not a concrete subclass of the contract, or it was
+                written for other versions of the plugin API; holds the cause and the remedy.
+        """
+        return self.load_entry(self.entry(kind, name))
+
+    def load_entry(self, entry: Entry) -> Any:
+        """Like `load`, for an entry at hand.
+
+        Raises:
+            ProviderLoadError: see `load`.
+        """
+        what = f"the {entry.kind} provider {entry.name!r} of {entry}"
+        try:
+            provider = EntryPoint(entry.name, entry.value, _PREFIX + entry.kind).load()
+        except (Exception, SystemExit) as error:
+            remedy = remedies.for_import_failure(entry.kind, entry.name, entry.distribution, error)
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ProviderLoadError(f"{what} cannot be imported from {entry.value!r}: {cause}. {remedy}") from error
+        reason = _api_mismatch(provider) or _contract_breach(provider, entry.kind)
+        if reason:
+            raise ProviderLoadError(f"{what} cannot be used: {reason}.")
+        return provider
+
+    def digest(self, chosen: Mapping[str, str]) -> str:
+        """A hash of what the chosen providers are, for ranks to compare before they join.
+
+        Args:
+            chosen: kind to name; ``a,b`` stands for two providers.
+
+        Returns:
+            SHA-256 in hexadecimal over kind, name, value, distribution and version of each.
+
+        Raises:
+            ProviderNotFoundError: see `entry`.
+            DuplicateProviderError: see `entry`.
+        """
+        pairs = [(kind, name) for kind in sorted(chosen) for name in chosen[kind].split(",")]
+        entries = [self.entry(kind, name) for kind, name in pairs]
+        lines = ["\0".join((e.kind, e.name, e.value, e.distribution, e.version)) for e in entries]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    def _not_found(self, kind: str, name: str) -> str:
+        flag = KINDS[kind].flag
+        text = f"{flag + ': ' if flag else ''}no {kind} provider is called {name!r}"
+        for entry, why in self._hidden.items():
+            if (entry.kind, entry.name) == (kind, name):
+                return f"{text}: that of {entry} is {why}"
+        installed = self.names(kind)
+        text += f" (installed: {', '.join(installed) or 'none'})."
+        if needed := remedies.requirement(kind, name):
+            return f"{text} Try: {remedies.install(needed)}"
+        return f"{text} {did_you_mean(name, [*installed, *remedies.shipped_names(kind)])}".rstrip()
+
+
+def _scan(notes: list[str]) -> Iterator[Entry]:
+    """Every provider once; a distribution found twice on the path counts where it is found first, as imports do."""
+    seen: set[str] = set()
+    for distribution in distributions():
+        name = "?"
+        try:
+            text = distribution.read_text("entry_points.txt")
+            if not text or _PREFIX not in text:
+                continue
+            name = canonicalize_name(distribution.metadata["Name"])
+            if name not in seen:
+                seen.add(name)
+                yield from list(_entries_of(distribution, name, notes))
+        except Exception as error:
+            where = name if name != "?" else getattr(distribution, "_path", "a distribution")
+            notes.append(f"the metadata of {where} cannot be read: {type(error).__name__}: {error}")
+
+
+def _entries_of(distribution: Distribution, name: str, notes: list[str]) -> Iterator[Entry]:
+    for point in distribution.entry_points:
+        if not point.group.startswith(_PREFIX):
+            continue
+        kind = point.group.removeprefix(_PREFIX)
+        if kind in KINDS:
+            yield Entry(kind, point.name, point.value, name, distribution.version or "")
+        else:
+            notes.append(
+                f"{name} registers {point.name!r} in {point.group}, no such group. {did_you_mean(kind, KINDS)}".rstrip()
+            )
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in KINDS:
+        raise InvalidValueError("kind", kind, f"one of {', '.join(KINDS)}", did_you_mean(kind, KINDS))
+
+
+def _api_mismatch(provider: Any) -> str:
+    declared = getattr(provider, "plugin_api", None)
+    if declared is None:
+        return ""
+    try:
+        if SpecifierSet(declared).contains(plugin_api.VERSION):
+            return ""
+    except (InvalidSpecifier, TypeError, AttributeError):
+        return f"its plugin_api is {declared!r}, which is not a version range such as '>=1,<2'"
+    return (
+        f"it works with versions {declared} of the plugin API, and this minisgl has {plugin_api.VERSION}."
+        " Install a version made for this minisgl"
+    )
+
+
+def _contract_breach(provider: Any, kind: str) -> str:
+    contract = KINDS[kind].contract
+    if not contract:
+        return ""
+    base = resolve_name(contract)
+    if not isinstance(provider, type) or not issubclass(provider, base):
+        return f"it is not a subclass of {contract.replace(':', '.')}"
+    if missing := sorted(getattr(provider, "__abstractmethods__", ())):
+        return f"it lacks {', '.join(missing)} of {contract.replace(':', '.')}"
+    return ""

@@ -1,0 +1,49 @@
+"""What to install for a provider that is missing or does not import."""
+
+from __future__ import annotations
+
+from minisgl_core.plugins.kinds import KINDS
+
+_REQUIREMENTS = {
+    ("attention", "fi"): "minisgl-backends[fi]",
+    ("attention", "trtllm"): "minisgl-backends[fi]",
+    ("attention", "fa"): "minisgl-backends[fa]",
+    ("attention", "fa4"): "minisgl-backends[fa4]",
+    **{("attention", name): "minisgl-backends" for name in ("torch", "triton")},
+    **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
+    **{("moe", name): "minisgl-backends" for name in ("torch", "triton")},
+    **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},
+    **{("weights", name): "minisgl-models" for name in ("safetensors", "gguf", "dummy")},
+    **{
+        ("models", f"{name}ForCausalLM"): "minisgl-models"
+        for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+    },
+    **{("commands", name): "minisgl-server" for name in ("launch", "shell", "bench")},
+}
+
+
+def requirement(kind: str, name: str) -> str:
+    """The requirement that brings a shipped provider, such as ``minisgl-backends[fi]``; empty for any other."""
+    return _REQUIREMENTS.get((kind, name), "")
+
+
+def install(requirement: str) -> str:
+    """The command that installs `requirement`, quoted for a shell where it has an extra."""
+    return f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
+
+
+def shipped_names(kind: str) -> list[str]:
+    """Names of a kind that some shipped distribution brings, installed or not."""
+    assert kind in KINDS
+    return [name for of_kind, name in _REQUIREMENTS if of_kind == kind]
+
+
+def for_import_failure(kind: str, name: str, distribution: str, error: BaseException) -> str:
+    """What to do about a provider whose import raised `error`, as a sentence."""
+    if shipped := requirement(kind, name):
+        return f"Try: {install(shipped)}"
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return (
+            f"Install what {distribution} needs ({error.name.partition('.')[0]}), or another version of {distribution}."
+        )
+    return f"Install another version of {distribution}, or uninstall it."

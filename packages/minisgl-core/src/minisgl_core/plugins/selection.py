@@ -1,0 +1,66 @@
+"""Allow and block lists, read from the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from packaging.utils import canonicalize_name
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.suggest import did_you_mean
+
+ALLOW_VARIABLE = "MINISGL_PLUGINS_ALLOW"
+BLOCK_VARIABLE = "MINISGL_PLUGINS_BLOCK"
+SHIPPED = frozenset({"minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server"})
+"""The project's own distributions, which an allow list need not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which providers may be used. An item is a distribution's name or ``kind:name``; blocking wins over allowing.
+
+    Attributes:
+        allow: where not empty, all else that is not shipped is hidden.
+        block: hidden, shipped or not.
+    """
+
+    allow: frozenset[str] = frozenset()
+    block: frozenset[str] = frozenset()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Selection:
+        """Read both variables: items separated by commas; unset and empty mean no list.
+
+        Raises:
+            InvalidValueError: an item names a kind that does not exist, so that the list would not do what it seems to.
+        """
+        return cls(*(_parse(name, environ.get(name, "")) for name in (ALLOW_VARIABLE, BLOCK_VARIABLE)))
+
+    def refusal(self, kind: str, name: str, distribution: str) -> str:
+        """Why a provider is hidden, as a phrase; empty if it is not."""
+        keys = {canonicalize_name(distribution), f"{kind}:{name}"}
+        if keys & self.block:
+            return f"blocked by {BLOCK_VARIABLE}"
+        if self.allow and not keys & (self.allow | SHIPPED):
+            return f"not in {ALLOW_VARIABLE}"
+        return ""
+
+
+def _parse(variable: str, text: str) -> frozenset[str]:
+    return frozenset(_item(variable, item.strip()) for item in text.split(",") if item.strip())
+
+
+def _item(variable: str, item: str) -> str:
+    kind, colon, name = item.partition(":")
+    if not colon:
+        return canonicalize_name(item)
+    if kind not in KINDS or not name:
+        allowed = f"a distribution's name or kind:name, with a kind of {_words(KINDS)}"
+        raise InvalidValueError(variable, item, allowed, did_you_mean(kind, KINDS) if kind not in KINDS else "")
+    return item
+
+
+def _words(names: Iterable[str]) -> str:
+    return ", ".join(names)
