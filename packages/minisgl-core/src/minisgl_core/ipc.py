@@ -1,8 +1,8 @@
 """Sockets between the processes of one launch.
 
-Every process that receives binds one PULL socket in the launch's directory; whoever has something to say to it connects a
-PUSH socket. One sender's messages arrive in order. The directory is made for the launch, readable by its user alone, and
-removed at its end: reaching the sockets takes the user's own rights, and that is all the access control there is.
+Every process that receives binds one PULL socket in the launch's directory; whoever has something to say to it connects
+a PUSH socket. One sender's messages arrive in order. The directory is made for the launch, readable by its user alone,
+and removed at its end: reaching the sockets takes the user's own rights, and that is all the access control there is.
 
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 import msgspec
@@ -64,7 +63,7 @@ class Endpoints:
             raise InvalidValueError(
                 "TMPDIR",
                 tempfile.gettempdir(),
-                "a shorter path, because Unix sockets are made there",
+                "a shorter path, as Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
         return cls(directory, num_tokenizers, num_ranks)
@@ -96,9 +95,7 @@ class Endpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.remove()
 
 
@@ -120,9 +117,7 @@ class _Channel:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -185,4 +185,5 @@ class Decoder:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)
 
     def __call__(self, data: bytes) -> Any:
+        """Unpack one message."""
         return self._decoder.decode(data)

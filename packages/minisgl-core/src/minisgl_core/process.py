@@ -1,0 +1,198 @@
+"""Named child processes, watched: a child that fails is an error in the parent, and nothing outlives the parent.
+
+A pipe joins the parent to each child. The child reports on it that it is ready or why it failed; and when the parent is
+gone, killed even, the pipe's end closes and the child ends itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import connection, get_context
+from typing import Any
+
+import msgspec
+import setproctitle
+
+from minisgl_core.errors import MinisglError, WorkerDiedError
+from minisgl_core.messages import Decoder, Ready, encode
+
+GRACE_S = 3.0
+"""From SIGTERM to SIGKILL."""
+
+Report = Callable[[Ready], None]
+
+
+class _Failed(msgspec.Struct, tag=True):
+    """A child's last word: one exception."""
+
+    kind: str
+    text: str
+    trace: str
+    is_expected: bool
+    """A `MinisglError`, whose text is for users and says all."""
+
+
+class Supervisor:
+    """The children of this process.
+
+    Args:
+        directory: removed by the children where the parent was killed and could not (the sockets' one).
+    """
+
+    def __init__(self, directory: str | None = None) -> None:
+        self._directory = directory
+        self._context = get_context("spawn")
+        self._processes: dict[str, Any] = {}
+        self._pipes: dict[str, Any] = {}
+        self._ending: set[str] = set()
+        self._decode = Decoder(Ready | _Failed)
+        self.ready: dict[str, Ready] = {}
+        """What each child that has started said, by name."""
+        atexit.register(self.terminate)
+
+    def start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+        """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``; it calls `report` once it has started.
+
+        The child ignores SIGINT, which a terminal sends to all, and ends at SIGTERM by `SystemExit`.
+        """
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=_child, args=(name, theirs, self._directory, target, args), name=name, daemon=True
+        )
+        process.start()
+        theirs.close()
+        self._processes[name], self._pipes[name] = process, ours
+
+    def pid(self, name: str) -> int:
+        """Process id of a child."""
+        return int(self._processes[name].pid)
+
+    def is_alive(self, name: str) -> bool:
+        """Whether a child still runs."""
+        return bool(self._processes[name].is_alive())
+
+    def end(self, name: str) -> None:
+        """Ask one child to end, with SIGTERM; its end is no error from now on."""
+        self._ending.add(name)
+        self._processes[name].terminate()
+
+    def wait(
+        self, until: Callable[[], bool] = lambda: False, *, timeout_s: float | None = None, wake: Any = None
+    ) -> bool:
+        """Wait until `until()` holds; it is looked at after each event of a child.
+
+        Args:
+            until: the condition.
+            timeout_s: longest wait; None for ever.
+            wake: a file descriptor or pipe that ends the wait when there is something to read.
+
+        Returns:
+            Whether the condition holds.
+
+        Raises:
+            WorkerDiedError: a child failed or ended that was not asked to.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not until():
+            remaining = None if deadline is None else deadline - time.monotonic()
+            if remaining is not None and remaining <= 0:
+                return False
+            watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
+            exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
+            events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], remaining)
+            for name in list(self._pipes):
+                self._look_at(name)
+            if wake is not None and wake in events:
+                return until()
+        return True
+
+    def wait_ready(self, *names: str, timeout_s: float | None = None, wake: Any = None) -> bool:
+        """Wait until these children, or all, have reported that they are ready. See `wait`."""
+        wanted = set(names or self._processes)
+        return self.wait(lambda: wanted <= self.ready.keys(), timeout_s=timeout_s, wake=wake)
+
+    def terminate(self, grace_s: float = GRACE_S) -> None:
+        """End every child: SIGTERM, and SIGKILL to what still runs `grace_s` later. Fine to call twice."""
+        atexit.unregister(self.terminate)
+        running = [process for process in self._processes.values() if process.is_alive()]
+        for process in running:
+            process.terminate()
+        deadline = time.monotonic() + grace_s
+        for process in running:
+            process.join(max(0.0, deadline - time.monotonic()))
+        for process in running:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._processes.clear()
+        self._pipes.clear()
+
+    def _look_at(self, name: str) -> None:
+        """Take a child's messages, and raise if it failed or died."""
+        pipe, process = self._pipes[name], self._processes[name]
+        ended = not process.is_alive()  # looked at first: what it said before it ended is in the pipe by now
+        try:
+            while pipe.poll():
+                message = self._decode(pipe.recv_bytes())
+                if isinstance(message, Ready):
+                    self.ready[name] = message
+                elif name not in self._ending:
+                    raise WorkerDiedError(_describe_failure(name, message))
+        except (EOFError, OSError):
+            process.join(GRACE_S)
+            ended = True
+        if ended and name not in self._ending:
+            raise WorkerDiedError(f"The process '{name}' {describe_exit(process.exitcode)}.")
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """How a process ended, in words that follow its name."""
+    if exitcode is None:
+        return "closed its pipe and hangs"
+    if exitcode >= 0:
+        return f"ended unexpectedly with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"
+
+
+def _describe_failure(name: str, failed: _Failed) -> str:
+    text = failed.text if failed.is_expected else f"{failed.kind}: {failed.text}"
+    hint = "" if failed.is_expected or failed.trace else " MINISGL_DEBUG=1 shows the traceback."
+    trace = f"\n{failed.trace}" if failed.trace else ""
+    return f"The process '{name}' failed: {text}{hint}{trace}"
+
+
+def _child(name: str, pipe: Any, directory: str | None, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    setproctitle.setproctitle(f"minisgl: {name}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
+    try:
+        target(*args, lambda ready: pipe.send_bytes(encode(ready)))
+    except Exception as error:
+        trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
+        pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, isinstance(error, MinisglError))))
+        sys.exit(1)
+
+
+def _end_with_parent(pipe: Any, directory: str | None) -> None:
+    try:
+        pipe.recv_bytes()  # nothing is ever sent: it returns when the parent's end closes
+    except (EOFError, OSError):
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)
+        os._exit(1)

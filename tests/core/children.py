@@ -1,0 +1,57 @@
+"""What the supervisor's tests run in child processes; importable by name there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Ready
+from minisgl_core.process import Supervisor
+
+
+def serve(name: str, report: Callable[[Ready], None]) -> None:
+    report(Ready(process=name))
+    time.sleep(600)
+
+
+def serve_deaf(report: Callable[[Ready], None]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    report(Ready(process="deaf"))
+    time.sleep(600)
+
+
+def fail_by_user(report: Callable[[Ready], None]) -> None:
+    raise InvalidValueError("--attn", "nope", "one of torch")
+
+
+def fail_by_bug(report: Callable[[Ready], None]) -> None:
+    raise KeyError("oops")
+
+
+def end_with(code: int, report: Callable[[Ready], None]) -> None:
+    report(Ready(process="short"))
+    time.sleep(0.2)
+    os._exit(code)
+
+
+def never_ready(report: Callable[[Ready], None]) -> None:
+    time.sleep(600)
+
+
+def main(pid_file: str, directory: str) -> None:
+    """A parent with two children, for the tests that kill it."""
+    supervisor = Supervisor(directory)
+    for name in ("one", "two"):
+        supervisor.start(name, serve, name)
+    supervisor.wait_ready()
+    Path(pid_file).write_text(" ".join(str(supervisor.pid(name)) for name in ("one", "two")))
+    supervisor.wait()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
