@@ -22,6 +22,13 @@ class Kind:
     summary: str
 
     @property
+    def label(self) -> str:
+        """What messages call one provider of the kind."""
+        return {"commands": "command", "hooks": "hook module", "models": "model"}.get(
+            self.name, f"{self.name} provider"
+        )
+
+    @property
     def group(self) -> str:
         """The entry-point group."""
         return f"minisgl.{self.name}"

@@ -110,7 +110,7 @@ class Registry:
         if len(found) > 1:
             owners = " and ".join(f"{entry} ({entry.value})" for entry in found)
             raise DuplicateProviderError(
-                f"the {kind} provider {name!r} is registered by {owners}. Uninstall all but one, or hide one:"
+                f"the {KINDS[kind].label} {name!r} is registered by {owners}. Uninstall all but one, or hide one:"
                 f" {BLOCK_VARIABLE}={found[-1].distribution}"
             )
         return found[0]
@@ -132,7 +132,7 @@ class Registry:
         Raises:
             ProviderLoadError: see `load`.
         """
-        what = f"the {entry.kind} provider {entry.name!r} of {entry}"
+        what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry}"
         try:
             provider = EntryPoint(entry.name, entry.value, _PREFIX + entry.kind).load()
         except (Exception, SystemExit) as error:
@@ -164,7 +164,7 @@ class Registry:
 
     def _not_found(self, kind: str, name: str) -> str:
         flag = KINDS[kind].flag
-        text = f"{flag + ': ' if flag else ''}no {kind} provider is called {name!r}"
+        text = f"{flag + ': ' if flag else ''}no {KINDS[kind].label} is called {name!r}"
         for entry, why in self._hidden.items():
             if (entry.kind, entry.name) == (kind, name):
                 return f"{text}: that of {entry} is {why}"

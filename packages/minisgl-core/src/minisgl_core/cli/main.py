@@ -1,0 +1,126 @@
+"""The ``minisgl`` command: a group whose commands are entry points, imported only when they are called."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+from click.shell_completion import CompletionItem
+
+from minisgl_core.errors import (
+    InvalidValueError,
+    MinisglError,
+    ModelFormatError,
+    ModelNotFoundError,
+    OutOfMemoryError,
+    PluginError,
+    ProviderLoadError,
+)
+from minisgl_core.plugins import remedies
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.suggest import did_you_mean
+
+KNOWN_COMMANDS = {
+    "launch": "Serve a model over an OpenAI-compatible API.",
+    "shell": "Chat with a model in the terminal.",
+    "bench": "Measure throughput and latency.",
+    "plugins": "List the installed plugins and check them.",
+}
+"""Summaries of the project's own commands, for a help text that imports none of them."""
+
+USER_ERRORS = (InvalidValueError, PluginError, ModelNotFoundError, ModelFormatError, OutOfMemoryError)
+"""What the user can put right; these end the command with status 2, other errors with 1."""
+
+
+class MinisglGroup(click.Group):
+    """Finds its commands in the registry, and turns errors raised on purpose into one line."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The project's commands, installed or not, then the plugins'."""
+        return [*KNOWN_COMMANDS, *(name for name in _registry(ctx).names("commands") if name not in KNOWN_COMMANDS)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import a command.
+
+        Raises:
+            ProviderNotFoundError: one of the project's commands, whose package is not installed.
+            ProviderLoadError: it does not import or is no command.
+        """
+        registry = _registry(ctx)
+        names = self.list_commands(ctx)
+        if cmd_name not in names:
+            if not ctx.resilient_parsing and not cmd_name.startswith("-"):
+                ctx.fail(f"No such command {cmd_name!r}. {did_you_mean(cmd_name, names)}".rstrip())
+            return None
+        command = registry.load("commands", cmd_name)
+        if not isinstance(command, click.Command):
+            entry = registry.entry("commands", cmd_name)
+            raise ProviderLoadError(f"the command {cmd_name!r} of {entry} cannot be used: {entry.value} is no command.")
+        return command if isinstance(command, click.Group) else _with_plugin_options(command, cmd_name, registry)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands by what is known without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _summary(_registry(ctx), name)) for name in self.list_commands(ctx)])
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the commands' names, without importing them, and the group's own options."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
+        commands = [CompletionItem(name, help=_summary(_registry(ctx), name)) for name in names]
+        return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1."""
+        try:
+            return super().main(*args, **extra)
+        except MinisglError as error:
+            if not extra.get("standalone_mode", True) or os.environ.get("MINISGL_DEBUG") == "1":
+                raise
+            click.echo(f"minisgl: {error}", err=True)
+            sys.exit(2 if isinstance(error, USER_ERRORS) else 1)
+
+
+@click.group(cls=MinisglGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(package_name="minisgl-core", prog_name="minisgl")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """Serve language models with exchangeable parts."""
+    _registry(ctx)
+
+
+def _registry(ctx: click.Context) -> Registry:
+    if ctx.obj is None:
+        ctx.obj = Registry.from_environment()
+    assert isinstance(ctx.obj, Registry)
+    return ctx.obj
+
+
+def _summary(registry: Registry, name: str) -> str:
+    entries = [entry for entry in registry.entries("commands") if entry.name == name]
+    known = KNOWN_COMMANDS.get(name, "")
+    if not entries:
+        return f"{known} Needs: {remedies.install(remedies.requirement('commands', name))}"
+    return known or f"From {' and '.join(map(str, entries))}."
+
+
+def _with_plugin_options(command: click.Command, name: str, registry: Registry) -> click.Command:
+    """A copy of `command` with the options that hooks add to it."""
+    from copy import copy
+
+    from minisgl_core.plugins.hooks import Hooks
+
+    hook = Hooks(registry).cli_options
+    groups = hook(command=name) if hook is not None else None
+    extra = [option for options in groups or () for option in options]
+    taken = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
+    for option in extra:
+        if clash := taken.intersection(option.opts):
+            raise ProviderLoadError(
+                f"a plugin's hook cli_options adds {', '.join(sorted(clash))}, which {name} has already."
+            )
+        option.expose_value = False
+    command = copy(command)
+    command.params = [*command.params, *extra]
+    return command

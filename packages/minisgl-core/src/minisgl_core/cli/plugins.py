@@ -1,0 +1,118 @@
+"""``minisgl plugins``: what is installed, and whether it works here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+
+import click
+
+from minisgl_core import plugin_api
+from minisgl_core.errors import PluginError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.suggest import did_you_mean
+
+_kind_option = click.option("--kind", type=click.Choice(list(KINDS)), help="Only providers of this kind.")
+
+
+@click.group()
+def plugins() -> None:
+    """List the installed plugins and check them."""
+
+
+@plugins.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON array of objects.")
+@_kind_option
+@click.pass_obj
+def list_plugins(registry: Registry, as_json: bool, kind: str | None) -> None:
+    """List every provider, from metadata alone; nothing is imported."""
+    entries = [entry for each in KINDS if kind in (None, each) for entry in registry.entries(each)]
+    if as_json:
+        click.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
+    else:
+        rows = [(entry.kind, entry.name, entry.distribution, entry.version) for entry in entries]
+        _print_table(("kind", "name", "distribution", "version"), rows)
+    for note in (*registry.notes, *_duplicates(entries)):
+        click.echo(f"note: {note}", err=True)
+
+
+@plugins.command("check")
+@click.argument("name")
+@_kind_option
+@click.pass_obj
+def check_plugin(registry: Registry, name: str, kind: str | None) -> None:
+    """Load the providers called NAME and say whether they apply on this machine.
+
+    The exit status is 0 where all of them load, whether or not they apply here, and 2 where one does not.
+    """
+    kinds = [each for each in KINDS if kind in (None, each) and name in registry.names(each)]
+    if not kinds and kind is not None:
+        registry.entry(kind, name)  # raises, with what would bring it
+    if not kinds:
+        known = {each_name for each in KINDS for each_name in registry.names(each)}
+        text = f"no provider of any kind is called {name!r}. {did_you_mean(name, known)}".rstrip()
+        raise ProviderNotFoundError(f"{text} See: minisgl plugins list")
+    failed = False
+    for each in kinds:
+        try:
+            _report(registry, registry.entry(each, name))
+        except PluginError as error:
+            failed = True
+            click.echo(f"{each} {name}: {error}", err=True)
+    if failed:
+        sys.exit(2)
+
+
+def _report(registry: Registry, entry: Entry) -> None:
+    provider = registry.load_entry(entry)
+    click.echo(f"{entry.kind} {entry.name}")
+    declared = getattr(provider, "plugin_api", None)
+    rows = {
+        "distribution": str(entry),
+        "object": entry.value,
+        "plugin API": f"{declared or 'any version'} (this minisgl has {plugin_api.VERSION})",
+        "loads": "yes",
+    }
+    from minisgl_core.cli.applicability import reasons_against
+
+    try:
+        tried_on, reasons = reasons_against(registry, entry.kind, provider)
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ProviderLoadError(f"asking it whether it applies here failed: {cause}") from error
+    if tried_on:
+        rows["applies"] = f"{'no' if reasons else 'yes'}, for {tried_on}"
+    for title, text in rows.items():
+        click.echo(f"  {title + ':':<14}{text}")
+    for reason in reasons:
+        click.echo(f"  {'':<14}- {reason}")
+
+
+def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A rich table on a terminal, aligned columns elsewhere."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*titles)
+        for row in rows:
+            table.add_row(*row)
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    for row in (titles, *rows):
+        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _duplicates(entries: Iterable[Entry]) -> list[str]:
+    owners: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        owners.setdefault((entry.kind, entry.name), []).append(entry)
+    return [
+        f"{KINDS[kind].label} {name!r} is registered by {' and '.join(map(str, found))}; using it is an error"
+        for (kind, name), found in owners.items()
+        if len(found) > 1 and kind != "hooks"
+    ]

@@ -1,0 +1,84 @@
+"""Calls the hooks of installed plugins.
+
+Modules are loaded by our own registry, not by pluggy's loader: one that does not import costs a warning, not the launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pluggy
+
+from minisgl_core.errors import PluginError
+from minisgl_core.plugins import hookspecs
+from minisgl_core.plugins.registry import Entry, Registry
+
+logger = logging.getLogger(__name__)
+
+Hook = Callable[..., Any]
+"""Calls every implementation of one hook, with the keyword arguments of its spec in `hookspecs`."""
+
+
+class Hooks:
+    """The hooks of one process. Each attribute is None where no plugin implements it, so that a loop pays one comparison::
+
+        if hooks.batch_finished is not None:
+            hooks.batch_finished(plan=plan, result=result)
+
+    An exception in a hook is logged with its traceback, the first time, and goes no further; the call then returns None.
+    Only `api_routes` raises it: who asks for a plugin's routes wants to know that they are missing.
+    """
+
+    engine_started: Hook | None = None
+    engine_stopped: Hook | None = None
+    batch_scheduled: Hook | None = None
+    batch_finished: Hook | None = None
+    request_finished: Hook | None = None
+    cli_options: Hook | None = None
+    api_routes: Hook | None = None
+    preferred_provider: Hook | None = None
+
+    def __init__(self, registry: Registry | None = None) -> None:
+        """Load the hook modules in `registry`; a bad one is skipped with a warning. Without a registry, there are none."""
+        manager = pluggy.PluginManager(hookspecs.PROJECT)
+        manager.add_hookspecs(hookspecs)
+        for entry in registry.entries("hooks") if registry else ():
+            try:
+                _register(manager, entry, registry.load_entry(entry) if registry else None)
+            except (PluginError, ValueError, pluggy.PluginValidationError) as error:
+                logger.warning("hooks %r of %s are skipped: %s", entry.name, entry, " ".join(str(error).split()))
+        for name, caller in vars(manager.hook).items():
+            if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
+                assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
+                setattr(self, name, caller if name == "api_routes" else _guarded(caller))
+
+
+def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:
+    name = f"{entry.distribution}:{entry.name}"
+    try:
+        manager.register(module, name)
+        manager.check_pending()
+    except pluggy.PluginValidationError:
+        if manager.has_plugin(name):
+            manager.unregister(name=name)
+        raise
+
+
+def _guarded(caller: pluggy.HookCaller) -> Hook:
+    failed = False
+
+    @functools.wraps(caller.__call__)
+    def call(**arguments: Any) -> Any:
+        nonlocal failed
+        try:
+            return caller(**arguments)
+        except Exception:
+            if not failed:
+                failed = True
+                logger.exception("a plugin's hook %s failed; later failures of this hook are not logged", caller.name)
+            return None
+
+    return call
