@@ -1,0 +1,60 @@
+"""Attention as the textbook writes it, one request after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A step's index tensors: where new K and V go, and for each request its queries' range and its keys' slots."""
+
+    slots: torch.Tensor
+    requests: list[tuple[slice, torch.Tensor]]
+
+
+class ExampleAttention(AttentionBackend):
+    """Gathers a request's keys and values into one tensor each and multiplies. Works on any device."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        """Nothing is out of reach of plain torch."""
+        return []
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Translate each request's row of the page table into slots of the pool."""
+        page_size = self.spec.page_size
+        offsets = torch.arange(page_size, device=self.spec.device)
+        requests, start = [], 0
+        for row, q_len, seq_len in zip(batch.rows.tolist(), batch.q_lens_host, batch.seq_lens_host, strict=True):
+            pages = self.page_table[row, : -(-int(seq_len) // page_size)]
+            key_slots = (pages[:, None] * page_size + offsets).flatten()[: int(seq_len)]
+            requests.append((slice(start, start + int(q_len)), key_slots))
+            start += int(q_len)
+        return Plan(batch.slots, requests)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Plan
+    ) -> torch.Tensor:
+        """Store k and v, then attend request by request; softmax in float32."""
+        self.pool.store(layer.index, k, v, plan.slots)
+        all_k, all_v = self.pool.k(layer.index).flatten(0, 1), self.pool.v(layer.index).flatten(0, 1)
+        group = self.spec.num_q_heads // self.spec.num_kv_heads
+        out = torch.empty_like(q)
+        for queries, key_slots in plan.requests:
+            keys = all_k[key_slots].to(q.dtype).repeat_interleave(group, dim=1)  # [N, Hq, D]
+            values = all_v[key_slots].to(q.dtype).repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,nhd->hqn", q[queries], keys).float() * layer.scale
+            num_keys, num_queries = len(key_slots), queries.stop - queries.start
+            key_at = torch.arange(num_keys, device=q.device)
+            query_at = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
+            hidden = key_at > query_at
+            if layer.sliding_window is not None:
+                hidden |= key_at <= query_at - layer.sliding_window
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype)
+            out[queries] = torch.einsum("hqn,nhd->qhd", weights, values)
+        return out

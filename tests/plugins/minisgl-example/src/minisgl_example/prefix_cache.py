@@ -1,0 +1,163 @@
+"""A prefix cache in one dictionary: a page is found by the page before it and its own tokens."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.errors import CacheFullError
+
+
+@dataclass(eq=False, slots=True)
+class Entry:
+    """One cached page, and the handle of the prefix that it ends.
+
+    Attributes:
+        key: the entry before it (None for the first page of a prompt) and the page's tokens as bytes.
+        page: its id in the KV pool.
+        num_children: entries that continue it.
+        num_locks: locks on any prefix that contains it.
+        last_used: the cache's clock when a match or an insert last went through it.
+    """
+
+    key: tuple[Entry | None, bytes]
+    page: int
+    num_children: int = 0
+    num_locks: int = 0
+    last_used: int = 0
+
+    @property
+    def parent(self) -> Entry | None:
+        """The page before."""
+        return self.key[0]
+
+
+class ExampleCache(PrefixCache):
+    """Least recently used pages go first. An eviction looks at every entry, which a cache for production would avoid."""
+
+    def __init__(self, page_size: int) -> None:
+        """Start empty."""
+        super().__init__(page_size)
+        self._entries: dict[tuple[Entry | None, bytes], Entry] = {}
+        self._num_locked = 0
+        self._clock = 0
+
+    def _page_keys(self, token_ids: TokenIds) -> list[bytes]:
+        whole = len(token_ids) // self.page_size * self.page_size
+        pages = np.ascontiguousarray(token_ids[:whole], dtype=np.int32).reshape(-1, self.page_size)
+        return [page.tobytes() for page in pages]
+
+    def _walk(self, keys: list[bytes]) -> list[Entry]:
+        """The cached entries from the first page on, marked as used."""
+        self._clock += 1
+        path: list[Entry] = []
+        for key in keys:
+            entry = self._entries.get((path[-1] if path else None, key))
+            if entry is None:
+                break
+            entry.last_used = self._clock
+            path.append(entry)
+        return path
+
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        """Find the longest cached prefix."""
+        path = self._walk(self._page_keys(token_ids))
+        return PrefixMatch(_page_ids(path), path[-1] if path else None)
+
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        """Add the pages after the longest cached prefix."""
+        keys = self._page_keys(token_ids)[: len(pages)]
+        path = self._walk(keys)
+        num_present = len(path)
+        for key, page in zip(keys[num_present:], pages[num_present:].tolist(), strict=False):
+            parent = path[-1] if path else None
+            entry = Entry((parent, key), page, last_used=self._clock)
+            self._entries[entry.key] = entry
+            if parent is not None:
+                parent.num_children += 1
+            path.append(entry)
+        return PrefixInsert(_page_ids(path), num_present, path[-1] if path else None)
+
+    def lock(self, handle: Any) -> None:
+        """Count a lock on every page of the prefix."""
+        for entry in _ancestry(handle):
+            self._num_locked += entry.num_locks == 0
+            entry.num_locks += 1
+
+    def unlock(self, handle: Any) -> None:
+        """Take one lock off every page of the prefix."""
+        for entry in _ancestry(handle):
+            assert entry.num_locks > 0, "unlocked more often than locked"
+            entry.num_locks -= 1
+            self._num_locked -= entry.num_locks == 0
+
+    def evict(self, num_pages: int) -> PageIds:
+        """Drop the least recently used entry that nothing continues, then the next."""
+        if num_pages > self.num_evictable:
+            raise CacheFullError(f"{num_pages} pages to evict, {self.num_evictable} evictable")
+        leaves = [
+            (entry.last_used, entry.page, entry)
+            for entry in self._entries.values()
+            if entry.num_children == 0 and entry.num_locks == 0
+        ]
+        heapq.heapify(leaves)
+        evicted: list[int] = []
+        while len(evicted) < num_pages:
+            _, page, entry = heapq.heappop(leaves)
+            del self._entries[entry.key]
+            evicted.append(page)
+            parent = entry.parent
+            if parent is not None:
+                parent.num_children -= 1
+                if parent.num_children == 0 and parent.num_locks == 0:
+                    heapq.heappush(leaves, (parent.last_used, parent.page, parent))
+        return np.array(evicted, dtype=np.int32)
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages without a lock: a lock covers the whole way to a page, so nothing locked can hang below them."""
+        return len(self._entries) - self._num_locked
+
+    @property
+    def num_locked(self) -> int:
+        """Pages with a lock."""
+        return self._num_locked
+
+    def reset(self) -> Sequence[int]:
+        """Forget everything."""
+        assert self._num_locked == 0, "reset while a prefix is locked"
+        pages = [entry.page for entry in self._entries.values()]
+        self._entries.clear()
+        return pages
+
+    def check(self) -> None:
+        """Count everything again."""
+        children = dict.fromkeys(self._entries.values(), 0)
+        for key, entry in self._entries.items():
+            assert entry.key == key, "an entry lies under another's key"
+            if entry.parent is not None:
+                assert entry.parent in children, "an entry continues one that was evicted"
+                assert entry.parent.num_locks >= entry.num_locks, "a page is locked less often than its continuation"
+                children[entry.parent] += 1
+        for entry, count in children.items():
+            assert entry.num_children == count, "an entry miscounts its continuations"
+        pages = [entry.page for entry in children]
+        assert len(set(pages)) == len(pages), "a page is cached twice"
+        assert sum(entry.num_locks > 0 for entry in children) == self._num_locked, "locked pages are miscounted"
+
+
+def _ancestry(handle: Entry | None) -> list[Entry]:
+    entries = []
+    while handle is not None:
+        entries.append(handle)
+        handle = handle.parent
+    return entries
+
+
+def _page_ids(path: list[Entry]) -> PageIds:
+    return np.array([entry.page for entry in path], dtype=np.int32)
