@@ -1,0 +1,64 @@
+"""Finding stop texts in a stream."""
+
+from __future__ import annotations
+
+
+class StopFinder:
+    """Passes a stream of text on, and ends it before the first of some texts.
+
+    Whatever could be the beginning of a stop text is held back until it is known not to be. Knuth, Morris and Pratt's
+    automaton (SIAM J. Comput. 6, 1977), one a stop text, makes that O(1) a character however long the stop texts are.
+    """
+
+    def __init__(self, stop: tuple[str, ...]) -> None:
+        self._stop = stop
+        self._failures = [_failures(text) for text in stop]
+        self._matched = [0] * len(stop)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Text that may be shown now, and the stop text found, if any; where two end together, the longer one."""
+        if not self._stop:
+            return text, None
+        self._held += text
+        for place, char in enumerate(text, start=len(self._held) - len(text)):
+            found = self._advance(char)
+            if found is not None:
+                shown, self._held = self._held[: place + 1 - len(found)], ""
+                return shown, found
+        keep = len(self._held) - max(self._matched)
+        shown, self._held = self._held[:keep], self._held[keep:]
+        return shown, None
+
+    def finish(self) -> str:
+        """What was held back, where the stream has ended without a match."""
+        shown, self._held = self._held, ""
+        return shown
+
+    def _advance(self, char: str) -> str | None:
+        found: str | None = None
+        for index, stop in enumerate(self._stop):
+            matched, failures = self._matched[index], self._failures[index]
+            while matched and stop[matched] != char:
+                matched = failures[matched - 1]
+            if stop[matched] == char:
+                matched += 1
+            self._matched[index] = matched
+            if matched == len(stop):
+                self._matched[index] = failures[matched - 1]
+                if found is None or len(stop) > len(found):
+                    found = stop
+        return found
+
+
+def _failures(text: str) -> list[int]:
+    """For each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
+    table = [0] * len(text)
+    length = 0
+    for place in range(1, len(text)):
+        while length and text[place] != text[length]:
+            length = table[length - 1]
+        if text[place] == text[length]:
+            length += 1
+        table[place] = length
+    return table

@@ -1,0 +1,52 @@
+"""What single tokens stand for."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The 256 characters that byte-level vocabularies write bytes with (GPT-2's encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class TokenBytes:
+    """The bytes of each token, which need not be whole characters: ``TokenBytes(tokenizer)[token_id]``.
+
+    Ids without a token (a vocabulary padded for speed) are empty.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._added: dict[int, Any] = tokenizer.added_tokens_decoder
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self._is_byte_level = "ByteLevel" in repr(decoder)
+        self._known: dict[int, bytes] = {}
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of a token."""
+        known = self._known.get(token_id)
+        if known is None:
+            known = self._known[token_id] = self._compute(token_id)
+        return known
+
+    def _compute(self, token_id: int) -> bytes:
+        if token_id in self._added:
+            return str(self._added[token_id].content).encode()
+        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(char in _ALPHABET for char in token):
+            return bytes(_ALPHABET[char] for char in token)
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        return str(token).replace("▁", " ").encode()

