@@ -77,6 +77,8 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
         sample: which requests sample a token.
         prompt_logprobs: requests (place in the batch) that want log-probabilities of their prompt, int32; empty for none.
         num_prompt_logprobs: how many most likely tokens each of them wants, int32.
+        prompt_targets: for each new token of those requests in turn, the token that follows it in the prompt; -1 where
+            none does (the prompt's last token) or none is asked for; int32.
     """
 
     num_decodes: int
@@ -88,6 +90,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
     sample: SamplePlan
     prompt_logprobs: np.ndarray
     num_prompt_logprobs: np.ndarray
+    prompt_targets: np.ndarray
 
     @property
     def num_requests(self) -> int:
@@ -106,9 +109,8 @@ class StepResult:
 
     Attributes:
         tokens: sampled token of each request in ``plan.sample.index``'s order, int64 [N].
-        logprobs: for each of them, or None where none was asked for.
-        prompt_logprobs: for each request in ``plan.prompt_logprobs``' order: entry t is about the token after the t-th new
-            one; the last new token of a prompt's last chunk has none.
+        logprobs: for each of them, None where it asked for none; empty where nobody asked.
+        prompt_logprobs: for each request in ``plan.prompt_logprobs``' order, one entry a target that is not -1.
     """
 
     tokens: np.ndarray

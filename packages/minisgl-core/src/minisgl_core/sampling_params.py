@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from minisgl_core.errors import InvalidValueError
 
@@ -115,3 +115,10 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether the tokens seen so far change the logits."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    def split(self) -> list[SamplingParams]:
+        """One `SamplingParams` for each of the `n` outputs; where there is a seed, each gets its own, derived from it."""
+        if self.n == 1:
+            return [self]
+        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n)]
+        return [replace(self, n=1, seed=seed) for seed in seeds]

@@ -94,9 +94,6 @@ class SchedulerOptions:
         "Prepare a step only when the one before is done; auto overlaps where the device runs beside the host.",
         env=("MINISGL_DISABLE_OVERLAP_SCHEDULING",),
     )
-    cuda_graph_max_bs: int | str = option(
-        AUTO, "Largest decode batch recorded as a CUDA graph; 0 disables graphs.", low=0
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,9 @@ class AttentionBackend(ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
-        """Store k and v at the batch's slots, then attend.
+        """Store k and v of the whole batch at its slots, then attend.
+
+        In this order: a request may share pages that another request of the same batch writes in this step.
 
         Args:
             q: [T, Hq, D].

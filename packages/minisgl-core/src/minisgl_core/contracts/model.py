@@ -67,7 +67,9 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Allocate this rank's parameters, uninitialised, on ``build.device``."""
+        """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first."""
+        super().__init__()
+        self.config = config
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:

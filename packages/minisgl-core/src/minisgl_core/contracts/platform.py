@@ -23,6 +23,7 @@ class Hardware:
         capability: compute capability on NVIDIA, such as ``(9, 0)``; empty elsewhere.
         total_memory: bytes a device has.
         num_devices: how many there are.
+        dtypes: precisions that matrix products run fast in, best first.
     """
 
     platform: str
@@ -30,6 +31,7 @@ class Hardware:
     capability: tuple[int, ...]
     total_memory: int
     num_devices: int
+    dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
 
 
 class Event(Protocol):

@@ -21,8 +21,7 @@ class PrefixMatch:
     """What a cache knows about a prompt.
 
     Attributes:
-        pages: ids of the pages that hold the longest cached prefix, in order, shape [num_pages]; the caller may keep
-            it.
+        pages: ids of the pages that hold the longest cached prefix, in order, shape [num_pages]; a copy.
         handle: the cache's own mark of exactly that prefix, for `lock` and `unlock`; opaque to callers. An empty match
             has one too, which covers no page.
     """
@@ -49,7 +48,7 @@ class PrefixInsert:
     take less than it was offered, or nothing.
 
     Attributes:
-        pages: the pages that hold the part of the prefix that is cached now, in order, shape [num_cached_pages].
+        pages: the pages that hold the part of the prefix that is cached now, in order, shape [num_cached_pages]; a copy.
         num_present: how many of them were cached before the call.
         handle: mark of the prefix that `pages` hold, for `lock` and `unlock`, as in `PrefixMatch`.
     """
@@ -88,9 +87,10 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        """Offer pages that hold the KV of a prefix; what is taken is unlocked and counts as used now.
+        """Offer pages that hold the KV of a prefix.
 
-        The arrays stay the caller's, who may change them afterwards.
+        What is taken comes without a lock; all that is cached of the prefix counts as used now. The arrays stay the
+        caller's, who may change them afterwards.
 
         Args:
             token_ids: shape [num_tokens]; tokens past the last whole page are ignored.

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -71,3 +71,11 @@ class WeightSource(ABC):
 
         `config` is the normalised form of `self.config`; sources of other naming schemes need it to translate.
         """
+
+
+@runtime_checkable
+class WeightGenerator(Protocol):
+    """What a source adds that stores no tensors but makes up whatever the model asks for; `tensors` is not called then."""
+
+    def generate(self, name: str, target: WeightTarget) -> None:
+        """Fill the target's destination, on its device. Ranks that hold the same slice must get the same values."""

@@ -1,0 +1,230 @@
+"""Turns every ``auto`` into a choice, once, before anything is built.
+
+`resolve` is a pure function of the options, the hardware, the model and what providers say of themselves; so a choice can be
+tested without the hardware, printed with its reason, and repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.contracts.platform import Hardware
+from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+
+Unsupported = Callable[..., list[str]]
+"""``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
+
+PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
+    ("attention", "cuda"): ("fi", "fa", "triton", "torch"),
+    ("attention", "cpu"): ("torch",),
+    ("ops", "cuda"): ("triton", "torch"),
+    ("ops", "cpu"): ("onednn", "torch"),
+    ("moe", "cuda"): ("triton", "torch"),
+    ("moe", "cpu"): ("torch",),
+    ("communicator", "cuda"): ("torch",),
+    ("communicator", "cpu"): ("torch",),
+    ("prefix_cache", "cuda"): ("radix", "naive"),
+    ("prefix_cache", "cpu"): ("radix", "naive"),
+}
+"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One resolved option: what, value, and why."""
+
+    what: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A config without any ``auto``, and the reasons."""
+
+    config: EngineConfig
+    choices: tuple[Choice, ...]
+
+
+def resolve(
+    config: EngineConfig,
+    hardware: Hardware,
+    model: ModelConfig,
+    installed: Callable[[str], Iterable[str]],
+    unsupported: Unsupported,
+    preferred: Callable[[str], str | None] = lambda kind: None,
+) -> Resolved:
+    """Choose.
+
+    Args:
+        config: the user's options; its platform is taken to be `hardware`'s.
+        hardware: what it runs on.
+        model: what it runs.
+        installed: names of the providers of a kind.
+        unsupported: asks a provider.
+        preferred: a plugin's preference for a kind, if any.
+
+    Raises:
+        ProviderUnsupportedError: a provider asked for by name does not apply.
+        InvalidValueError: an option does not fit the model or the hardware.
+    """
+    picker = _Picker(hardware.platform, set(installed("platform")), installed, unsupported, preferred)
+    choices = [Choice("platform", hardware.platform, hardware.device_name)]
+
+    dtype, why = _dtype(config.model.dtype, model.dtype, hardware)
+    choices.append(Choice("dtype", dtype, why))
+
+    max_seq_len = config.model.max_seq_len_override or model.max_position
+    if max_seq_len > model.max_position:
+        allowed = f"at most {model.max_position}, the model's context"
+        raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
+
+    _check_tp(config.parallel.tp, hardware, model)
+    torch_dtype, device = getattr(torch, dtype), torch.device(hardware.platform)
+    page_size, page_why = config.cache.page_size, "as asked"
+    if page_size == AUTO:
+        page_size, page_why = 16, "little waste a request, few table entries"
+    spec = attention_spec(config, model, max_seq_len, int(page_size), torch_dtype, device)
+
+    attn_names = config.backends.attn.split(",")
+    if not 1 <= len(attn_names) <= 2 or not all(attn_names):
+        raise InvalidValueError("--attn", config.backends.attn, "one name, or two as 'prefill,decode'")
+    picks = [picker.pick("attention", name, spec) for name in attn_names]
+    attn = ",".join(value for value, _ in picks)
+    choices.append(Choice("attn", attn, "; ".join(reason for _, reason in picks)))
+    choices.append(Choice("page_size", str(page_size), page_why))
+
+    cache, why = picker.pick("prefix_cache", config.cache.cache)
+    choices.append(Choice("cache", cache, why))
+    ops, why = picker.pick("ops", config.backends.ops, device, torch_dtype)
+    choices.append(Choice("ops", ops, why))
+    moe = config.backends.moe
+    if model.moe is not None:
+        moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
+        choices.append(Choice("moe", moe, why))
+    communicator = config.backends.communicator
+    if config.parallel.tp > 1:
+        communicator, why = picker.pick("communicator", communicator)
+        choices.append(Choice("communicator", communicator, why))
+
+    overlap = config.scheduler.disable_overlap
+    if overlap == AUTO:
+        overlap = hardware.platform == "cpu"
+        why = "the device does its work within the call" if overlap else "the device runs beside the host"
+        choices.append(Choice("overlap", "off" if overlap else "on", why))
+    prefill = config.scheduler.max_prefill_length
+    if prefill == AUTO:
+        prefill = 1024 if hardware.platform == "cpu" else 8192
+        choices.append(Choice("max_prefill_length", str(prefill), "prompt tokens in a step"))
+
+    resolved = config.with_flat(
+        dtype=dtype,
+        max_seq_len_override=max_seq_len,
+        attn=attn,
+        page_size=page_size,
+        cache=cache,
+        ops=ops,
+        moe=moe,
+        communicator=communicator,
+        disable_overlap=overlap,
+        max_prefill_length=prefill,
+        platform=hardware.platform,
+    )
+    return Resolved(resolved, tuple(choices))
+
+
+class _Picker:
+    def __init__(
+        self,
+        platform: str,
+        platforms: set[str],
+        installed: Callable[[str], Iterable[str]],
+        unsupported: Unsupported,
+        preferred: Callable[[str], str | None],
+    ) -> None:
+        self._platform, self._platforms = platform, platforms
+        self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
+
+    def pick(self, kind: str, wanted: str, *spec: Any) -> tuple[str, str]:
+        """The provider's name and why it."""
+        if wanted != AUTO:
+            reasons = self._unsupported(kind, wanted, *spec)
+            if reasons:
+                raise ProviderUnsupportedError(kind, wanted, reasons)
+            return wanted, "as asked"
+        installed = set(self._installed(kind))
+        ordered = PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
+        hinted = self._preferred(kind)
+        passed_over = []
+        for name in ([hinted] if hinted else []) + list(ordered):
+            if name not in installed:
+                continue
+            reasons = self._unsupported(kind, name, *spec)
+            if not reasons:
+                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that applies"
+                return name, why + ("".join(f"; not {other}" for other in passed_over))
+            passed_over.append(f"{name}: {reasons[0]}")
+        detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
+        raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
+
+
+def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:
+    if wanted != AUTO:
+        return wanted, "as asked"
+    if model_dtype in hardware.dtypes:
+        return model_dtype, "the checkpoint's own"
+    return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
+
+
+def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
+    if model.num_q_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads):
+        fits = [
+            n
+            for n in range(1, model.num_q_heads + 1)
+            if not model.num_q_heads % n and (not model.num_kv_heads % n or not n % model.num_kv_heads)
+        ]
+        heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads"
+        raise InvalidValueError("--tp", tp, f"one of {', '.join(map(str, fits))} for a model of {heads}")
+    if hardware.platform != "cpu" and tp > hardware.num_devices:
+        raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
+
+
+def attention_spec(
+    config: EngineConfig, model: ModelConfig, max_seq_len: int, page_size: int, dtype: torch.dtype, device: torch.device
+) -> AttentionSpec:
+    """What a rank asks of its attention backend."""
+    tp = config.parallel.tp
+    return AttentionSpec(
+        num_q_heads=model.num_q_heads // tp,
+        num_kv_heads=max(1, model.num_kv_heads // tp),
+        head_dim=model.head_dim,
+        page_size=page_size,
+        dtype=dtype,
+        kv_dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        max_batch=config.scheduler.max_running_requests,
+        sliding_windows=tuple(sorted({window for window in model.sliding_windows if window is not None})),
+    )
+
+
+def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
+    """What a rank asks of its MoE kernel."""
+    from minisgl_core.contracts.moe import MoeSpec
+
+    assert model.moe is not None
+    return MoeSpec(
+        num_experts=model.moe.num_experts,
+        top_k=model.moe.top_k,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.moe.intermediate_size // config.parallel.tp,
+        dtype=dtype,
+        device=device,
+    )

@@ -1,0 +1,1 @@
+"""The engine: runs the steps that the scheduler plans, on one rank's device."""

@@ -1,0 +1,248 @@
+"""Builds an engine and its scheduler's limits from options: providers, weights, memory.
+
+options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
+    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.resolve import Choice, Resolved, attention_spec, resolve
+from minisgl_core.contracts.attention import AttentionBackend
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.platform import Hardware, Platform
+from minisgl_core.contracts.weights import WeightSource
+from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.engine.memory import plan_pool
+from minisgl_core.errors import PluginError, ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.messages import EngineInfo
+from minisgl_core.model_source import locate_model, open_weights
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened model.
+
+    Attributes:
+        name: what clients call it.
+        source: config, tokenizer and tensors.
+        config: normalised.
+    """
+
+    name: str
+    source: WeightSource
+    config: ModelConfig
+
+
+def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
+    """Find the model, on a hub if need be, and read its config; no tensors yet."""
+    path = locate_model(config.model)
+    source = open_weights(path, registry, dummy=config.model.dummy_weight)
+    normalised = model_config(source.config, source.generation_config)
+    name = config.model.model or path.stem.split(".")[0]
+    return Checkpoint(name, source, normalised)
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, ready to run.
+
+    Attributes:
+        engine: of this rank.
+        config: the options, without auto.
+        checkpoint: the model; its tokenizer is made on demand.
+        num_pages: pages of the KV pool, the same on every rank.
+        max_seq_len: most tokens of a sequence, after the pool's size was known.
+        info: for the launch to report.
+    """
+
+    engine: Engine
+    config: EngineConfig
+    checkpoint: Checkpoint
+    num_pages: int
+    max_seq_len: int
+    info: EngineInfo
+
+
+def build_engine(
+    config: EngineConfig, registry: Registry, hooks: Hooks, rank: int = 0, init_method: str = "", progress: bool = True
+) -> BuiltEngine:
+    """Build one rank's engine; every rank calls this with the same options.
+
+    Args:
+        config: the user's options.
+        registry: the installed providers.
+        hooks: the installed hook modules.
+        rank: this process's place among ``config.parallel.tp``.
+        init_method: where the ranks meet (see `CommunicatorSpec`); unused with one.
+        progress: whether to draw a bar while weights load.
+
+    Raises:
+        MinisglError: whatever does not fit, by name.
+    """
+    platform_class, hardware = pick_platform(config.backends.platform, registry)
+    checkpoint = open_checkpoint(config, registry)
+    model_class: type[Model] = registry.load("models", checkpoint.config.architecture)
+    if reasons := model_class.unsupported(checkpoint.config):
+        raise ProviderUnsupportedError("models", checkpoint.config.architecture, reasons)
+
+    def preferred(kind: str) -> str | None:
+        if hooks.preferred_provider is None:
+            return None
+        return hooks.preferred_provider(kind=kind, hardware=hardware)  # type: ignore[no-any-return]
+
+    resolved = resolve(config, hardware, checkpoint.config, registry.names, _asker(config, registry), preferred)
+    config = resolved.config
+    platform = platform_class(rank)
+    with platform.stream():
+        communicator = _join(config, registry, platform, checkpoint.config.architecture, rank, init_method)
+        free_at_start = platform.free_memory()
+        model = _load_model(model_class, checkpoint, config, registry, communicator, platform, progress and rank == 0)
+        pool_spec = plan_pool(config, checkpoint.config, model, platform, communicator, free_at_start)
+        max_seq_len = min(int(config.model.max_seq_len_override or 0), (pool_spec.num_pages - 1) * pool_spec.page_size)
+        num_rows = config.scheduler.max_running_requests
+        table = PageTable(num_rows, max_seq_len, pool_spec.page_size, platform.device)
+        spec = attention_spec(
+            config, checkpoint.config, max_seq_len, pool_spec.page_size, pool_spec.dtype, platform.device
+        )
+        attention = _attention(registry, config.backends.attn, spec, KVPool(pool_spec), table)
+        engine = Engine(platform, communicator, model, attention, table, num_rows)
+        platform.synchronize()
+    info = _info(checkpoint, resolved, pool_spec.num_pages, max_seq_len, hardware)
+    return BuiltEngine(engine, config, checkpoint, pool_spec.num_pages, max_seq_len, info)
+
+
+def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hardware]:
+    """The platform named, or the first of cuda, the plugins' and cpu that this machine has."""
+    if wanted != AUTO:
+        platform = registry.load("platform", wanted)
+        if reasons := platform.unsupported():
+            raise ProviderUnsupportedError("platform", wanted, reasons)
+        return platform, platform.hardware()
+    names = registry.names("platform")
+    for name in sorted(names, key=lambda name: (name == "cpu", name != "cuda")):
+        try:
+            platform = registry.load("platform", name)
+        except ProviderLoadError as error:
+            logger.warning("skipped: %s", error)
+            continue
+        if not platform.unsupported():
+            return platform, platform.hardware()
+    raise ProviderUnsupportedError("platform", AUTO, [f"none of {', '.join(names)} is on this machine"])
+
+
+def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
+    """Ask providers why they cannot serve. One that was not asked for by name and does not load is passed over."""
+    backends = config.backends
+    named = {*backends.attn.split(","), backends.moe, backends.ops, backends.communicator, config.cache.cache}
+
+    def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
+        try:
+            provider = registry.load(kind, name)
+        except PluginError as error:
+            if name in named:
+                raise
+            logger.warning("skipped: %s", error)
+            return [str(error)]
+        return list(provider.unsupported(*spec)) if spec else []
+
+    return unsupported
+
+
+def _join(
+    config: EngineConfig, registry: Registry, platform: Platform, architecture: str, rank: int, init_method: str
+) -> Communicator:
+    """Join the other ranks, after a look that all resolved the same providers: a mismatch would be a hang later."""
+    if config.parallel.tp == 1:
+        return SingleRank()
+    spec = CommunicatorSpec(rank, config.parallel.tp, platform.device, init_method, timeout_s=600)
+    provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
+    if reasons := provider.unsupported(spec):
+        raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
+    communicator = provider(spec)
+    chosen = {
+        "attention": config.backends.attn,
+        "communicator": config.backends.communicator,
+        "models": architecture,
+        "ops": config.backends.ops,
+    }
+    digest = registry.digest(chosen)
+    first = communicator.broadcast_object(digest)
+    if first != digest:
+        raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
+    return communicator
+
+
+def _load_model(
+    model_class: type[Model],
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    registry: Registry,
+    communicator: Communicator,
+    platform: Platform,
+    progress: bool,
+) -> Model:
+    dtype = getattr(torch, config.model.dtype)
+    ops = registry.load("ops", config.backends.ops)(platform.device, dtype)
+    moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
+    model = model_class(checkpoint.config, BuildContext(communicator, ops, platform.device, dtype, moe))
+    load_weights(model, checkpoint.source, progress)
+    return model.eval()
+
+
+def _attention(registry: Registry, names: str, spec: Any, pool: KVPool, table: PageTable) -> AttentionBackend:
+    backends = [registry.load("attention", name)(spec, pool, table.data) for name in names.split(",")]
+    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)
+
+
+_SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+
+
+def default_sampling(generation_config: Any) -> dict[str, Any]:
+    """The sampling that a model's generation_config asks for, under `SamplingParams`' names."""
+    if generation_config.get("do_sample") is False:
+        return {}
+    found = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
+    SamplingParams(**found)
+    return found
+
+
+def _info(
+    checkpoint: Checkpoint, resolved: Resolved, num_pages: int, max_seq_len: int, hardware: Hardware
+) -> EngineInfo:
+    config, model = resolved.config, checkpoint.config
+    tokens = (num_pages - 1) * int(config.cache.page_size)
+    pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
+    return EngineInfo(
+        model=checkpoint.name,
+        architecture=model.architecture,
+        dtype=config.model.dtype,
+        device=hardware.device_name,
+        max_seq_len=max_seq_len,
+        vocab_size=model.vocab_size,
+        num_pages=num_pages,
+        page_size=int(config.cache.page_size),
+        eos_token_ids=list(model.eos_token_ids),
+        bos_token_id=model.bos_token_id,
+        default_sampling=default_sampling(checkpoint.source.generation_config),
+        choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
+    )

@@ -1,0 +1,100 @@
+"""Weights from a checkpoint into a model, one slice at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
+from minisgl_core.errors import ModelFormatError
+
+Targets = Mapping[str, Sequence[WeightTarget]]
+
+_NUM_NAMES_SHOWN = 5
+
+
+def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
+    """Fill `model` from `source` and finalize it.
+
+    Only this rank's slices are read, and one tensor's slice is in memory besides the model. With `progress`, a bar is drawn
+    on stderr where that is a terminal.
+
+    Raises:
+        ModelFormatError: tensors are missing, left over or of another shape than the config says.
+    """
+    targets: dict[str, list[WeightTarget]] = {}
+    for name, target in model.weight_targets():
+        targets.setdefault(name, []).append(target)
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    disable = not (progress and console.is_terminal)
+    with torch.no_grad(), Progress(*columns, console=console, disable=disable, transient=True) as bar:
+        task = bar.add_task("Loading weights", total=len(targets))
+        if isinstance(source, WeightGenerator):
+            _generate(source, targets, lambda: bar.advance(task))
+        else:
+            _copy(model, source, targets, lambda: bar.advance(task))
+    del targets
+    model.finalize()
+
+
+def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:
+    for name, places in targets.items():
+        for target in places:
+            source.generate(name, target)
+        advance()
+
+
+def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
+    missing, unexpected = set(targets), []
+    ignored = model.ignored_weights()
+    for name, tensor in source.tensors(model.config):
+        if name in targets:
+            for target in targets[name]:
+                _fill(name, tensor, target)
+            missing.discard(name)
+            advance()
+        elif not any(fnmatchcase(name, pattern) for pattern in ignored):
+            unexpected.append(name)
+    problems = []
+    if missing:
+        problems.append(f"{_some(missing)} missing")
+    if unexpected:
+        problems.append(f"{_some(unexpected)} in the checkpoint but not in {model.config.architecture}")
+    if problems:
+        raise ModelFormatError(f"the checkpoint does not fit its config: {'; '.join(problems)}")
+
+
+def _fill(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
+    if target.destination.numel() == 0:
+        return
+    expected, index = tuple(target.destination.shape), target.index
+    if len(tensor.shape) == len(expected):
+        slices = (*index, *(slice(None),) * (len(expected) - len(index)))
+        found = tuple(len(range(*part.indices(size))) for part, size in zip(slices, tensor.shape, strict=True))
+        if found == expected:
+            target.destination.copy_(tensor[index])
+            return
+    raise ModelFormatError(
+        f"the checkpoint does not fit its config: {name} has shape {list(tensor.shape)}, of which this rank "
+        f"takes {_shown(index)}; the model expects {list(expected)} there"
+    )
+
+
+def _shown(index: tuple[slice, ...]) -> str:
+    if all(part == slice(None) for part in index):
+        return "all"
+    return "[" + ", ".join(":" if part == slice(None) else f"{part.start}:{part.stop}" for part in index) + "]"
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_NUM_NAMES_SHOWN])
+    more = len(ordered) - _NUM_NAMES_SHOWN
+    verb = "is" if len(ordered) == 1 else "are"
+    return f"{shown}{f' and {more} more' if more > 0 else ''} {verb}"

@@ -1,0 +1,148 @@
+"""From logits to tokens, for a whole batch at once.
+
+Shape legend: N sampling requests, V vocabulary.
+
+A token is picked by inverting the cumulative distribution, in vocabulary order, at one random number a request. So the result
+depends on the request's logits and number alone, not on what else is in the batch or how its filters are computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minisgl_core.batch import SamplePlan
+from minisgl_core.contracts.platform import Platform
+
+_FEW_CANDIDATES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobTensors:
+    """Log-probabilities of N tokens and, for each place, of the K most likely ones.
+
+    Attributes:
+        token: float32 [N].
+        rank: place of the token among all, from 1, int64 [N].
+        top: float32 [N, K], best first.
+        top_ids: int64 [N, K].
+    """
+
+    token: torch.Tensor
+    rank: torch.Tensor
+    top: torch.Tensor
+    top_ids: torch.Tensor
+
+
+def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
+    """Log-probabilities under `logits` ([N, V]) of `token_ids` (int64 [N]) and of the `num_top` best."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])
+    rank = (logprobs > chosen).sum(-1) + 1
+    top, top_ids = logprobs.topk(num_top, dim=-1)
+    return LogprobTensors(chosen[:, 0], rank, top, top_ids)
+
+
+class Sampler:
+    """Applies penalties, biases and filters, and picks tokens. Keeps the token counts that penalties need."""
+
+    def __init__(self, num_rows: int, vocab_size: int, platform: Platform) -> None:
+        self._shape = (num_rows + 1, vocab_size)
+        self._platform = platform
+        # Allocated when the first request with penalties comes.
+        self._output_counts: torch.Tensor | None = None
+        self._in_prompt: torch.Tensor | None = None
+
+    def __call__(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
+        """Sample.
+
+        Args:
+            logits: [N, V]; may be overwritten.
+            plan: N requests.
+            rows: their page-table rows, int [N], on the device.
+
+        Returns:
+            int64 [N].
+        """
+        for state in plan.penalty_states:
+            self._start_counts(state.row, state.prompt_ids, state.output_ids)
+        if len(plan.penalties):
+            logits = self._penalise(logits.float(), plan, rows)
+        if len(plan.bias_index):
+            index, token = self._platform.to_device(np.concatenate((plan.bias_index, plan.bias_token))).chunk(2)
+            value = self._platform.to_device(plan.bias_value)
+            logits = logits.float().index_put((index.long(), token.long()), value, accumulate=True)
+        tokens = self._pick(logits, plan)
+        if self._output_counts is not None:
+            ones = torch.ones_like(tokens, dtype=self._output_counts.dtype)
+            self._output_counts.index_put_((rows.long(), tokens), ones, accumulate=True)
+        return tokens
+
+    def _pick(self, logits: torch.Tensor, plan: SamplePlan) -> torch.Tensor:
+        is_random = plan.temperature > 0
+        if not is_random.any():
+            return logits.argmax(-1)
+        packed = np.concatenate((plan.temperature, plan.top_p, plan.min_p, plan.uniform, plan.top_k.astype(np.float32)))
+        temperature, top_p, min_p, uniform, top_k = self._platform.to_device(packed).view(5, -1, 1).unbind(0)
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+        sampled_k = plan.top_k[is_random]
+        if sampled_k.any():
+            largest = min(int(sampled_k.max()), scaled.shape[-1])
+            best = scaled.topk(largest, dim=-1).values
+            last = best.gather(-1, top_k.clamp(1, largest).long() - 1)
+            scaled = scaled.masked_fill((scaled < last) & (top_k > 0), -torch.inf)
+        probs = torch.softmax(scaled, dim=-1)
+        if (plan.top_p[is_random] < 1).any():
+            probs = probs.masked_fill(probs < self._nucleus_threshold(probs, top_p, sampled_k), 0.0)
+        if plan.min_p[is_random].any():
+            probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+        cumulative = probs.cumsum(-1)
+        total = cumulative[:, -1:]
+        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+        sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
+        if is_random.all():
+            return sampled
+        return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
+
+    def _nucleus_threshold(self, probs: torch.Tensor, top_p: torch.Tensor, sampled_k: np.ndarray) -> torch.Tensor:
+        """Smallest probability in the top-p nucleus (arXiv 1904.09751) of each row, [N, 1]; 0 where top_p is 1."""
+        vocab_size = probs.shape[-1]
+        num_candidates = vocab_size
+        if sampled_k.all():
+            num_candidates = min(int(sampled_k.max()), vocab_size)
+        elif not self._platform.is_async and vocab_size > _FEW_CANDIDATES:
+            # A look at the mass of a few candidates costs no wait here, and mostly saves the sort.
+            few = probs.topk(_FEW_CANDIDATES, dim=-1).values.sum(-1, keepdim=True)
+            if bool(((few >= top_p) | (top_p >= 1)).all()):
+                num_candidates = _FEW_CANDIDATES
+        best = probs.topk(num_candidates, dim=-1).values
+        before = best.cumsum(-1) - best
+        num_kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
+        return torch.where(top_p < 1, best.gather(-1, num_kept - 1), 0.0)
+
+    def _penalise(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
+        """OpenAI's presence and frequency penalties, and CTRL's repetition penalty (arXiv 1909.05858)."""
+        assert self._output_counts is not None
+        assert self._in_prompt is not None
+        presence, frequency, repetition = self._platform.to_device(plan.penalties).view(3, -1, 1).unbind(0)
+        counts = self._output_counts[rows.long()]
+        is_output = counts > 0
+        seen = is_output | self._in_prompt[rows.long()]
+        scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen & (repetition != 1.0), scaled, logits)
+        return logits - frequency * counts - presence * is_output
+
+    def _start_counts(self, row: int, prompt_ids: np.ndarray, output_ids: np.ndarray) -> None:
+        if self._output_counts is None:
+            device = self._platform.device
+            self._output_counts = torch.zeros(self._shape, dtype=torch.int32, device=device)
+            self._in_prompt = torch.zeros(self._shape, dtype=torch.bool, device=device)
+        assert self._in_prompt is not None
+        self._output_counts[row] = 0
+        self._in_prompt[row] = False
+        self._in_prompt[row].index_fill_(0, self._platform.to_device(prompt_ids).long(), True)
+        if len(output_ids):
+            ids = self._platform.to_device(output_ids).long()
+            self._output_counts[row].index_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))

@@ -1,0 +1,161 @@
+"""One launched step: its inputs on the device, and its results on their way to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minisgl_core.batch import FROM_DEVICE, BatchPlan, StepResult
+from minisgl_core.contracts.attention import AttentionBatch
+from minisgl_core.contracts.platform import Event, Platform
+from minisgl_core.engine.sampler import LogprobTensors
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.messages import Logprob, TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """A plan on the device.
+
+    Attributes:
+        input_ids: int32 [T].
+        positions: int32 [T].
+        batch: for the attention backend.
+        sample_rows: page-table rows of the sampling requests, int32 [N].
+        logits_index: the token of the batch whose hidden state each of them samples from, int32 [N].
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    batch: AttentionBatch
+    sample_rows: torch.Tensor
+    logits_index: torch.Tensor
+
+
+def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
+    """Bring a plan to the device in one copy, bring the page table up to date, and fill in the tokens that only it knows.
+
+    Args:
+        plan: the step.
+        platform: whose device to use.
+        table: the page table, changed in place.
+        last_tokens: the last token sampled for each row, int32 [R].
+    """
+    num_requests, num_tokens = plan.num_requests, plan.num_tokens
+    cu_seqlens = np.zeros(num_requests + 1, np.int32)
+    np.cumsum(plan.num_new, out=cu_seqlens[1:])
+    request_of_token = np.repeat(np.arange(num_requests, dtype=np.int32), plan.num_new)
+    positions = np.arange(num_tokens, dtype=np.int32) + (plan.starts - cu_seqlens[:-1])[request_of_token]
+    seq_lens = plan.starts + plan.num_new
+    index = plan.sample.index
+    parts = [
+        plan.new_pages,
+        plan.rows,
+        cu_seqlens,
+        seq_lens,
+        plan.token_ids,
+        positions,
+        plan.rows[request_of_token],
+        plan.rows[index],
+        cu_seqlens[index + 1] - 1,
+    ]
+    packed = platform.to_device(np.concatenate(parts, dtype=np.int32))
+    new_pages, rows, cu, lens, ids, pos, token_rows, sample_rows, logits_index = torch.split(
+        packed, [len(part) for part in parts]
+    )
+    if len(plan.new_pages):
+        table_rows, columns, pages = new_pages.chunk(3)
+        table.write(table_rows, columns, pages)
+    if (plan.token_ids == FROM_DEVICE).any():
+        ids = torch.where(ids == FROM_DEVICE, last_tokens[token_rows], ids)
+    batch = AttentionBatch(
+        num_decodes=plan.num_decodes,
+        rows=rows,
+        cu_seqlens_q=cu,
+        seq_lens=lens,
+        slots=table.slots(token_rows, pos),
+        q_lens_host=plan.num_new,
+        seq_lens_host=seq_lens,
+    )
+    return StepInputs(ids, pos, batch, sample_rows, logits_index)
+
+
+class PendingStep:
+    """Results that a device may still be computing."""
+
+    def __init__(
+        self,
+        plan: BatchPlan,
+        platform: Platform,
+        tokens: torch.Tensor,
+        logprobs: LogprobTensors | None,
+        prompt: LogprobTensors | None,
+    ) -> None:
+        """`tokens`: int64 [N]; `prompt`: about the prompt targets that are not -1, in order."""
+        self._plan = plan
+        self._tokens = platform.to_host(tokens)
+        self._logprobs = _to_host(logprobs, platform)
+        self._prompt = _to_host(prompt, platform)
+        self._done: Event = platform.record_event()
+
+    def result(self) -> StepResult:
+        """Wait for the device and return what the step sampled."""
+        self._done.synchronize()
+        tokens, plan = self._tokens.numpy(), self._plan
+        logprobs: list[TokenLogprobs | None] = []
+        if self._logprobs is not None:
+            rows = _rows(self._logprobs, tokens.tolist(), plan.sample.num_logprobs.tolist())
+            logprobs = [
+                row if wanted >= 0 else None for row, wanted in zip(rows, plan.sample.num_logprobs, strict=True)
+            ]
+        return StepResult(tokens, logprobs, self._prompt_result())
+
+    def _prompt_result(self) -> list[list[TokenLogprobs]]:
+        if self._prompt is None:
+            return [[] for _ in self._plan.prompt_logprobs]
+        plan = self._plan
+        counts = plan.num_new[plan.prompt_logprobs]
+        targets = np.split(plan.prompt_targets, np.cumsum(counts)[:-1])
+        wanted = [
+            int(num_top)
+            for part, num_top in zip(targets, plan.num_prompt_logprobs, strict=True)
+            for target in part
+            if target >= 0
+        ]
+        rows = iter(_rows(self._prompt, [int(t) for t in plan.prompt_targets if t >= 0], wanted))
+        return [[next(rows) for target in part if target >= 0] for part in targets]
+
+
+def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
+    if tensors is None:
+        return None
+    return LogprobTensors(
+        platform.to_host(tensors.token),
+        platform.to_host(tensors.rank),
+        platform.to_host(tensors.top),
+        platform.to_host(tensors.top_ids),
+    )
+
+
+def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    rows = []
+    values = zip(
+        token_ids,
+        num_top,
+        tensors.token.tolist(),
+        tensors.rank.tolist(),
+        tensors.top.tolist(),
+        tensors.top_ids.tolist(),
+        strict=True,
+    )
+    for token, count, logprob, rank, top, top_ids in values:
+        best = [
+            Logprob(i, value, place)
+            for place, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
+            if place <= max(count, 0)
+        ]
+        rows.append(TokenLogprobs(Logprob(token, logprob, rank), best))
+    return rows

@@ -1,0 +1,121 @@
+"""The process of one rank: rank 0 schedules, every rank runs the plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from minisgl_core.batch import BatchPlan
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.loop import EngineLoop, Outputs
+from minisgl_core.errors import InvalidValueError, QueueFullError
+from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
+from minisgl_core.messages import Abort, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
+
+
+def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Callable[[Ready], None]) -> None:
+    """Build this rank's engine, report that it is ready, and serve until told to stop.
+
+    Args:
+        config: the user's options.
+        rank: of ``config.parallel.tp``.
+        endpoints: where messages come from and go to.
+        report: told once the engine is ready.
+    """
+    registry = Registry.from_environment()
+    hooks = Hooks(registry if rank == 0 else None)
+    if rank > 0:
+        with Receiver[BatchPlan | Stop](endpoints.rank_in[rank], BatchPlan | Stop) as inbox:
+            built = build_engine(config, registry, hooks, rank, rendezvous(endpoints))
+            report(Ready(process=f"scheduler rank {rank}"))
+            follow(built, inbox)
+        return
+    with Receiver[Submit | Abort | Stop](endpoints.scheduler_in, Submit | Abort | Stop) as requests:
+        built = build_engine(config, registry, hooks, 0, rendezvous(endpoints))
+        followers = [Sender(address) for address in endpoints.rank_in[1:]]
+        loop = make_loop(built, registry, hooks, followers)
+        if hooks.engine_started is not None:
+            hooks.engine_started(info=built.info)
+        report(Ready(process="scheduler rank 0", engine=built.info))
+        try:
+            _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
+        finally:
+            send_all(followers, Stop())
+            if hooks.engine_stopped is not None:
+                hooks.engine_stopped()
+            for sender in followers:
+                sender.close()
+
+
+def rendezvous(endpoints: Endpoints) -> str:
+    """Where the ranks meet: a file in the launch's private directory."""
+    return f"file://{endpoints.directory}/rendezvous"
+
+
+def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: list[Sender]) -> EngineLoop:
+    """Rank 0's scheduler and loop around an engine."""
+    config = built.config
+    limits = SchedulerLimits(
+        max_running=config.scheduler.max_running_requests,
+        max_prefill_tokens=int(config.scheduler.max_prefill_length),
+        max_queued=config.scheduler.max_queued_requests,
+        max_seq_len=built.max_seq_len,
+        num_pages=built.num_pages,
+        page_size=int(config.cache.page_size),
+        eos_ids=frozenset(built.checkpoint.config.eos_token_ids),
+        vocab_size=built.checkpoint.config.vocab_size,
+    )
+    cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
+    policy = registry.load("policy", config.scheduler.policy)()
+    send_plan = (lambda plan: send_all(followers, plan)) if followers else None
+    overlap = not config.scheduler.disable_overlap
+    return EngineLoop(Scheduler(limits, cache, policy), built.engine, hooks, overlap=overlap, send_plan=send_plan)
+
+
+def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
+    """Run the plans of rank 0, in their order, until it stops.
+
+    One step's result is waited for before the step after next is launched, so that a rank never runs ahead without bound.
+    """
+    pending = None
+    while isinstance(plan := inbox.receive(), BatchPlan):
+        launched = built.engine.launch(plan)
+        if pending is not None:
+            pending.result()
+        pending = launched
+    built.engine.close()
+
+
+def _serve(loop: EngineLoop, requests: Receiver[Submit | Abort | Stop], workers: list[Sender]) -> None:
+    while True:
+        messages = requests.drain() if loop.has_work else [requests.receive()]
+        for message in messages:
+            if isinstance(message, Submit):
+                _submit(loop.scheduler, message, workers)
+            elif isinstance(message, Abort):
+                loop.scheduler.abort(message.request_id)
+            else:
+                return
+        _deliver(loop.step(), workers)
+
+
+def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
+    """Nothing that a client sends stops the scheduler: what it cannot take is answered."""
+    try:
+        scheduler.submit(submit)
+    except InvalidValueError as error:
+        reply = Rejected(request_id=submit.request_id, kind="invalid", message=str(error), param=error.name)
+        workers[submit.worker].send(reply)
+    except QueueFullError as error:
+        workers[submit.worker].send(Rejected(request_id=submit.request_id, kind="queue_full", message=str(error)))
+
+
+def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
+    batches: dict[int, list[TokenOut]] = {}
+    for worker, output in outputs:
+        batches.setdefault(worker, []).append(output)
+    for worker, batch in batches.items():
+        workers[worker].send(TokenBatch(batch))

@@ -1,0 +1,87 @@
+"""Free pages and free page-table rows, on the host."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_core.errors import OutOfPagesError
+
+Int32 = npt.NDArray[np.int32]
+
+
+class PageAllocator:
+    """The free list of the KV pool.
+
+    Page 0 takes the writes of padded tokens and is never handed out, so a pool of P pages holds P - 1 pages of tokens.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
+        self._num_free = num_pages - 1
+        self._is_free = np.ones(num_pages, dtype=np.bool_)
+        self._is_free[0] = False
+
+    @property
+    def capacity(self) -> int:
+        """Pages that can be handed out in all."""
+        return len(self._free)
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be handed out now."""
+        return self._num_free
+
+    def allocate(self, num_pages: int) -> Int32:
+        """Take `num_pages` pages, int32 [num_pages].
+
+        Raises:
+            OutOfPagesError: fewer are free; nothing is taken then.
+        """
+        if num_pages > self._num_free:
+            raise OutOfPagesError(f"{num_pages} pages were asked for, {self._num_free} are free")
+        start = self._num_free - num_pages
+        pages = self._free[start : self._num_free].copy()
+        self._num_free = start
+        self._is_free[pages] = False
+        return pages
+
+    def free(self, pages: Int32) -> None:
+        """Give pages back. Each must have been handed out and not freed since."""
+        if len(pages) == 0:
+            return
+        assert pages.min() > 0, "page 0 is nobody's"
+        assert not self._is_free[pages].any(), f"pages freed twice or never handed out: {pages}"
+        self._is_free[pages] = True
+        self._free[self._num_free : self._num_free + len(pages)] = pages
+        self._num_free += len(pages)
+
+    def check(self) -> None:
+        """Verify the free list against the flags. O(P); for tests."""
+        listed = self._free[: self._num_free]
+        assert len(np.unique(listed)) == self._num_free, "a page is listed twice"
+        assert self._is_free[listed].all(), "a listed page is not marked free"
+        assert np.count_nonzero(self._is_free) == self._num_free, "a page marked free is not listed"
+
+
+class RowAllocator:
+    """Free rows of the page table. Row 0 belongs to padding."""
+
+    def __init__(self, num_rows: int) -> None:
+        """`num_rows`: rows that requests can hold at once; they are numbered from 1."""
+        self._free = list(range(num_rows, 0, -1))
+        self.capacity = num_rows
+
+    @property
+    def num_free(self) -> int:
+        """Rows that can be handed out now."""
+        return len(self._free)
+
+    def allocate(self) -> int:
+        """Take a row; one must be free."""
+        return self._free.pop()
+
+    def free(self, row: int) -> None:
+        """Give a row back."""
+        assert row not in self._free, f"row {row} freed twice"
+        self._free.append(row)

@@ -1,0 +1,1 @@
+"""The devices that minisgl runs on by itself."""

@@ -1,0 +1,79 @@
+"""NVIDIA GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import numpy.typing as npt
+import torch
+
+from minisgl_core.contracts.platform import Event, Hardware, Platform
+
+
+class CudaPlatform(Platform):
+    """One GPU a rank. The engine's work goes to a stream of its own."""
+
+    name: ClassVar[str] = "cuda"
+    supports_graphs: ClassVar[bool] = True
+    is_async: ClassVar[bool] = True
+
+    @classmethod
+    def unsupported(cls) -> list[str]:
+        if not torch.backends.cuda.is_built():
+            return ["this build of torch has no CUDA support"]
+        if not torch.cuda.is_available():
+            return ["torch finds no NVIDIA GPU or no driver for it"]
+        return []
+
+    @classmethod
+    def hardware(cls) -> Hardware:
+        properties = torch.cuda.get_device_properties(0)
+        return Hardware(
+            platform=cls.name,
+            device_name=properties.name,
+            capability=(properties.major, properties.minor),
+            total_memory=properties.total_memory,
+            num_devices=torch.cuda.device_count(),
+            dtypes=("bfloat16", "float16", "float32") if properties.major >= 8 else ("float16", "float32"),
+        )
+
+    def __init__(self, local_rank: int = 0) -> None:
+        super().__init__(local_rank)
+        torch.cuda.set_device(self.device)
+        self._stream = torch.cuda.Stream(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", self.local_rank)
+
+    def free_memory(self) -> int:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return int(free) + cached
+
+    def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        # The pinned block stays reserved by torch's caching host allocator until the copy is done.
+        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+    def record_event(self) -> Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+            output = run()
+        return graph, output
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)

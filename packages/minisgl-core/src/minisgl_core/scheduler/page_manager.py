@@ -1,0 +1,169 @@
+"""Who owns which page.
+
+Every page is, at any moment, in exactly one of three places:
+
+    free list  --take-->  request's own pages  --share-->  prefix cache
+        ^                        |                              |
+        +------- release --------+          evict               |
+        +-------------------------------------------------------+
+
+A request's pages are an interval of the cache's, locked, followed by an interval of its own:
+
+    pages   | 0 ........ num_shared | num_shared ........ len(pages) |
+    owner   |     prefix cache      |            request             |
+
+`share` runs when a step is planned, so that requests planned after it, in the same step even, find the prefix: a step stores
+all its K and V before any query of the layer attends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.kv.allocator import Int32, PageAllocator
+from minisgl_core.scheduler.request import Request
+
+
+class PageManager:
+    """Moves pages between the free list, the requests and the prefix cache, and notes what the page table must show."""
+
+    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.cache = cache
+        self._table_writes: list[tuple[int, int, Int32]] = []
+
+    @property
+    def num_available(self) -> int:
+        """Pages that could be taken now, by evicting if need be."""
+        return self.allocator.num_free + self.cache.num_evictable
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens`."""
+        return -(-num_tokens // self.page_size)
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Tokens of the request that the cache holds and that it could use; the last token is always computed anew."""
+        if request.sampling.prompt_logprobs is not None:
+            return 0
+        match = self.cache.match(request.tokens.view)
+        return min(len(match.pages), (len(request.tokens) - 1) // self.page_size) * self.page_size
+
+    def attach_cached(self, request: Request) -> None:
+        """Let the request use as much of the cache as goes beyond what it has computed.
+
+        Its table entries move to the shared pages first; its own pages that they replace are freed after. Steps in flight
+        may still read those: they were launched before any step that could write to them.
+        """
+        if request.sampling.prompt_logprobs is not None or request.num_pending:
+            return
+        tokens = request.tokens.view
+        match = self.cache.match(tokens)
+        num_usable = min(len(match.pages), (len(tokens) - 1) // self.page_size)
+        if num_usable * self.page_size <= request.num_computed:
+            return
+        if num_usable < len(match.pages):
+            match = self.cache.match(tokens[: num_usable * self.page_size])
+            assert len(match.pages) == num_usable, "a cache matched fewer pages of a shorter prefix"
+        self.cache.lock(match.handle)
+        if request.handle is not None:
+            self.cache.unlock(request.handle)
+        replaced = request.pages.view[request.num_shared :].copy()
+        assert len(replaced) <= num_usable
+        request.pages.truncate(request.num_shared)
+        fresh = match.pages[request.num_shared :]
+        self._extend(request, fresh)
+        self.allocator.free(replaced)
+        request.handle = match.handle
+        request.num_shared = num_usable
+        request.num_computed = num_usable * self.page_size
+
+    def detach(self, request: Request) -> None:
+        """Undo `attach_cached` for a request that was not admitted after all."""
+        if request.handle is not None:
+            self.cache.unlock(request.handle)
+        request.reset()
+
+    def missing_pages(self, request: Request, num_tokens: int) -> int:
+        """Pages that the request still lacks to hold `num_tokens`."""
+        return max(0, self.pages_for(num_tokens) - len(request.pages))
+
+    def take(self, request: Request, num_tokens: int) -> None:
+        """Give the request pages for `num_tokens`, evicting if need be; they must be available."""
+        missing = self.missing_pages(request, num_tokens)
+        if missing == 0:
+            return
+        shortfall = missing - self.allocator.num_free
+        if shortfall > 0:
+            self.allocator.free(self.cache.evict(shortfall))
+        self._extend(request, self.allocator.allocate(missing))
+
+    def share(self, request: Request) -> None:
+        """Offer the request's computed pages to the cache.
+
+        Skipped where the cache holds that prefix already (the last page of a fully cached prompt is computed anew, privately):
+        so no running request ever holds a duplicate of a cached page.
+        """
+        tokens = request.known_computed
+        num_pages = len(tokens) // self.page_size
+        if num_pages <= request.num_shared or len(self.cache.match(tokens).pages) >= num_pages:
+            return
+        inserted = self.cache.insert(tokens, request.pages.view[:num_pages])
+        num_taken = len(inserted.pages)
+        if num_taken == 0:
+            return
+        assert inserted.num_present <= request.num_shared, "insert found more cached than match did"
+        self.cache.lock(inserted.handle)
+        if request.handle is not None:
+            self.cache.unlock(request.handle)
+        request.handle, request.num_shared = inserted.handle, num_taken
+
+    def release(self, request: Request) -> None:
+        """Take everything from a request that no step in flight includes; its known prefix goes to the cache."""
+        assert request.num_inflight == 0, "released while a step in flight reads its pages"
+        tokens = request.known_computed
+        num_pages = len(tokens) // self.page_size
+        num_owned_from = request.num_shared
+        duplicates = np.empty(0, np.int32)
+        if num_pages > request.num_shared:
+            own = request.pages.view
+            inserted = self.cache.insert(tokens, own[:num_pages])
+            duplicates = own[request.num_shared : max(inserted.num_present, request.num_shared)].copy()
+            num_owned_from = max(len(inserted.pages), request.num_shared)
+        rest = request.pages.view[num_owned_from:].copy()
+        if request.handle is not None:
+            self.cache.unlock(request.handle)
+        self.allocator.free(duplicates)
+        self.allocator.free(rest)
+        request.reset()
+
+    def drain_table_writes(self) -> Int32:
+        """Table entries that changed since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""
+        if not self._table_writes:
+            return np.empty(0, np.int32)
+        rows = np.concatenate([np.full(len(pages), row, np.int32) for row, _, pages in self._table_writes])
+        columns = np.concatenate(
+            [np.arange(start, start + len(pages), dtype=np.int32) for _, start, pages in self._table_writes]
+        )
+        pages = np.concatenate([pages for _, _, pages in self._table_writes])
+        self._table_writes.clear()
+        # A scatter leaves open which of two writes to one entry wins, so only the last one is sent.
+        keys = rows.astype(np.int64) << 32 | columns
+        _, last = np.unique(keys[::-1], return_index=True)
+        keep = np.sort(len(keys) - 1 - last) if len(last) < len(keys) else slice(None)
+        return np.concatenate((rows[keep], columns[keep], pages[keep]))
+
+    def _extend(self, request: Request, pages: Int32) -> None:
+        self._table_writes.append((request.row, len(request.pages), pages))
+        request.pages.extend(pages)
+
+    def check(self, running: list[Request]) -> None:
+        """Verify that every page has exactly one owner. For tests."""
+        self.allocator.check()
+        self.cache.check()
+        own = [request.pages.view[request.num_shared :] for request in running]
+        owned = np.concatenate(own) if own else np.empty(0, np.int32)
+        assert len(np.unique(owned)) == len(owned), "two requests own a page"
+        total = self.allocator.num_free + self.cache.num_pages + len(owned)
+        assert total == self.allocator.capacity, f"{self.allocator.capacity - total} pages have no owner"

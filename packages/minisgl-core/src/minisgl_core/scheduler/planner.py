@@ -1,0 +1,153 @@
+"""Turns the requests of a step into the arrays of a `BatchPlan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_core.batch import FROM_DEVICE, BatchPlan, PenaltyState, SamplePlan
+from minisgl_core.kv.allocator import Int32
+from minisgl_core.scheduler.random_numbers import uniforms
+from minisgl_core.scheduler.request import Request
+
+_NO_INTS = np.empty(0, np.int32)
+_NO_FLOATS = np.empty(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One request's part of a step: its tokens ``[start, start + num_new)``."""
+
+    request: Request
+    start: int
+    num_new: int
+    samples: bool
+
+
+class Planner:
+    """Keeps each row's sampling parameters in arrays, so that a step only indexes them."""
+
+    def __init__(self, num_rows: int) -> None:
+        rows = num_rows + 1
+        self._temperature = np.zeros(rows, np.float32)
+        self._top_k = np.zeros(rows, np.int32)
+        self._top_p = np.ones(rows, np.float32)
+        self._min_p = np.zeros(rows, np.float32)
+        self._seed = np.zeros(rows, np.uint64)
+        self._num_logprobs = np.full(rows, -1, np.int32)
+        self._penalties = np.zeros((3, rows), np.float32)
+        self._needs_host: list[Request | None] = [None] * rows
+        self._num_penalised = 0
+
+    def register(self, request: Request) -> None:
+        """Note the sampling parameters of a request that has just been given a row."""
+        row, sampling = request.row, request.sampling
+        self._temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
+        self._top_k[row] = max(sampling.top_k, 0)
+        self._top_p[row] = sampling.top_p
+        self._min_p[row] = sampling.min_p
+        self._seed[row] = request.seed
+        self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
+        self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
+        special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
+        self._needs_host[row] = request if special else None
+
+    def plan(self, chunks: list[Chunk], num_decodes: int, new_pages: Int32) -> BatchPlan:
+        """Build a step from its chunks, decodes first."""
+        rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
+        starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
+        num_new = np.fromiter((c.num_new for c in chunks), np.int32, len(chunks))
+        parts = [self._decode_ids(chunks[:num_decodes])]
+        parts += [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks[num_decodes:]]
+        with_logprobs = [
+            i for i, c in enumerate(chunks) if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt
+        ]
+        return BatchPlan(
+            num_decodes=num_decodes,
+            rows=rows,
+            starts=starts,
+            num_new=num_new,
+            token_ids=np.concatenate(parts),
+            new_pages=new_pages,
+            sample=self._sample_plan(chunks, rows),
+            prompt_logprobs=np.array(with_logprobs, np.int32),
+            num_prompt_logprobs=np.array([chunks[i].request.sampling.prompt_logprobs for i in with_logprobs], np.int32),
+            prompt_targets=np.concatenate([_targets(chunks[i]) for i in with_logprobs]) if with_logprobs else _NO_INTS,
+        )
+
+    @staticmethod
+    def _decode_ids(chunks: list[Chunk]) -> Int32:
+        ids = np.full(len(chunks), FROM_DEVICE, np.int32)
+        for i, chunk in enumerate(chunks):
+            # Known to the host, but not to the device, right after a preempted request was resumed.
+            if chunk.request.num_pending == 0:
+                ids[i] = chunk.request.tokens.view[chunk.start]
+        return ids
+
+    def _sample_plan(self, chunks: list[Chunk], all_rows: Int32) -> SamplePlan:
+        index = np.array([i for i, c in enumerate(chunks) if c.samples], np.int32)
+        rows = all_rows[index]
+        counters = np.fromiter(
+            (c.request.length - c.request.num_prompt for c in chunks if c.samples), np.int32, len(index)
+        )
+        penalties, states, bias = self._host_work(index, rows, chunks)
+        return SamplePlan(
+            index=index,
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            uniform=uniforms(self._seed[rows], counters),
+            num_logprobs=self._num_logprobs[rows],
+            penalties=penalties,
+            penalty_states=states,
+            bias_index=bias[0],
+            bias_token=bias[1],
+            bias_value=bias[2],
+        )
+
+    def _host_work(
+        self, index: Int32, rows: Int32, chunks: list[Chunk]
+    ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]]]:
+        """Penalties and logit changes, for the few requests that have any."""
+        states: list[PenaltyState] = []
+        places: list[Int32] = []
+        tokens: list[Int32] = []
+        values: list[npt.NDArray[np.float32]] = []
+        penalised = False
+        for i, row in enumerate(rows):
+            request = self._needs_host[row]
+            if request is None:
+                continue
+            if request.sampling.has_penalties:
+                penalised = True
+                if not request.penalties_sent:
+                    known = request.tokens.view
+                    prompt, output = known[: request.num_prompt].copy(), known[request.num_prompt :].copy()
+                    states.append(PenaltyState(row=int(row), prompt_ids=prompt, output_ids=output))
+                    request.penalties_sent = True
+            token_ids, biases = request.bias_ids, request.bias_values
+            if request.length - request.num_prompt < request.sampling.min_tokens and request.stop_ids:
+                banned = np.fromiter(request.stop_ids, np.int32)
+                token_ids = np.concatenate((token_ids, banned))
+                biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
+            if len(token_ids):
+                places.append(np.full(len(token_ids), i, np.int32))
+                tokens.append(token_ids)
+                values.append(biases)
+        bias = (
+            (np.concatenate(places), np.concatenate(tokens), np.concatenate(values))
+            if places
+            else (_NO_INTS, _NO_INTS, _NO_FLOATS)
+        )
+        return (self._penalties[:, rows].ravel() if penalised else _NO_FLOATS), states, bias
+
+
+def _targets(chunk: Chunk) -> Int32:
+    """The token after each of the chunk's, -1 past the prompt's end."""
+    targets = np.full(chunk.num_new, -1, np.int32)
+    known = chunk.request.tokens.view[chunk.start + 1 : min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt)]
+    targets[: len(known)] = known
+    return targets

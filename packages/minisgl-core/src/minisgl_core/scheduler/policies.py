@@ -1,0 +1,29 @@
+"""The scheduling policies that come with minisgl."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from minisgl_core.contracts.policy import Policy, Waiting
+
+
+class FirstComeFirstServed(Policy):
+    """By priority, then arrival."""
+
+    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+        return waiting
+
+
+class LongestPrefixMatch(Policy):
+    """By priority, then the longest cached prefix (SGLang, arXiv 2312.07104), then arrival.
+
+    Looks only at the first `window` waiting requests, so that a long queue does not cost a cache match each.
+    """
+
+    window = 128
+
+    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+        head = sorted(
+            waiting[: self.window], key=lambda request: (request.priority, -num_cached(request), request.arrival)
+        )
+        return [*head, *waiting[self.window :]]

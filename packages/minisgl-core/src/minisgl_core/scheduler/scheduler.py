@@ -1,0 +1,357 @@
+"""Continuous batching with chunked prefill, admission by pages, preemption and resumption.
+
+A step takes one token of every decoding request and up to `max_prefill_length` prompt tokens of others, in one batch (the
+chunked prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only decides; the engine loop runs the plans and
+brings the results back, in order, possibly one step late (overlap).
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import insort
+from collections.abc import Callable, Set
+from dataclasses import dataclass
+from typing import cast
+
+from minisgl_core.batch import BatchPlan, StepResult
+from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.errors import InvalidValueError, QueueFullError
+from minisgl_core.kv.allocator import RowAllocator
+from minisgl_core.messages import Submit, TokenOut
+from minisgl_core.scheduler.page_manager import PageManager
+from minisgl_core.scheduler.planner import Chunk, Planner
+from minisgl_core.scheduler.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a scheduler, resolved.
+
+    Attributes:
+        max_running: most requests in a batch; also the rows of the page table.
+        max_prefill_tokens: most prompt tokens in a step.
+        max_queued: most waiting requests.
+        max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
+        num_pages: pages of the pool, the padding page included.
+        page_size: tokens a page.
+        eos_ids: tokens that end every request without ignore_eos.
+        vocab_size: token ids are below it.
+    """
+
+    max_running: int
+    max_prefill_tokens: int
+    max_queued: int
+    max_seq_len: int
+    num_pages: int
+    page_size: int
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A plan and the requests that its rows stand for."""
+
+    plan: BatchPlan
+    chunks: list[Chunk]
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, all of them totals."""
+
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_prefilled_tokens: int = 0
+    num_output_tokens: int = 0
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_preemptions: int = 0
+
+
+def _queue_key(request: Request) -> tuple[int, int]:
+    return request.priority, request.arrival
+
+
+class Scheduler:
+    """Owns the requests. `schedule` and `process` alternate; see `minisgl_core.engine.loop`."""
+
+    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, policy: Policy) -> None:
+        self.limits = limits
+        self.pages = PageManager(limits.num_pages, limits.page_size, cache)
+        capacity = self.pages.allocator.capacity * limits.page_size
+        assert limits.max_seq_len <= capacity, (
+            f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
+        )
+        self.rows = RowAllocator(limits.max_running)
+        self.planner = Planner(limits.max_running)
+        self.policy = policy
+        self.stats = SchedulerStats()
+        self._waiting: list[Request] = []
+        self._running: list[Request] = []
+        self._by_id: dict[str, Request] = {}
+        self._num_arrived = 0
+        self._aborted: list[tuple[int, TokenOut]] = []
+
+    # What the outside does.
+
+    def validate(self, submit: Submit) -> None:
+        """Check a request against the limits.
+
+        Raises:
+            InvalidValueError: an empty prompt, a token out of range, or no room for the output.
+        """
+        num_tokens, limits = len(submit.token_ids), self.limits
+        if submit.request_id in self._by_id:
+            raise InvalidValueError("request_id", submit.request_id, "unused among the requests that are running")
+        if num_tokens == 0:
+            raise InvalidValueError("prompt", "", "at least one token long")
+        if num_tokens >= limits.max_seq_len:
+            allowed = f"shorter than the context of {limits.max_seq_len} tokens"
+            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, "Shorten it or raise --num-pages.")
+        if num_tokens + submit.sampling.max_tokens > limits.max_seq_len:
+            allowed = f"at most {limits.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {limits.max_seq_len} tokens"
+            raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
+        if submit.token_ids.min() < 0 or submit.token_ids.max() >= limits.vocab_size:
+            raise InvalidValueError("prompt", submit.token_ids.tolist(), f"token ids from 0 to {limits.vocab_size - 1}")
+        for name, ids in (
+            ("logit_bias", submit.sampling.logit_bias),
+            ("stop_token_ids", submit.sampling.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < limits.vocab_size:
+                    raise InvalidValueError(name, token, f"token ids from 0 to {limits.vocab_size - 1}")
+
+    def submit(self, submit: Submit) -> None:
+        """Queue a request.
+
+        Raises:
+            InvalidValueError: see `validate`.
+            QueueFullError: the queue is at its bound.
+        """
+        self.validate(submit)
+        limits = self.limits
+        if len(self._waiting) >= limits.max_queued:
+            raise QueueFullError(f"{limits.max_queued} requests are waiting already; try again later")
+        self._num_arrived += 1
+        request = Request(
+            submit,
+            arrival=self._num_arrived,
+            seed=random.getrandbits(64),
+            eos_ids=limits.eos_ids,
+        )
+        self._by_id[request.request_id] = request
+        insort(self._waiting, request, key=_queue_key)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request, wherever it is. Unknown ids are ignored: it may have just finished."""
+        request = self._by_id.get(request_id)
+        if request is None or request.finish_reason is not None:
+            return
+        self.stats.num_aborted += 1
+        self._aborted.append((request.worker, self._finish(request, "abort", [])))
+
+    def request_ids(self) -> Set[str]:
+        """Ids of the requests that have not ended."""
+        return self._by_id.keys()
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that hold no pages yet."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a row."""
+        return len(self._running)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is left, or an output is not collected yet."""
+        return bool(self._by_id or self._running or self._aborted)
+
+    # What the engine loop does.
+
+    def schedule(self) -> ScheduledStep | None:
+        """Plan the next step; None where nothing can run before `process` has seen the steps in flight."""
+        decodes = self._schedule_decodes()
+        if decodes is None:
+            return None
+        prefills = self._schedule_prefills()
+        chunks = decodes + prefills
+        if not chunks:
+            return self._unblock()
+        plan = self.planner.plan(chunks, len(decodes), self.pages.drain_table_writes())
+        for chunk in chunks:
+            request = chunk.request
+            request.num_inflight += 1
+            request.num_pending += chunk.samples
+        self.stats.num_steps += 1
+        self.stats.num_prefilled_tokens += sum(chunk.num_new for chunk in prefills)
+        return ScheduledStep(plan, chunks)
+
+    def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:
+        """Take in a step's result. Returns (tokenizer worker, output) pairs, in the batch's order."""
+        outputs: list[tuple[int, TokenOut]] = []
+        wants_prompt = [step.chunks[i].request for i in step.plan.prompt_logprobs]
+        for request, entries in zip(wants_prompt, result.prompt_logprobs, strict=True):
+            if request.prompt_logprobs is not None:
+                request.prompt_logprobs.extend(entries)
+        sampled = [chunk.request for chunk in step.chunks if chunk.samples]
+        for chunk in step.chunks:
+            chunk.request.num_inflight -= 1
+        for request, token, logprobs in zip(
+            sampled, result.tokens.tolist(), result.logprobs or [None] * len(sampled), strict=True
+        ):
+            request.num_pending -= 1
+            if request.finish_reason is not None:
+                continue
+            request.tokens.append(token)
+            self.stats.num_output_tokens += 1
+            reason = self._reason_to_stop(request, token)
+            if reason is not None:
+                output = self._finish(request, reason, [token])
+                output.stop_token_id = token if reason == "stop" else None
+            else:
+                output = TokenOut(
+                    request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt
+                )
+            output.num_cached_tokens = max(request.num_cached, 0)
+            if logprobs is not None:
+                output.logprobs = [logprobs]
+            if request.num_output == 1 and request.sampling.prompt_logprobs is not None:
+                output.prompt_logprobs = request.prompt_logprobs
+                request.prompt_logprobs = None
+            outputs.append((request.worker, output))
+        for chunk in step.chunks:
+            self._release_if_done(chunk.request)
+        return outputs
+
+    def collect_aborted(self) -> list[tuple[int, TokenOut]]:
+        """Last outputs of the requests aborted since the last call."""
+        aborted, self._aborted = self._aborted, []
+        return aborted
+
+    # Decodes.
+
+    def _schedule_decodes(self) -> list[Chunk] | None:
+        requests = [request for request in self._running if request.is_decoding and request.wants_step]
+        missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
+        while missing > self.pages.num_available:
+            if any(request.num_inflight for request in self._running):
+                return None
+            victim = max(self._running, key=_queue_key)
+            self._preempt(victim)
+            if victim in requests:
+                requests.remove(victim)
+                missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
+        chunks = []
+        for request in requests:
+            self.pages.take(request, request.length)
+            chunks.append(Chunk(request, request.num_computed, 1, True))
+            request.num_computed += 1
+        return chunks
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's pages; it starts again from its tokens, most of which the cache may still hold by then."""
+        self.stats.num_preemptions += 1
+        self._running.remove(request)
+        self.rows.free(request.row)
+        self.pages.release(request)
+        insort(self._waiting, request, key=_queue_key)
+
+    def _unblock(self) -> ScheduledStep | None:
+        """Nothing could be planned: where no step in flight will change that, make room by preempting."""
+        if not any(r.wants_step for r in self._running) or any(r.num_inflight for r in self._running):
+            return None
+        assert len(self._running) > 1, "a request that runs alone must fit"
+        self._preempt(max(self._running, key=_queue_key))
+        return self.schedule()
+
+    # Prefills.
+
+    def _schedule_prefills(self) -> list[Chunk]:
+        budget = self.limits.max_prefill_tokens
+        chunks: list[Chunk] = []
+        for request in self._running:
+            if budget > 0 and request.num_computed < request.length and request.wants_step:
+                budget -= self._add_chunk(request, budget, chunks)
+        if self._waiting and budget > 0 and self.rows.num_free > 0:
+            self._admit(budget, chunks)
+        return chunks
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+        reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
+        ordered = self.policy.order(self._waiting, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
+        for request in cast(list[Request], list(ordered)):
+            if budget <= 0 or self.rows.num_free == 0:
+                return
+            request.row = self.rows.allocate()
+            self.pages.attach_cached(request)
+            missing = self.pages.missing_pages(request, min(request.length + 1, self.limits.max_seq_len))
+            if missing > self.pages.num_available - reserved:
+                self.rows.free(request.row)
+                self.pages.detach(request)
+                return
+            self._waiting.remove(request)
+            self._running.append(request)
+            self.planner.register(request)
+            if request.num_cached < 0:
+                request.num_cached = request.num_computed
+                self.stats.num_prompt_tokens += request.num_prompt
+                self.stats.num_cached_tokens += request.num_computed
+            budget -= self._add_chunk(request, budget, chunks)
+            reserved += self.pages.missing_pages(request, request.length + 1)
+
+    def _add_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
+        """Plan the request's next chunk; returns how many tokens of the budget it takes."""
+        self.pages.attach_cached(request)
+        num_new = min(request.length - request.num_computed, budget)
+        end = request.num_computed + num_new
+        if self.pages.missing_pages(request, end) > self.pages.num_available:
+            return 0
+        self.pages.take(request, end)
+        chunks.append(Chunk(request, request.num_computed, num_new, samples=end == request.length))
+        request.num_computed = end
+        self.pages.share(request)
+        return num_new
+
+    # Ends.
+
+    def _reason_to_stop(self, request: Request, token: int) -> str | None:
+        if token in request.stop_ids:
+            return "stop"
+        return "length" if len(request.tokens) >= request.max_length else None
+
+    def _finish(self, request: Request, reason: str, token_ids: list[int]) -> TokenOut:
+        request.finish_reason = reason
+        self.stats.num_finished += 1
+        del self._by_id[request.request_id]
+        if request.row == 0:
+            self._waiting.remove(request)
+        self._release_if_done(request)
+        return TokenOut(
+            request_id=request.request_id,
+            token_ids=token_ids,
+            finish_reason=reason,
+            num_prompt_tokens=request.num_prompt,
+            num_cached_tokens=max(request.num_cached, 0),
+        )
+
+    def _release_if_done(self, request: Request) -> None:
+        if request.finish_reason is None or request.num_inflight or request.row == 0:
+            return
+        self._running.remove(request)
+        self.rows.free(request.row)
+        self.pages.release(request)
+
+    def check(self) -> None:
+        """Verify that pages, rows and maps agree. For tests."""
+        self.pages.check(self._running)
+        assert self.rows.num_free + len(self._running) == self.rows.capacity, "a row is lost"
+        live = {id(request) for request in self._by_id.values()}
+        assert all(id(request) in live for request in self._waiting), "a waiting request is not in the map"
+        assert all(id(r) in live or r.num_inflight for r in self._running), "a finished request still runs"
+        assert len(live) == len(self._waiting) + sum(id(r) in live for r in self._running), "a request is nowhere"
