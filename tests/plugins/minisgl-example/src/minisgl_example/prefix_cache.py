@@ -22,7 +22,7 @@ class Entry:
         page: its id in the KV pool.
         num_children: entries that continue it.
         num_locks: locks on any prefix that contains it.
-        last_used: the cache's clock when a match or an insert last went through it.
+        last_used: the cache's clock when a match, an insert or an unlock last went through it.
     """
 
     key: tuple[Entry | None, bytes]
@@ -90,11 +90,13 @@ class ExampleCache(PrefixCache):
             entry.num_locks += 1
 
     def unlock(self, handle: Any) -> None:
-        """Take one lock off every page of the prefix."""
+        """Take one lock off every page of the prefix, which counts as use."""
+        self._clock += 1
         for entry in _ancestry(handle):
             assert entry.num_locks > 0, "unlocked more often than locked"
             entry.num_locks -= 1
             self._num_locked -= entry.num_locks == 0
+            entry.last_used = self._clock
 
     def evict(self, num_pages: int) -> PageIds:
         """Drop the least recently used entry that nothing continues, then the next."""

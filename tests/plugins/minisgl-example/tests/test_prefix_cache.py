@@ -1,0 +1,14 @@
+"""The cache keeps the contract."""
+
+from __future__ import annotations
+
+from minisgl_example.prefix_cache import ExampleCache
+
+from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
+
+
+class TestExampleCache(PrefixCacheTests):
+    """All of the kit's tests."""
+
+    def make_cache(self, page_size: int) -> ExampleCache:
+        return ExampleCache(page_size)
