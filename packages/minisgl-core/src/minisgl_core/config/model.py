@@ -22,6 +22,7 @@ class RopeConfig:
         attention_factor: YaRN's factor on cos and sin; None for the rule's own.
         mscale, mscale_all_dim: DeepSeek's parameters of the YaRN factor; 0 for none.
         truncate: whether YaRN rounds its correction range to whole dimensions.
+        freq_factors: what each frequency is divided by (GGUF files hold the llama3 rule in this form); empty for none.
     """
 
     theta: float = 10000.0
@@ -37,6 +38,7 @@ class RopeConfig:
     mscale: float = 0.0
     mscale_all_dim: float = 0.0
     truncate: bool = True
+    freq_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,217 @@
+"""Reading Hugging Face configs: one `ModelConfig` from what transformers 4 or 5 wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_core.config.model import ModelConfig, MoeConfig, RopeConfig
+from minisgl_core.errors import ModelFormatError
+
+_CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "MistralForCausalLM": {"sliding_window": 4096, "use_sliding_window": True},
+    "Qwen2ForCausalLM": {"attention_bias": True, "o_bias": False, "max_window_layers": 28},
+    "Qwen3ForCausalLM": {"head_dim": 128, "max_window_layers": 28},
+}
+"""What transformers' config classes mean by a key that is missing, where it is not the same for all; and what the
+architecture fixes without a key."""
+
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+    """Normalise a ``config.json``.
+
+    An architecture that is not known here is read by the same keys, so that a plugin's model needs no code in this file;
+    what it needs besides is in `ModelConfig.raw`.
+
+    Args:
+        raw: the config; rope settings as ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
+        generation_config: a ``generation_config.json``; its end-of-sequence ids are added.
+
+    Raises:
+        ModelFormatError: a key is missing, of the wrong type, or contradicts another; the message names it.
+    """
+    architecture = _architecture(raw)
+    defaults = _CLASS_DEFAULTS.get(architecture, {})
+    keys = _Keys({**defaults, **raw})
+    if (activation := keys.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise ModelFormatError(f"config: hidden_act={activation!r} is not supported; only 'silu' is")
+    hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
+    num_layers, intermediate_size = keys.positive("num_hidden_layers"), keys.positive("intermediate_size")
+    num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
+    if num_q_heads % num_kv_heads:
+        raise ModelFormatError(
+            f"config: num_attention_heads={num_q_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+        )
+    if keys.get("head_dim") is None and hidden_size % num_q_heads:
+        raise ModelFormatError(
+            f"config: head_dim is missing, and hidden_size={hidden_size} is no multiple of num_attention_heads={num_q_heads}"
+        )
+    head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
+    max_position = keys.positive("max_position_embeddings")
+    rope = _rope(keys, head_dim, max_position)
+    attention_bias = keys.flag("attention_bias")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=keys.positive("vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_q_heads=num_q_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=_stretched(max_position, rope),
+        rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        dtype=str(keys.get("dtype") or keys.get("torch_dtype") or "float32").removeprefix("torch."),
+        tie_embeddings=keys.flag("tie_word_embeddings"),
+        qkv_bias=attention_bias,
+        o_bias=bool(defaults.get("o_bias", attention_bias)),
+        mlp_bias=keys.flag("mlp_bias"),
+        sliding_windows=_sliding_windows(keys, num_layers),
+        moe=_moe(keys, num_layers, intermediate_size),
+        bos_token_id=_first(_token_ids(raw, "bos_token_id")),
+        eos_token_ids=tuple(
+            dict.fromkeys(_token_ids(raw, "eos_token_id") + _token_ids(generation_config or {}, "eos_token_id"))
+        ),
+        raw=raw,
+    )
+
+
+class _Keys:
+    """Typed look-ups that name the key when they fail."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
+        self._raw, self._where = raw, where
+
+    def get(self, key: str, default: Any = None) -> Any:
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if value is None:
+            raise ModelFormatError(f"{self._where}: {key} is missing")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelFormatError(f"{self._where}: {key}={value!r} is not a number")
+        return float(value)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        value = self.number(key, default)
+        if value < 1 or not value.is_integer():
+            raise ModelFormatError(f"{self._where}: {key}={value:g} is not a whole number of at least 1")
+        return int(value)
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise ModelFormatError(f"{self._where}: {key}={value!r} is neither true nor false")
+        return value
+
+
+def _architecture(raw: Mapping[str, Any]) -> str:
+    names = raw.get("architectures")
+    if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
+        raise ModelFormatError("config: architectures is missing; it names the model's class, such as LlamaForCausalLM")
+    return names[0]
+
+
+def _first(ids: list[int]) -> int | None:
+    return ids[0] if ids else None
+
+
+def _token_ids(raw: Mapping[str, Any], key: str) -> list[int]:
+    value = raw.get(key)
+    ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ModelFormatError(f"config: {key}={value!r} is neither a token id nor a list of them")
+    return list(ids)
+
+
+def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
+    name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
+    raw = keys.get(name, {})
+    if not isinstance(raw, Mapping) or any(isinstance(value, Mapping) for value in raw.values()):
+        raise ModelFormatError(f"config: {name} is not one set of parameters for all layers, which is not supported")
+    rope = _Keys(raw, name)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in _ROPE_KINDS:
+        raise ModelFormatError(f"{name}: rope_type={kind!r} is not supported; known are {', '.join(_ROPE_KINDS)}")
+    fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    rotary_dim = int(head_dim * fraction)
+    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+        raise ModelFormatError(
+            f"config: head_dim={head_dim} and partial_rotary_factor={fraction:g} give {rotary_dim} rotary dimensions; "
+            "they must be even and fit in a head"
+        )
+    original = rope.positive(
+        "original_max_position_embeddings", keys.positive("original_max_position_embeddings", max_position)
+    )
+    implied_factor = max_position / original if kind == "yarn" and original < max_position else None
+    llama3 = kind == "llama3"
+    attention_factor = rope.get("attention_factor")
+    config = RopeConfig(
+        theta=rope.number("rope_theta", keys.number("rope_theta", 10000.0)),
+        rotary_dim=rotary_dim,
+        kind=kind,
+        factor=1.0 if kind == "default" else rope.number("factor", implied_factor),
+        original_max_position=original,
+        low_freq_factor=rope.number("low_freq_factor", None if llama3 else 1.0),
+        high_freq_factor=rope.number("high_freq_factor", None if llama3 else 4.0),
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
+        attention_factor=None if attention_factor is None else rope.number("attention_factor"),
+        mscale=rope.number("mscale", 0.0),
+        mscale_all_dim=rope.number("mscale_all_dim", 0.0),
+        truncate=bool(raw.get("truncate", True)),
+        freq_factors=tuple(float(f) for f in rope.get("freq_factors", ())),
+    )
+    if config.freq_factors and len(config.freq_factors) != rotary_dim // 2:
+        raise ModelFormatError(f"{name}: freq_factors has {len(config.freq_factors)} entries, not {rotary_dim // 2}")
+    if llama3 and config.high_freq_factor <= config.low_freq_factor:
+        raise ModelFormatError(f"{name}: high_freq_factor is not above low_freq_factor={config.low_freq_factor:g}")
+    return config
+
+
+def _stretched(max_position: int, rope: RopeConfig) -> int:
+    """The context length: some kinds keep the unscaled one in ``max_position_embeddings``."""
+    if rope.kind in ("linear", "dynamic", "yarn"):
+        return max(max_position, int(rope.original_max_position * rope.factor))
+    return max_position
+
+
+def _sliding_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
+    uses = keys.flag("use_sliding_window")
+    window = keys.positive("sliding_window") if uses and keys.get("sliding_window") is not None else None
+    kinds = keys.get("layer_types")
+    if kinds is None:
+        first = 0 if keys.get("max_window_layers") is None else int(keys.number("max_window_layers"))
+        return tuple(window if i >= first else None for i in range(num_layers))
+    if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
+        raise ModelFormatError(
+            f"config: layer_types must hold full_attention or sliding_attention for each of num_hidden_layers={num_layers}"
+        )
+    if "sliding_attention" in kinds and window is None:
+        raise ModelFormatError("config: layer_types names sliding_attention, but sliding_window is not set or not used")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | None:
+    count = keys.get("num_experts", keys.get("num_local_experts", 0))
+    if not count:
+        return None
+    name = "num_experts" if keys.get("num_experts") else "num_local_experts"
+    num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
+    if top_k > num_experts:
+        raise ModelFormatError(f"config: num_experts_per_tok={top_k} is more than {name}={num_experts}")
+    step, mlp_only = keys.positive("decoder_sparse_step", 1), set(keys.get("mlp_only_layers", ()))
+    return MoeConfig(
+        num_experts=num_experts,
+        top_k=top_k,
+        intermediate_size=keys.positive(
+            "moe_intermediate_size", intermediate_size if name == "num_local_experts" else None
+        ),
+        norm_topk_prob=keys.flag("norm_topk_prob"),
+        dense_layers=frozenset(i for i in range(num_layers) if i in mlp_only or (i + 1) % step),
+    )

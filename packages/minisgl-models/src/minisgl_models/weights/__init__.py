@@ -1,0 +1,1 @@
+"""Checkpoint formats: providers of the `minisgl.weights` group."""

@@ -1,0 +1,193 @@
+"""GGUF files, as llama.cpp and its converters write them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
+from minisgl_models.weights.gguf_tokenizer import build_tokenizer
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_ROPE_FACTORS = "rope_freqs.weight"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+class GgufWeights(WeightSource):
+    """One .gguf file, or the first of a split one. Config and tokenizer come from its metadata."""
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """Anything but a file with GGUF's first bytes."""
+        if not path.is_file():
+            return ["it is not a file"]
+        with path.open("rb") as file:
+            return [] if file.read(4) == b"GGUF" else ["the file does not start with GGUF"]
+
+    def __init__(self, path: Path) -> None:
+        self._files = [GgufFile(part) for part in _parts(path)]
+        self._metadata = self._files[0].metadata
+        self._tensors = {name: tensor for file in self._files for name, tensor in file.tensors.items()}
+        self._kind = str(self._metadata.get("general.architecture"))
+        if self._kind not in _ARCHITECTURES or (self._key("expert_count", 0) and self._kind == "llama"):
+            raise ModelFormatError(
+                f"{path}: the GGUF architecture {self._kind!r} is not supported (known: {', '.join(_ARCHITECTURES)}; "
+                "llama without experts)"
+            )
+
+    def _key(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"{self._kind}.{name}", default)
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The metadata under the names of a ``config.json``."""
+        rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
+        num_layers = int(self._key("block_count", 0))
+        config = {
+            "architectures": [_ARCHITECTURES[self._kind]],
+            "vocab_size": rows,
+            "hidden_size": self._key("embedding_length"),
+            "intermediate_size": self._key("feed_forward_length"),
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": self._key("attention.head_count"),
+            "num_key_value_heads": self._key("attention.head_count_kv"),
+            "head_dim": self._key("attention.key_length"),
+            "max_position_embeddings": self._key("context_length"),
+            "rms_norm_eps": self._key("attention.layer_norm_rms_epsilon"),
+            "rope_parameters": self._rope(),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
+            "dtype": "bfloat16",
+        }
+        if experts := self._key("expert_count"):
+            config |= {
+                "num_experts": experts,
+                "num_experts_per_tok": self._key("expert_used_count"),
+                "moe_intermediate_size": self._key("expert_feed_forward_length"),
+                "norm_topk_prob": True,  # llama.cpp's qwen3moe graph always rescales
+                "mlp_only_layers": [
+                    i for i in range(num_layers) if f"blk.{i}.ffn_gate_exps.weight" not in self._tensors
+                ],
+            }
+        return {key: value for key, value in config.items() if value is not None}
+
+    @property
+    def generation_config(self) -> Mapping[str, Any]:
+        """The end-of-turn tokens that llama.cpp stops at besides the end of the text."""
+        ids = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
+        return {"eos_token_id": [i for i in ids if i is not None]}
+
+    def _rope(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {"rope_theta": self._key("rope.freq_base", 10000.0), "rope_type": "default"}
+        kind = self._key("rope.scaling.type", "none")
+        if kind not in ("none", "default"):
+            rope |= {
+                "rope_type": kind,
+                "factor": self._key("rope.scaling.factor"),
+                "original_max_position_embeddings": self._key("rope.scaling.original_context_length"),
+                "attention_factor": self._key("rope.scaling.attn_factor"),
+                "beta_fast": self._key("rope.scaling.yarn_beta_fast"),
+                "beta_slow": self._key("rope.scaling.yarn_beta_slow"),
+            }
+        if _ROPE_FACTORS in self._tensors:
+            rope["freq_factors"] = self._tensors[_ROPE_FACTORS].read(slice(None)).flatten().tolist()
+        return {key: value for key, value in rope.items() if value is not None}
+
+    def tokenizer(self) -> Any:
+        """Built from the file's vocabulary; see `build_tokenizer`."""
+        return build_tokenizer(self._files[0].path, self._metadata)
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """In file order, under Hugging Face's names; a stack of experts is taken apart."""
+        for name, tensor in self._tensors.items():
+            if name == _ROPE_FACTORS:
+                continue
+            *block, stem, suffix = name.split(".")
+            prefix = f"model.layers.{block[1]}." if block else ""
+            target = prefix + _NAMES.get(stem, stem)
+            if "{}" in target:
+                num_rows = tensor.shape[1]
+                for expert in range(tensor.shape[0]):
+                    yield f"{target.format(expert)}.{suffix}", _Part(tensor, tensor.shape[1:], expert * num_rows)
+            elif self._kind == "llama" and stem in ("attn_q", "attn_k"):
+                yield f"{target}.{suffix}", _Interleaved(tensor, tensor.shape, config.head_dim)
+            else:
+                yield f"{target}.{suffix}", _Part(tensor, tensor.shape, 0)
+
+
+def _parts(path: Path) -> list[Path]:
+    """A split file's parts, in order."""
+    match = _PART.search(path.name)
+    if not match:
+        return [path]
+    stem, count = path.name[: match.start()], int(match[2])
+    return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
+
+
+class _Part:
+    """A tensor of the file, or one matrix of a stack."""
+
+    def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], first_row: int) -> None:
+        self._tensor, self.shape, self._first_row = tensor, shape, first_row
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        if len(self.shape) == 1:
+            return self._tensor.read(slice(None), *index)[0]
+        rows, columns = (*index, slice(None), slice(None))[:2]
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._tensor.read(slice(self._first_row + start, self._first_row + stop), columns)
+
+
+class _Interleaved:
+    """Query or key rows, which llama.cpp's converter interleaves within each head.
+
+    The file has a head's rows in the order 0, D/2, 1, D/2 + 1, ...: the pairs that rotate together side by side. Checkpoints
+    have them in order. (``LlamaModel.permute`` in llama.cpp's ``convert_hf_to_gguf.py``.)
+    """
+
+    def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], head_dim: int) -> None:
+        self._whole, self.shape, self._head_dim = _Part(tensor, shape, 0), shape, head_dim
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        rows, *columns = index or (slice(None),)
+        start, stop, _ = rows.indices(self.shape[0])
+        dim = self._head_dim
+        first, last = start // dim * dim, -(-stop // dim) * dim
+        values = self._whole[(slice(first, last), *columns)]
+        pairs = values.reshape(-1, dim // 2, 2, *values.shape[1:])
+        return pairs.transpose(1, 2).reshape(values.shape)[start - first : stop - first]

@@ -1,0 +1,77 @@
+"""Folders of safetensors files, as Hugging Face hubs serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.weights import LazyTensor
+from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights.folder import FolderSource, read_json
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class SafetensorsWeights(FolderSource):
+    """``config.json`` and ``*.safetensors``; reads no byte of a tensor beyond the slices that are asked for."""
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """A folder without a config or without safetensors."""
+        if not path.is_dir():
+            return ["it is not a folder"]
+        reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+        if not (path / _INDEX).is_file() and next(path.glob("*.safetensors"), None) is None:
+            reasons.append("the folder has no *.safetensors file")
+        return reasons
+
+    def _files(self) -> Mapping[Path, set[str] | None]:
+        """The files, and which tensors to take from each; None for all."""
+        if (self._path / _INDEX).is_file():
+            weight_map = read_json(self._path / _INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ModelFormatError(f"{self._path / _INDEX}: weight_map is missing")
+            files: dict[Path, set[str] | None] = {}
+            for name, file in weight_map.items():
+                names = files.setdefault(self._path / file, set())
+                assert names is not None
+                names.add(name)
+            return dict(sorted(files.items()))
+        single = self._path / _SINGLE
+        return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """In the order of the files.
+
+        Raises:
+            ModelFormatError: a file that the index names is missing or damaged.
+        """
+        for path, wanted in self._files().items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    names = file.keys()
+                    if lost := (wanted or set()) - set(names):
+                        raise ModelFormatError(f"{path} lacks {sorted(lost)[0]}, which the index places there")
+                    for name in names:
+                        if wanted is None or name in wanted:
+                            yield name, _Slice(file.get_slice(name))
+            except (OSError, SafetensorError) as error:
+                raise ModelFormatError(f"{path} cannot be read: {error}") from error
+
+
+class _Slice:
+    """A tensor of an open file."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.shape = tuple(handle.get_shape())
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle[index] if index else self._handle[:]
+        return tensor
