@@ -1,0 +1,168 @@
+"""What every prefix cache must pass."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import run_state_machine_as_test
+
+from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.errors import CacheFullError
+from minisgl_core.testing.prefix_cache_machine import PrefixCacheMachine, pages_array, tokens_of
+
+each_page_size = pytest.mark.parametrize("page_size", [1, 4, 16])
+
+
+class PrefixCacheTests:
+    """Subclass and override `make_cache`.
+
+    Attributes:
+        takes_all: insert takes every whole page that is not cached yet. Where this is False, only histories and what
+            holds for an empty cache are tested.
+        evicts_least_recent: of pages used in different calls, the ones used earlier are evicted first. Set to False for
+            a cache that evicts in larger units, or by another rule.
+        profile: how long hypothesis looks for a history that goes wrong.
+    """
+
+    takes_all: ClassVar[bool] = True
+    evicts_least_recent: ClassVar[bool] = True
+    profile: ClassVar[settings] = settings(
+        max_examples=100,
+        stateful_step_count=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+    def make_cache(self, page_size: int) -> PrefixCache:
+        """An empty cache."""
+        raise NotImplementedError
+
+    def filled(self, page_size: int, *prefixes: tuple[int, ...]) -> PrefixCache:
+        """A cache into which prefixes were inserted in turn; their pages are 10, 11, ..., then 20, 21, ... and so on."""
+        if not self.takes_all:
+            pytest.skip("this cache does not take all pages")
+        cache = self.make_cache(page_size)
+        for place, prefix in enumerate(prefixes, start=1):
+            cache.insert(tokens_of(prefix, page_size), pages_array([10 * place + page for page in range(len(prefix))]))
+        return cache
+
+    @each_page_size
+    def test_agrees_with_a_dictionary(self, page_size: int) -> None:
+        """In any history of calls: see `PrefixCacheMachine`."""
+        machine: Any = partial(PrefixCacheMachine, self.make_cache, page_size, self.takes_all, self.evicts_least_recent)
+        run_state_machine_as_test(machine, settings=self.profile)
+
+    @each_page_size
+    def test_empty_cache(self, page_size: int) -> None:
+        """It matches nothing, and locking nothing does nothing."""
+        cache = self.make_cache(page_size)
+        for num_tokens in (0, 1, 3 * page_size):
+            match = cache.match(tokens_of((0, 0, 0), page_size)[:num_tokens])
+            assert match.pages.tolist() == []
+            cache.lock(match.handle)
+            assert (cache.num_evictable, cache.num_locked, cache.num_pages) == (0, 0, 0)
+            cache.unlock(match.handle)
+        assert cache.evict(0).tolist() == []
+        with pytest.raises(CacheFullError):
+            cache.evict(1)
+        assert list(cache.reset()) == []
+        cache.check()
+
+    @each_page_size
+    def test_match_is_the_longest_in_whole_pages(self, page_size: int) -> None:
+        """Partly equal pages do not count, nor do tokens after the last whole page."""
+        cache = self.filled(page_size, (0, 0, 0, 0), (0, 0, 1))
+        for prefix, pages in (
+            ((0, 0, 0, 0), [10, 11, 12, 13]),
+            ((0, 0, 0, 1), [10, 11, 12]),
+            ((0, 0, 1, 0), [10, 11, 22]),
+            ((0, 0, 2), [10, 11]),
+            ((1, 0, 0), []),
+        ):
+            assert cache.match(tokens_of(prefix, page_size)).pages.tolist() == pages
+            assert cache.match(tokens_of(prefix, page_size, page_size - 1)).pages.tolist() == pages
+        assert cache.match(tokens_of((0, 0), page_size)[:-1]).pages.tolist() == [10]
+
+    @each_page_size
+    def test_insert_reports_duplicates(self, page_size: int) -> None:
+        """What was there stays, what is new is taken, and what is too much is left alone."""
+        cache = self.filled(page_size, (0, 0, 0))
+        result = cache.insert(tokens_of((0, 0, 1, 1), page_size), pages_array([10, 51, 52, 53, 54, 55]))
+        assert result.num_present == 2
+        assert result.pages.tolist() == [10, 11, 52, 53]
+        assert cache.num_pages == 5
+        again = cache.insert(tokens_of((0, 0, 1, 1), page_size), pages_array([10, 11, 52, 53]))
+        assert again.num_present == 4
+        assert again.pages.tolist() == [10, 11, 52, 53]
+        assert cache.num_pages == 5
+        cache.check()
+
+    @each_page_size
+    def test_a_lock_covers_exactly_its_prefix(self, page_size: int) -> None:
+        """Also where it ends inside what was inserted at once, and where prefixes branch off later."""
+        cache = self.filled(page_size, (0, 0, 0, 0))
+        handle = cache.match(tokens_of((0, 0), page_size)).handle
+        cache.lock(handle)
+        cache.lock(handle)
+        assert (cache.num_locked, cache.num_evictable) == (2, 2)
+        cache.insert(tokens_of((0, 1, 1), page_size), pages_array([40, 41, 42]))
+        assert (cache.num_locked, cache.num_evictable) == (2, 4)
+        assert sorted(cache.evict(4).tolist()) == [12, 13, 41, 42]
+        cache.unlock(handle)
+        with pytest.raises(CacheFullError):
+            cache.evict(1)
+        assert (cache.num_locked, cache.num_evictable) == (2, 0)
+        cache.unlock(handle)
+        assert sorted(cache.evict(2).tolist()) == [10, 11]
+        cache.check()
+
+    @each_page_size
+    def test_evicting_too_much_changes_nothing(self, page_size: int) -> None:
+        """The named error, and every page is still found."""
+        cache = self.filled(page_size, (0, 0, 0), (1, 1))
+        cache.lock(cache.match(tokens_of((1, 1), page_size)).handle)
+        with pytest.raises(CacheFullError):
+            cache.evict(4)
+        assert (cache.num_locked, cache.num_evictable) == (2, 3)
+        assert cache.match(tokens_of((0, 0, 0), page_size)).pages.tolist() == [10, 11, 12]
+        cache.check()
+
+    @each_page_size
+    def test_evicts_the_least_recently_used_first(self, page_size: int) -> None:
+        """Insert and unlock count as use."""
+        if not self.evicts_least_recent:
+            pytest.skip("this cache evicts by another rule")
+        cache = self.filled(page_size, (0, 0), (1, 1), (2, 2))
+        handle = cache.match(tokens_of((0, 0), page_size)).handle
+        cache.lock(handle)
+        cache.insert(tokens_of((1, 1), page_size), pages_array([20, 21]))
+        cache.unlock(handle)
+        assert [sorted(cache.evict(2).tolist()) for _ in range(3)] == [[30, 31], [20, 21], [10, 11]]
+
+    @each_page_size
+    def test_reset_gives_everything_back(self, page_size: int) -> None:
+        """And the cache is usable afterwards."""
+        cache = self.filled(page_size, (0, 0), (0, 1))
+        assert sorted(cache.reset()) == [10, 11, 21]
+        assert cache.num_pages == 0
+        assert cache.insert(tokens_of((0, 0), page_size), pages_array([10, 11])).num_present == 0
+        cache.check()
+
+    def test_a_long_chain_of_prefixes(self) -> None:
+        """A prefix with a cached prefix at each of its pages is found, locked and evicted; nothing recurses a page."""
+        num_pages = 1200
+        cache = self.filled(1)
+        tokens, pages = tokens_of((0, 1, 2) * (num_pages // 3), 1), list(range(num_pages))
+        for length in range(num_pages, 0, -1):
+            cache.insert(tokens[:length], pages_array(pages[:length]))
+        cache.check()
+        match = cache.match(tokens)
+        assert match.pages.tolist() == pages
+        cache.lock(match.handle)
+        assert cache.num_locked == num_pages
+        cache.unlock(match.handle)
+        assert sorted(cache.evict(num_pages).tolist()) == pages
+        cache.check()

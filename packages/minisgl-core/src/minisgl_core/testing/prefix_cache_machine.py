@@ -1,0 +1,214 @@
+"""Random histories of a prefix cache, compared with a dictionary after every step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, TokenIds
+from minisgl_core.errors import CacheFullError
+
+Prefix = tuple[int, ...]
+"""A prefix as one symbol a page."""
+
+NUM_PAGES = 48
+"""Pages of the pool that a history runs on."""
+
+SYMBOLS = st.sampled_from([0, 0, 0, 1, 2])
+"""Uneven, so that prompts often begin alike."""
+
+PREFIXES = st.integers(0, 7).flatmap(lambda size: st.tuples(*[SYMBOLS] * size))
+
+
+def tokens_of(prefix: Prefix, page_size: int, num_extra: int = 0) -> TokenIds:
+    """Tokens of a prefix, and `num_extra` more.
+
+    Pages 0 and 1 differ in their last token only, pages 0 and 2 in their first; the extra tokens begin like page 0.
+    """
+    tokens = np.zeros((len(prefix) + 1, page_size), np.int32)
+    for page, symbol in enumerate(prefix):
+        tokens[page, -1 if symbol == 1 else 0] = symbol
+    return tokens.reshape(-1)[: len(prefix) * page_size + num_extra]
+
+
+def pages_array(pages: list[int]) -> PageIds:
+    """Page ids as the contract wants them."""
+    return np.array(pages, np.int32)
+
+
+class PrefixCacheMachine(RuleBasedStateMachine):
+    """Plays the engine: owns a pool of pages, and knows at any time which page is whose.
+
+    `cached` maps every cached prefix to its last page, so a lookup is one dictionary access a page, and so is every rule.
+    """
+
+    def __init__(
+        self, make_cache: Callable[[int], PrefixCache], page_size: int, takes_all: bool, evicts_least_recent: bool
+    ) -> None:
+        super().__init__()
+        self.cache = make_cache(page_size)
+        self.page_size, self.takes_all, self.evicts_least_recent = page_size, takes_all, evicts_least_recent
+        self.free = list(range(1, NUM_PAGES))
+        self.cached: dict[Prefix, int] = {}
+        self.marks: list[tuple[Any, Prefix]] = []
+        """Handles that are good at the moment, and what they stand for."""
+        self.locks: list[tuple[Any, Prefix]] = []
+        self.now = 0
+        self.surely_used: dict[Prefix, int] = {}
+        """When a prefix was last inserted or unlocked."""
+        self.maybe_used: dict[Prefix, int] = {}
+        """The same, matches and locks included, which a cache need not count as use."""
+
+    def beginnings(self, prefix: Prefix) -> list[Prefix]:
+        """Every prefix of `prefix` but the empty one, shortest first."""
+        return [prefix[:length] for length in range(1, len(prefix) + 1)]
+
+    def cached_part(self, prefix: Prefix) -> Prefix:
+        """The longest beginning of `prefix` that is cached."""
+        return max((part for part in self.beginnings(prefix) if part in self.cached), key=len, default=())
+
+    def pages_of(self, prefix: Prefix) -> list[int]:
+        """The cache's pages of a cached prefix."""
+        return [self.cached[part] for part in self.beginnings(prefix)]
+
+    def locked(self) -> set[Prefix]:
+        """Every prefix that a lock protects."""
+        return {part for _, prefix in self.locks for part in self.beginnings(prefix)}
+
+    def use(self, prefix: Prefix, surely: bool) -> None:
+        """Note that a prefix was used."""
+        self.now += 1
+        for part in self.beginnings(prefix):
+            self.maybe_used[part] = self.now
+            if surely:
+                self.surely_used[part] = self.now
+
+    def hold(self, handle: Any, prefix: Prefix, lock: bool) -> None:
+        """Remember a handle, and lock it at once if told to."""
+        self.marks.append((handle, prefix))
+        if lock:
+            self.cache.lock(handle)
+            self.locks.append((handle, prefix))
+            self.use(prefix, surely=False)
+
+    @rule(prefix=PREFIXES, num_extra=st.integers(0, 15), lock=st.booleans())
+    def match(self, prefix: Prefix, num_extra: int, lock: bool) -> None:
+        """The longest cached prefix, and no size changes."""
+        sizes = self.cache.num_evictable, self.cache.num_locked
+        result = self.cache.match(tokens_of(prefix, self.page_size, num_extra % self.page_size))
+        assert (self.cache.num_evictable, self.cache.num_locked) == sizes, "match changed a size"
+        part = self.cached_part(prefix)
+        assert result.pages.tolist() == self.pages_of(part), "match returned other pages"
+        assert result.num_tokens(self.page_size) == len(part) * self.page_size
+        result.pages[:] = -1
+        self.use(part, surely=False)
+        self.hold(result.handle, part, lock)
+
+    @rule(
+        prefix=PREFIXES,
+        num_extra=st.integers(0, 15),
+        num_reused=st.integers(0, 7),
+        num_surplus=st.integers(0, 2),
+        lock=st.booleans(),
+    )
+    def insert(self, prefix: Prefix, num_extra: int, num_reused: int, num_surplus: int, lock: bool) -> None:
+        """Offer the cache's own pages for a part of what it has already, and pages of ours for the rest."""
+        present = self.cached_part(prefix)
+        reused = self.pages_of(present)[:num_reused]
+        num_own = len(prefix) - len(reused) + num_surplus
+        if num_own > len(self.free):
+            return
+        own, self.free = self.free[:num_own], self.free[num_own:]
+        tokens = tokens_of(prefix, self.page_size, num_extra % self.page_size)
+        offered = pages_array(reused + own)
+        result = self.cache.insert(tokens, offered)
+        num_cached = len(result.pages)
+        assert result.num_present == len(present), "insert miscounted what was cached before"
+        assert len(present) <= num_cached <= len(prefix), "insert took more or forgot some"
+        assert num_cached == len(prefix) or not self.takes_all, "insert did not take all"
+        pages = self.pages_of(present) + offered[len(present) : num_cached].tolist()
+        assert result.pages.tolist() == pages, "insert returned other pages"
+        self.cached.update(zip(self.beginnings(prefix), pages, strict=False))
+        self.free += [page for page in own if page not in pages]
+        tokens[:], offered[:], result.pages[:] = -1, -1, -1
+        self.use(prefix[:num_cached], surely=True)
+        self.hold(result.handle, prefix[:num_cached], lock)
+
+    @precondition(lambda self: self.marks)
+    @rule(data=st.data())
+    def lock(self, data: st.DataObject) -> None:
+        """Lock through any handle that is still good."""
+        handle, prefix = data.draw(st.sampled_from(self.marks))
+        self.hold(handle, prefix, lock=True)
+
+    @precondition(lambda self: self.locks)
+    @rule(data=st.data())
+    def unlock(self, data: st.DataObject) -> None:
+        """Undo any lock, in any order."""
+        handle, prefix = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
+        self.cache.unlock(handle)
+        self.use(prefix, surely=True)
+
+    @rule(num_pages=st.integers(0, 9))
+    def evict(self, num_pages: int) -> None:
+        """Where that is more than the cache can, it is refused and nothing changes."""
+        if num_pages <= len(self.cached) - len(self.locked()):
+            self.check_evicted(self.cache.evict(num_pages), num_pages)
+            return
+        with pytest.raises(CacheFullError):
+            self.cache.evict(num_pages)
+
+    def check_evicted(self, pages: PageIds, num_asked: int) -> None:
+        """Take evicted pages back, and check that they were the right ones."""
+        owner = {page: prefix for prefix, page in self.cached.items()}
+        evicted = [owner[page] for page in pages.tolist() if page in owner]
+        assert len(evicted) == len(pages), "a page that the cache did not own was evicted"
+        assert len(set(evicted)) == len(evicted), "a page was evicted twice"
+        assert len(evicted) >= num_asked, "too few pages were evicted"
+        assert not self.locked().intersection(evicted), "a locked page was evicted"
+        for prefix in evicted:
+            del self.cached[prefix]
+        self.free += pages.tolist()
+        for prefix in self.cached:
+            assert len(prefix) == 1 or prefix[:-1] in self.cached, "a page went before one that follows it"
+        kept = self.cached.keys() - self.locked()
+        if self.evicts_least_recent and kept and evicted:
+            oldest_kept = min(self.maybe_used[prefix] for prefix in kept)
+            assert all(self.surely_used[prefix] <= oldest_kept for prefix in evicted), "a page went before an older one"
+        self.marks = [*self.locks, *((handle, prefix) for handle, prefix in self.marks if not prefix)]
+
+    @precondition(lambda self: len(self.cached) > 4 and not self.locked())
+    @rule()
+    def reset(self) -> None:
+        """Everything comes back."""
+        assert sorted(self.cache.reset()) == sorted(self.cached.values()), "reset returned other pages"
+        self.free += self.cached.values()
+        self.cached = {}
+        self.marks = [(handle, prefix) for handle, prefix in self.marks if not prefix]
+
+    @invariant()
+    def sizes_and_structure_are_right(self) -> None:
+        """Sizes are those of the dictionary, and the cache finds nothing wrong with itself."""
+        num_locked = len(self.locked())
+        assert self.cache.num_locked == num_locked, "num_locked is wrong"
+        assert self.cache.num_evictable == len(self.cached) - num_locked, "num_evictable is wrong"
+        assert self.cache.num_pages == len(self.cached), "num_pages is wrong"
+        assert sorted([*self.free, *self.cached.values()]) == list(range(1, NUM_PAGES)), "a page is lost or owned twice"
+        self.cache.check()
+
+    def teardown(self) -> None:
+        """At the end of a history: everything is found, and can be given up."""
+        for prefix in list(self.cached):
+            self.match(prefix, num_extra=0, lock=False)
+        while self.locks:
+            handle, _ = self.locks.pop()
+            self.cache.unlock(handle)
+        self.evicts_least_recent = False
+        self.check_evicted(self.cache.evict(self.cache.num_evictable), len(self.cached))
+        self.sizes_and_structure_are_right()
+        assert not self.cached, "evicting all left something"

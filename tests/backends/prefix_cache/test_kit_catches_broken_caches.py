@@ -1,0 +1,187 @@
+"""Each class breaks one promise of the contract; the kit must notice every one of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+
+from minisgl_backends.prefix_cache.naive import NaivePrefixCache
+from minisgl_backends.prefix_cache.radix import RadixPrefixCache
+from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
+
+
+class ForgetsToLock(RadixPrefixCache):
+    def lock(self, handle: Any) -> None:
+        pass
+
+    def unlock(self, handle: Any) -> None:
+        pass
+
+
+class LocksOnce(RadixPrefixCache):
+    def lock(self, handle: Any) -> None:
+        if handle.num_locks == 0:
+            super().lock(handle)
+
+    def unlock(self, handle: Any) -> None:
+        if handle.num_locks > 0:
+            super().unlock(handle)
+
+
+class LocksTheLastRunOnly(RadixPrefixCache):
+    def _path_up(self, node: Any) -> Any:
+        return [node] if node is not self._root else []
+
+
+class EvictsLocked(RadixPrefixCache):
+    def evict(self, num_pages: int) -> PageIds:
+        if num_pages > self.num_evictable and self.num_locked:
+            victim = next(iter(self._root.children.values()))
+            return victim.pages[:num_pages]
+        return super().evict(num_pages)
+
+
+class EvictsWhatItCan(RadixPrefixCache):
+    def evict(self, num_pages: int) -> PageIds:
+        return super().evict(min(num_pages, self.num_evictable))
+
+
+class EvictsBeforeItRefuses(RadixPrefixCache):
+    def evict(self, num_pages: int) -> PageIds:
+        if num_pages > self.num_evictable:
+            super().evict(min(1, self.num_evictable))
+        return super().evict(num_pages)
+
+
+class EvictsNewestFirst(RadixPrefixCache):
+    def _touch(self, node: Any) -> None:
+        super()._touch(node)
+        path = [part for part in self._path_up(node) if part in self._lru]
+        for part in reversed(path):
+            self._lru.move_to_end(part, last=False)
+
+
+class InsertIsNoUse(RadixPrefixCache):
+    def _touch(self, node: Any) -> None:
+        if node not in self._lru:
+            super()._touch(node)
+
+
+class ReportsNothingPresent(RadixPrefixCache):
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        return replace(super().insert(token_ids, pages), num_present=0)
+
+
+class ReturnsTheOfferedPages(RadixPrefixCache):
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        result = super().insert(token_ids, pages)
+        return replace(result, pages=pages[: len(result.pages)])
+
+
+class SizeDrifts(RadixPrefixCache):
+    @property
+    def num_evictable(self) -> int:
+        return self._num_evictable + (self._num_locked > 3)
+
+
+class MatchLocks(RadixPrefixCache):
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        result = super().match(token_ids)
+        self.lock(result.handle)
+        return result
+
+
+class MatchesWholeRunsOnly(RadixPrefixCache):
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        longest = super().match(token_ids)
+        return super().match(token_ids[: max(0, len(longest.pages) - 1) * self.page_size])
+
+
+class ComparesFirstTokensOfPages(RadixPrefixCache):
+    """Tells page 0 from page 1 only by their first tokens, which are equal."""
+
+    def _walk(self, token_ids: TokenIds) -> Any:
+        firsts = np.repeat(np.asarray(token_ids)[:: self.page_size], self.page_size)
+        return super()._walk(firsts[: len(token_ids)])
+
+
+class KeepsTheCallersArray(RadixPrefixCache):
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        result = super().insert(token_ids, pages)
+        if result.num_present == 0 and len(result.pages) > 0:
+            result.handle.pages = pages[: len(result.pages)]
+        return result
+
+
+class HandsOutItsArray(RadixPrefixCache):
+    def match(self, token_ids: TokenIds) -> PrefixMatch:
+        result = super().match(token_ids)
+        return replace(result, pages=result.handle.pages) if result.handle.parent is self._root else result
+
+
+class LosesPagesAtReset(RadixPrefixCache):
+    def reset(self) -> list[int]:
+        return list(super().reset())[:-1]
+
+
+class RefusesEmptyLocks(RadixPrefixCache):
+    def lock(self, handle: Any) -> None:
+        assert handle is not self._root
+        super().lock(handle)
+
+
+class LeaksDuplicates(RadixPrefixCache):
+    """Swaps in the caller's duplicate, and so drops a page of its own."""
+
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        result = super().insert(token_ids, pages)
+        if result.num_present == len(result.pages) > 0:
+            result.handle.pages = np.array(pages[len(result.pages) - len(result.handle.pages) : len(result.pages)])
+        return result
+
+
+class FindsItselfBroken(RadixPrefixCache):
+    def check(self) -> None:
+        raise AssertionError("broken")
+
+
+class TakesNothing(NaivePrefixCache):
+    pass
+
+
+BROKEN = [
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, PrefixCache) and kind.__module__ == __name__
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_cache_fails_the_kit(broken: type[PrefixCache]) -> None:
+    class Kit(PrefixCacheTests):
+        profile = settings(
+            PrefixCacheTests.profile,
+            phases=[Phase.generate],
+            report_multiple_bugs=False,
+            database=None,
+            derandomize=True,
+        )
+
+        def make_cache(self, page_size: int) -> PrefixCache:
+            return broken(page_size)
+
+    assert any(name.startswith("test_agrees_with_a_dictionary") for name in failures(Kit()))
+
+
+def test_a_right_cache_passes_the_runner_too() -> None:
+    class Kit(PrefixCacheTests):
+        def make_cache(self, page_size: int) -> PrefixCache:
+            return RadixPrefixCache(page_size)
+
+    assert failures(Kit()) == {}

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl_backends.prefix_cache.naive import NaivePrefixCache
+from minisgl_backends.prefix_cache.radix import RadixPrefixCache
+from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
+
+
+class TestNaive(PrefixCacheTests):
+    takes_all = False
+
+    def make_cache(self, page_size: int) -> PrefixCache:
+        return NaivePrefixCache(page_size)
+
+
+class TestRadix(PrefixCacheTests):
+    def make_cache(self, page_size: int) -> PrefixCache:
+        return RadixPrefixCache(page_size)
+
+    def test_evicts_exactly_what_is_asked_for(self) -> None:
+        cache = RadixPrefixCache(4)
+        tokens = np.arange(40, dtype=np.int32)
+        cache.insert(tokens, np.arange(10, dtype=np.int32))
+        assert cache.evict(3).tolist() == [7, 8, 9]
+        assert cache.match(tokens).pages.tolist() == list(range(7))
+
+    def test_a_handle_of_what_was_evicted_is_refused(self) -> None:
+        cache = RadixPrefixCache(1)
+        handle = cache.insert(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)).handle
+        cache.evict(1)
+        with pytest.raises(AssertionError, match="evicted"):
+            cache.lock(handle)
+
+    def test_other_integer_types_match_too(self) -> None:
+        cache = RadixPrefixCache(2)
+        cache.insert(np.arange(4), np.arange(2))
+        assert cache.match(np.arange(4, dtype=np.int64)).pages.tolist() == [0, 1]
