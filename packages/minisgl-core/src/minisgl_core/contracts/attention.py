@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.kv.pool import KVLayout, KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,8 @@ class AttentionBackend(ABC):
     """
 
     plugin_api: ClassVar[str] = ">=1,<2"
+    kv_layout: ClassVar[KVLayout] = "NHD"
+    """How the pool must be laid out; two backends that are combined must agree."""
 
     @classmethod
     @abstractmethod

@@ -17,7 +17,7 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Choice, Resolved, attention_spec, resolve
-from minisgl_core.contracts.attention import AttentionBackend
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.platform import Hardware, Platform
@@ -26,9 +26,9 @@ from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.loader import load_weights
 from minisgl_core.engine.memory import plan_pool
-from minisgl_core.errors import PluginError, ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.errors import InvalidValueError, PluginError, ProviderLoadError, ProviderUnsupportedError
 from minisgl_core.kv.page_table import PageTable
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.kv.pool import KVLayout, KVPool
 from minisgl_core.messages import EngineInfo
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.hooks import Hooks
@@ -117,14 +117,16 @@ def build_engine(
         communicator = _join(config, registry, platform, checkpoint.config.architecture, rank, init_method)
         free_at_start = platform.free_memory()
         model = _load_model(model_class, checkpoint, config, registry, communicator, platform, progress and rank == 0)
-        pool_spec = plan_pool(config, checkpoint.config, model, platform, communicator, free_at_start)
+        backends = [registry.load("attention", name) for name in config.backends.attn.split(",")]
+        layout = _common_layout(config.backends.attn, backends)
+        pool_spec = plan_pool(config, checkpoint.config, model, platform, communicator, free_at_start, layout)
         max_seq_len = min(int(config.model.max_seq_len_override or 0), (pool_spec.num_pages - 1) * pool_spec.page_size)
         num_rows = config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool_spec.page_size, platform.device)
         spec = attention_spec(
             config, checkpoint.config, max_seq_len, pool_spec.page_size, pool_spec.dtype, platform.device
         )
-        attention = _attention(registry, config.backends.attn, spec, KVPool(pool_spec), table)
+        attention = _attention(backends, spec, KVPool(pool_spec), table)
         engine = Engine(platform, communicator, model, attention, table, num_rows)
         platform.synchronize()
     info = _info(checkpoint, resolved, pool_spec.num_pages, max_seq_len, hardware)
@@ -209,8 +211,18 @@ def _load_model(
     return model.eval()
 
 
-def _attention(registry: Registry, names: str, spec: Any, pool: KVPool, table: PageTable) -> AttentionBackend:
-    backends = [registry.load("attention", name)(spec, pool, table.data) for name in names.split(",")]
+def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:
+    layouts = {backend.kv_layout for backend in backends}
+    if len(layouts) > 1:
+        differ = ", ".join(f"{b.kv_layout} for {name}" for name, b in zip(names.split(","), backends, strict=True))
+        raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool, not {differ}")
+    return backends[0].kv_layout
+
+
+def _attention(
+    classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
+) -> AttentionBackend:
+    backends = [backend(spec, pool, table.data) for backend in classes]
     return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)
 
 

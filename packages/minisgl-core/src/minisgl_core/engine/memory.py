@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from minisgl_core.config.model import ModelConfig
@@ -10,7 +12,7 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.errors import OutOfMemoryError
-from minisgl_core.kv.pool import KVPoolSpec
+from minisgl_core.kv.pool import KVLayout, KVPoolSpec
 
 _GIB = 2**30
 CPU_POOL_BYTES = 2 * _GIB
@@ -25,6 +27,7 @@ def plan_pool(
     platform: Platform,
     communicator: Communicator,
     free_at_start: int,
+    layout: KVLayout,
 ) -> KVPoolSpec:
     """Size the pool by ``--num-pages``, or by what memory is left; the same on every rank.
 
@@ -35,6 +38,7 @@ def plan_pool(
         platform: tells how much memory is free.
         communicator: the ranks.
         free_at_start: bytes that were free before the model was loaded.
+        layout: what the attention backend wants.
 
     Raises:
         OutOfMemoryError: not even a page of tokens fits, or the ranks' free memory differs by over 2 GiB.
@@ -48,13 +52,12 @@ def plan_pool(
         head_dim=model_config.head_dim,
         dtype=getattr(torch, config.model.dtype),
         device=platform.device,
+        layout=layout,
     )
     wanted = config.cache.num_pages
     if wanted is None:
         wanted = _pages_that_fit(spec, config, platform, communicator, free_at_start)
-    return KVPoolSpec(
-        spec.num_layers, wanted, spec.page_size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device
-    )
+    return replace(spec, num_pages=wanted)
 
 
 def _pages_that_fit(

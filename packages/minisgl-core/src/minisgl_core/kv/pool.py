@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+
+KVLayout = Literal["NHD", "HND"]
+"""Order of a page's dimensions: tokens, heads, head dimension; or heads first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class KVPoolSpec:
         head_dim: D.
         dtype: of the stored K and V.
         device: where the pool lies.
+        layout: order of a page's dimensions; the attention backend says which.
     """
 
     num_layers: int
@@ -28,6 +33,7 @@ class KVPoolSpec:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    layout: KVLayout = "NHD"
 
     @property
     def bytes_per_page(self) -> int:
@@ -36,27 +42,43 @@ class KVPoolSpec:
 
 
 class KVPool:
-    """One tensor ``[2, num_layers, P, S, Hkv, D]``; K first, then V."""
+    """One tensor: ``[num_layers, 2, P, S, Hkv, D]`` (NHD) or ``[num_layers, 2, P, Hkv, S, D]`` (HND); K first, then V."""
 
     def __init__(self, spec: KVPoolSpec) -> None:
         self.spec = spec
-        shape = (2, spec.num_layers, spec.num_pages, spec.page_size, spec.num_kv_heads, spec.head_dim)
+        page = (spec.page_size, spec.num_kv_heads) if spec.layout == "NHD" else (spec.num_kv_heads, spec.page_size)
+        shape = (spec.num_layers, 2, spec.num_pages, *page, spec.head_dim)
         self.data = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
-        self._k = list(self.data[0].unbind(0))
-        self._v = list(self.data[1].unbind(0))
-        slots = spec.num_pages * spec.page_size
-        self._k_slots = [k.view(slots, spec.num_kv_heads, spec.head_dim) for k in self._k]
-        self._v_slots = [v.view(slots, spec.num_kv_heads, spec.head_dim) for v in self._v]
+        self._layers = list(self.data.unbind(0))
+        self._k = [layer[0] for layer in self._layers]
+        self._v = [layer[1] for layer in self._layers]
+        width = spec.head_dim if spec.layout == "HND" else spec.num_kv_heads * spec.head_dim
+        self._k_rows = [k.view(-1, width) for k in self._k]
+        self._v_rows = [v.view(-1, width) for v in self._v]
+        self._heads = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
 
     def k(self, layer: int) -> torch.Tensor:
-        """K pages of a layer, [P, S, Hkv, D]."""
+        """K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """V pages of a layer, [P, S, Hkv, D]."""
+        """V pages of a layer, shaped like `k`."""
         return self._v[layer]
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write k and v ([T, Hkv, D]) at `slots` (int64 [T]) of a layer."""
-        self._k_slots[layer].index_copy_(0, slots, k)
-        self._v_slots[layer].index_copy_(0, slots, v)
+    def kv(self, layer: int) -> torch.Tensor:
+        """K and V pages of a layer in one tensor, a first dimension of 2 before those of `k`."""
+        return self._layers[layer]
+
+    def store_index(self, slots: torch.Tensor) -> torch.Tensor:
+        """What `store` needs to know of a step's slots (int64 [T]); the same for all layers."""
+        if self.spec.layout == "NHD":
+            return slots
+        size = self.spec.page_size
+        first = slots // size * (size * self.spec.num_kv_heads) + slots % size
+        return (first[:, None] + self._heads).view(-1)
+
+    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor) -> None:
+        """Write k and v ([T, Hkv, D]) of a layer at the slots that `index` (from `store_index`) stands for."""
+        rows = self._k_rows[layer]
+        rows.index_copy_(0, index, k.reshape(-1, rows.shape[1]))
+        self._v_rows[layer].index_copy_(0, index, v.reshape(-1, rows.shape[1]))

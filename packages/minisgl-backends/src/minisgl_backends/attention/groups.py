@@ -1,0 +1,40 @@
+"""Groups the requests of a batch so that each group can be computed as one padded block with little waste."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+MAX_WASTE = 2.0
+"""A group's padded size over the sum of its members' sizes; beyond it, another group is opened."""
+
+
+def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]:
+    """Split requests into groups of similar shape.
+
+    Args:
+        q_lens: queries of each request, [B].
+        seq_lens: keys of each request, [B].
+
+    Returns:
+        Indices of each group's members, [B_g]; ascending in one group alone, by size otherwise. Every request is in one.
+    """
+    everyone = np.arange(len(q_lens))
+    sizes = q_lens.astype(np.int64) * seq_lens
+    if len(q_lens) * int(q_lens.max()) * int(seq_lens.max()) <= MAX_WASTE * sizes.sum():
+        return [everyone]
+    order = np.lexsort((seq_lens, q_lens))
+    groups: list[list[int]] = []
+    widest = longest = total = 0
+    for i in order:
+        q, s = int(q_lens[i]), int(seq_lens[i])
+        grown = (max(widest, q), max(longest, s), total + q * s)
+        if groups and (len(groups[-1]) + 1) * grown[0] * grown[1] <= MAX_WASTE * grown[2]:
+            groups[-1].append(int(i))
+            widest, longest, total = grown
+        else:
+            groups.append([int(i)])
+            widest, longest, total = q, s, q * s
+    return [np.array(group) for group in groups]
