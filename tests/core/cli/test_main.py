@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+
+import click
+import packaging
+import pluggy
+import pytest
+
+import minisgl_core
+
+HEAVY = {"torch", "transformers", "numpy", "huggingface_hub", "tokenizers", "rich", "yaml", "minisgl_server"}
+
+COMMAND = """
+import click
+from minisgl_core.errors import InvalidValueError, WorkerDiedError
+
+@click.command()
+@click.option("--fail")
+def run(fail):
+    if fail == "user":
+        raise InvalidValueError("--port", 0, "at least 1")
+    if fail == "worker":
+        raise WorkerDiedError("the scheduler died: killed")
+    print("ran")
+
+not_a_command = 3
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plugins", "list"], ["plugins", "list", "--json"], ["--version"]])
+def test_listing_imports_nothing_heavy_and_works_with_a_broken_plugin(site, arguments):
+    site.install("broken", {"commands": {"breaks": "broken:run"}, "hooks": {"h": "broken"}}, broken="import no_such")
+    result = site.run(*arguments)
+    assert result.status == 0, result.error
+    assert not HEAVY & result.modules
+    assert "click" in result.modules
+    assert "breaks" in result.output or arguments == ["--version"]
+
+
+def test_help_shows_summaries_and_where_other_commands_come_from(site):
+    site.install("stranger", {"commands": {"dance": "stranger:run"}}, version="3.1")
+    output = site.run("--help").output
+    assert "Serve a model over an OpenAI-compatible API." in output
+    assert "From stranger 3.1." in output
+
+
+def test_a_plugins_command_runs(site):
+    site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=COMMAND)
+    result = site.run("dance")
+    assert (result.status, result.output) == (0, "ran\n")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "line"),
+    [
+        ("user", 2, "minisgl: --port=0 is not valid: must be at least 1.\n"),
+        ("worker", 1, "minisgl: the scheduler died: killed\n"),
+    ],
+)
+def test_an_error_is_one_line_and_a_status(site, failure, status, line):
+    site.install("stranger", {"commands": {"dance": "stranger_cli:run"}}, stranger_cli=COMMAND)
+    result = site.run("dance", "--fail", failure)
+    assert (result.status, result.error) == (status, line)
+    traced = site.run("dance", "--fail", failure, MINISGL_DEBUG="1")
+    assert traced.status == 1
+    assert "Traceback" in traced.error
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"), [("broken:run", "No module named 'no_such'"), ("stranger_cli:not_a_command", "is no command")]
+)
+def test_a_command_that_cannot_be_used_is_named(site, value, reason):
+    modules = {"broken": "import no_such", "stranger_cli": COMMAND}
+    site.install("stranger", {"commands": {"dance": value}}, **modules)
+    result = site.run("dance")
+    assert result.status == 2
+    assert "'dance' of stranger 1.0" in result.error
+    assert reason in result.error
+    assert "Traceback" not in result.error
+
+
+def test_an_unknown_command_is_refused_with_a_close_match(site):
+    result = site.run("lanch")
+    assert result.status == 2
+    assert "Did you mean 'launch'?" in result.error
+
+
+def test_a_command_whose_package_is_absent_names_the_package(tmp_path: Path):
+    """An interpreter that sees minisgl-core and what its command line needs, and no other package."""
+    info = Path(str(distribution("minisgl-core")._path))  # type: ignore[attr-defined]
+    packages = [Path(module.__file__ or "").parent for module in (click, packaging, pluggy, minisgl_core)]
+    for path in [info, *packages]:
+        (tmp_path / path.name).symlink_to(path)
+    code = "from minisgl_core.cli.main import main; main(prog_name='minisgl')"
+    env = {"PYTHONPATH": str(tmp_path), "PATH": os.environ["PATH"]}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-c", code, *arguments]
+        return subprocess.run(command, env=env, capture_output=True, text=True)
+
+    launch = run("launch", "--model", "x")
+    assert launch.returncode == 2
+    assert (
+        launch.stderr
+        == "minisgl: no command is called 'launch' (installed: plugins). Try: pip install minisgl-server\n"
+    )
+    assert "pip install minisgl-server" in run("--help").stdout
+    listed = json.loads(run("plugins", "list", "--json").stdout)
+    assert {entry["distribution"] for entry in listed} == {"minisgl-core"}
+
+
+def test_hooks_add_options_to_commands_but_not_to_groups(site):
+    hooks = """
+import click
+from minisgl_core import hookimpl
+
+@hookimpl
+def cli_options(command):
+    return [click.Option(["--metrics-port"], type=int, callback=lambda ctx, param, value: print(command, value))]
+"""
+    points = {"commands": {"dance": "stranger_cli:run"}, "hooks": {"metrics": "stranger_hooks"}}
+    site.install("stranger", points, stranger_cli=COMMAND, stranger_hooks=hooks)
+    result = site.run("dance", "--metrics-port", "9")
+    assert (result.status, result.output) == (0, "dance 9\nran\n")
+    assert "stranger_hooks" not in site.run("plugins", "list").modules
+
+
+def test_a_hook_may_not_take_a_commands_own_flag(site):
+    hooks = """
+import click
+from minisgl_core import hookimpl
+
+@hookimpl
+def cli_options():
+    return [click.Option(["--fail"])]
+"""
+    points = {"commands": {"dance": "stranger_cli:run"}, "hooks": {"metrics": "stranger_hooks"}}
+    site.install("stranger", points, stranger_cli=COMMAND, stranger_hooks=hooks)
+    result = site.run("dance")
+    assert result.status == 2
+    assert "--fail, which dance has already" in result.error
+
+
+def test_completion_imports_no_command(site):
+    site.install("broken", {"commands": {"breaks": "broken:run"}}, broken="import no_such")
+    result = site.run(_MINISGL_COMPLETE="bash_complete", COMP_WORDS="minisgl b", COMP_CWORD="1")
+    assert result.status == 0, result.error
+    assert {"plain,bench", "plain,breaks"} <= set(result.output.split())
+
+
+def test_importing_the_package_imports_no_torch_and_its_names_are_lazy():
+    code = """
+import sys, minisgl_core
+assert not {"torch", "numpy", "pluggy", "click"} & set(sys.modules)
+assert set(minisgl_core.__all__) <= set(dir(minisgl_core))
+from minisgl_core import EngineConfig, MinisglError, SamplingParams, __version__, hookimpl
+EngineConfig.from_flat(page_size=16)
+assert not {"torch", "transformers"} & set(sys.modules)
+assert __version__[0].isdigit()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        minisgl_core.nothing  # noqa: B018

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import inspect
+import logging
+
+import pluggy
+import pytest
+
+from minisgl_core import hookimpl
+from minisgl_core.plugins import hookspecs
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+
+GOOD = """
+from minisgl_core import hookimpl
+seen = []
+
+@hookimpl
+def engine_started(info):
+    seen.append(info)
+
+@hookimpl
+def preferred_provider(kind):
+    return "mine" if kind == "attention" else None
+"""
+
+
+def hook_names() -> set[str]:
+    return {name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
+
+
+def test_every_spec_has_an_attribute_that_is_none_without_implementations():
+    hooks = Hooks()
+    assert len(hook_names()) == 8
+    assert all(getattr(hooks, name) is None for name in hook_names())
+
+
+def test_a_hook_module_is_called_with_the_arguments_it_names(site):
+    site.install("good", {"hooks": {"good": "good_hooks"}}, good_hooks=GOOD)
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_started is not None
+    hooks.engine_started(info="started")
+    import good_hooks
+
+    assert good_hooks.seen == ["started"]
+    assert hooks.preferred_provider is not None
+    assert hooks.preferred_provider(kind="attention", hardware=None) == "mine"
+    assert hooks.preferred_provider(kind="moe", hardware=None) is None
+    assert hooks.batch_scheduled is None
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        ("import surely_not_installed", "surely_not_installed"),
+        ("plugin_api = '>=7'", "plugin API"),
+        ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_startd(info): pass", "engine_startd"),
+        ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_started(inf): pass", "inf"),
+    ],
+)
+def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
+    site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
+    site.install("good", {"hooks": {"good": "good_hooks"}}, good_hooks=GOOD)
+    with caplog.at_level(logging.WARNING):
+        hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_started is not None
+    hooks.engine_started(info="started")
+    assert len(caplog.records) == 1
+    assert "bad 1.0" in caplog.text
+    assert cause in caplog.text
+
+
+def test_two_distributions_may_use_one_name_for_their_hooks(site):
+    for name in ("one", "two"):
+        site.install(name, {"hooks": {"metrics": f"{name}_hooks"}}, **{f"{name}_hooks": GOOD})
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_started is not None
+    hooks.engine_started(info="started")
+    import one_hooks
+    import two_hooks
+
+    assert one_hooks.seen == two_hooks.seen == ["started"]
+
+
+def test_a_failing_hook_is_logged_once_and_goes_no_further(site, caplog):
+    source = """
+from minisgl_core import hookimpl
+
+@hookimpl
+def engine_stopped():
+    raise RuntimeError("out of ideas")
+
+@hookimpl
+def api_routes(app):
+    raise RuntimeError("no such app")
+"""
+    site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_stopped is not None
+    assert hooks.engine_stopped() is None
+    assert hooks.engine_stopped() is None
+    assert len(caplog.records) == 1
+    assert "out of ideas" in caplog.text
+    assert hooks.api_routes is not None
+    with pytest.raises(RuntimeError, match="no such app"):
+        hooks.api_routes(app=None)
+
+
+def test_the_specs_are_documented_and_the_marker_is_the_projects():
+    assert all(inspect.getdoc(getattr(hookspecs, name)) for name in hook_names())
+    assert isinstance(hookimpl, pluggy.HookimplMarker)
+    assert hookimpl.project_name == "minisgl"

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.registry import Entry, Registry
+
+POLICY = """
+from minisgl_core.contracts.policy import Policy
+
+class Backwards(Policy):
+    plugin_api = {api!r}
+    def order(self, waiting, num_cached):
+        return waiting[::-1]
+
+class Unfinished(Policy):
+    pass
+
+class Stranger:
+    pass
+
+function = len
+"""
+
+
+def policy(api: str = ">=1,<2") -> str:
+    return POLICY.format(api=api)
+
+
+def test_entries_come_from_metadata_alone(site):
+    site.install("one", {"policy": {"backwards": "no_such_module:Nothing"}}, version="2.5")
+    registry = Registry.from_environment()
+    assert Entry("policy", "backwards", "no_such_module:Nothing", "one", "2.5") in registry.entries("policy")
+    assert registry.names("policy") == ["backwards", "fcfs", "lpm"]
+
+
+def test_shipped_providers_are_found_through_their_own_metadata():
+    registry = Registry.from_environment()
+    assert {"torch"} <= set(registry.names("attention"))
+    assert {entry.distribution for entry in registry.entries("platform")} >= {"minisgl-core"}
+
+
+def test_load_returns_the_class(site):
+    site.install("one", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
+    loaded = Registry.from_environment().load("policy", "backwards")
+    assert loaded().order([1, 2, 3], lambda request: 0) == [3, 2, 1]
+
+
+def test_an_unknown_name_lists_what_is_installed_and_a_close_match():
+    with pytest.raises(ProviderNotFoundError, match=r"--policy.*'fcsf'.*installed: .*fcfs.*Did you mean 'fcfs'\?"):
+        Registry.from_environment().entry("policy", "fcsf")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "remedy"),
+    [
+        ("attention", "fi", "pip install 'minisgl-backends[fi]'"),
+        ("attention", "fa4", "pip install 'minisgl-backends[fa4]'"),
+        ("prefix_cache", "radix", "pip install minisgl-backends"),
+        ("models", "LlamaForCausalLM", "pip install minisgl-models"),
+        ("commands", "launch", "pip install minisgl-server"),
+    ],
+)
+def test_a_shipped_name_that_is_not_installed_says_what_brings_it(kind, name, remedy):
+    with pytest.raises(ProviderNotFoundError) as caught:
+        Registry([]).entry(kind, name)
+    assert remedy in str(caught.value)
+
+
+def test_a_typo_of_a_shipped_name_that_is_not_installed_is_recognised():
+    with pytest.raises(ProviderNotFoundError, match="Did you mean 'trtllm'"):
+        Registry([]).entry("attention", "trtlm")
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(InvalidValueError, match="Did you mean 'attention'"):
+        Registry([]).names("atention")
+
+
+def test_two_distributions_with_one_name_are_both_named(site):
+    for name in ("one", "two"):
+        site.install(name, {"policy": {"backwards": f"{name}_policy:Backwards"}}, **{f"{name}_policy": policy()})
+    registry = Registry.from_environment()
+    assert registry.names("policy").count("backwards") == 1
+    with pytest.raises(DuplicateProviderError, match=r"one 1\.0.*two 1\.0.*MINISGL_PLUGINS_BLOCK"):
+        registry.load("policy", "backwards")
+    with pytest.raises(DuplicateProviderError):
+        registry.digest({"policy": "backwards"})
+    assert Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "two"}).load("policy", "backwards")
+
+
+def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path: Path, monkeypatch):
+    site.install("my-plugin", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
+    later = type(site)(tmp_path / "later")
+    later.install("My_Plugin", {"policy": {"backwards": "other:Backwards", "stale": "other:Stale"}}, version="0.9")
+    monkeypatch.syspath_prepend(later.path)
+    monkeypatch.syspath_prepend(site.path)
+    registry = Registry.from_environment()
+    assert registry.entry("policy", "backwards").version == "1.0"
+    assert "stale" not in registry.names("policy")
+
+
+def test_a_failing_import_says_why_and_what_to_do(site):
+    site.install("one", {"policy": {"p": "one_broken:P"}}, one_broken="import surely_not_installed.part")
+    site.install("two", {"policy": {"q": "two_broken:Q"}}, two_broken="raise RuntimeError('no\\n driver')")
+    site.install("three", {"policy": {"r": "three_broken:R"}}, three_broken="import sys; sys.exit(3)")
+    registry = Registry.from_environment()
+    with pytest.raises(ProviderLoadError, match=r"'p' of one 1\.0.*surely_not_installed.*Install what one needs"):
+        registry.load("policy", "p")
+    with pytest.raises(ProviderLoadError, match=r"'q' of two 1\.0.*RuntimeError: no driver\. ") as caught:
+        registry.load("policy", "q")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+    with pytest.raises(ProviderLoadError, match=r"'r' of three 1\.0.*SystemExit"):
+        registry.load("policy", "r")
+
+
+def test_a_shipped_provider_that_does_not_import_names_its_extra():
+    entry = Entry("attention", "fi", "surely_not_installed:Fi", "minisgl-backends", "0.1.0")
+    with pytest.raises(ProviderLoadError, match=r"pip install 'minisgl-backends\[fi\]'"):
+        Registry([entry]).load("attention", "fi")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "reason"),
+    [
+        ("Stranger", "not a subclass of minisgl_core.contracts.policy.Policy"),
+        ("function", "not a subclass"),
+        ("Unfinished", "lacks order of minisgl_core.contracts.policy.Policy"),
+        ("Missing", "AttributeError"),
+    ],
+)
+def test_a_provider_that_breaks_the_contract_is_refused(site, attribute, reason):
+    site.install("one", {"policy": {"p": f"one_policy:{attribute}"}}, one_policy=policy())
+    with pytest.raises(ProviderLoadError, match=reason):
+        Registry.from_environment().load("policy", "p")
+
+
+@pytest.mark.parametrize(("api", "reason"), [(">=2", r"versions >=2 .*has 1\.0"), ("new", "not a version range")])
+def test_a_provider_for_another_plugin_api_is_refused(site, api, reason):
+    site.install("one", {"policy": {"p": "one_policy:Backwards"}}, one_policy=policy(api))
+    with pytest.raises(ProviderLoadError, match=reason):
+        Registry.from_environment().load("policy", "p")
+
+
+def test_lists_hide_providers_and_say_so(site):
+    site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
+    site.install("other", {"policy": {"c": "x:C"}})
+
+    def names(**environ: str) -> list[str]:
+        return Registry.from_environment(environ).names("policy")
+
+    assert names() == ["a", "b", "c", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="my-plugin") == ["c", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin") == ["c", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="policy:a, other") == ["b", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="other") == ["c", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="policy:b") == ["b", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="other", MINISGL_PLUGINS_BLOCK="policy:c,policy:lpm") == ["fcfs"]
+    assert names(MINISGL_PLUGINS_BLOCK="minisgl-core") == ["a", "b", "c"]
+    with pytest.raises(ProviderNotFoundError, match=r"'a'.*my-plugin 1\.0 is blocked by MINISGL_PLUGINS_BLOCK"):
+        Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "my-plugin"}).entry("policy", "a")
+    notes = Registry.from_environment({"MINISGL_PLUGINS_ALLOW": "other"}).notes
+    assert any("policy 'a' of my-plugin 1.0 is not in MINISGL_PLUGINS_ALLOW" in note for note in notes)
+
+
+def test_a_list_with_an_unknown_kind_is_refused():
+    with pytest.raises(InvalidValueError, match=r"MINISGL_PLUGINS_BLOCK='atention:fi'.*Did you mean 'attention'"):
+        Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "atention:fi"})
+
+
+def test_bad_metadata_and_unknown_groups_become_notes(site):
+    site.install("one", {"polcy": {"p": "one:P"}})
+    site.install("two", {"policy": {"fine": "two:P"}})
+    broken = site.path / "three-1.0.dist-info"
+    broken.mkdir()
+    (broken / "entry_points.txt").write_bytes(b"[minisgl.policy]\n\xff\xfe = x\n")
+    registry = Registry.from_environment()
+    assert "fine" in registry.names("policy")
+    assert any("one registers 'p' in minisgl.polcy" in note and "'policy'" in note for note in registry.notes)
+    assert any("three" in note and "cannot be read" in note for note in registry.notes)
+
+
+def test_the_digest_changes_with_every_part_of_a_provider():
+    entry = Entry("policy", "p", "one:P", "one", "1.0")
+    same = Registry([entry]).digest({"policy": "p"})
+    others = [
+        Entry("policy", "p", "one:Q", "one", "1.0"),
+        Entry("policy", "p", "one:P", "two", "1.0"),
+        Entry("policy", "p", "one:P", "one", "1.1"),
+    ]
+    assert same == Registry([entry, Entry("policy", "unused", "x:X", "x", "1")]).digest({"policy": "p"})
+    assert len({same, *(Registry([other]).digest({"policy": "p"}) for other in others)}) == 4
+
+
+def test_the_digest_covers_both_halves_of_a_pair_in_order():
+    registry = Registry(Entry("attention", name, f"one:{name}", "one", "1.0") for name in "ab")
+    digests = {registry.digest({"attention": names}) for names in ("a", "b", "a,b", "b,a")}
+    assert len(digests) == 4
+    with pytest.raises(ProviderNotFoundError):
+        registry.digest({"attention": "a,c"})
+
+
+def test_every_contract_named_by_a_kind_exists():
+    from pkgutil import resolve_name
+
+    assert all(isinstance(resolve_name(kind.contract), type) for kind in KINDS.values() if kind.contract)
