@@ -131,6 +131,33 @@ def cli_options(command):
     assert "stranger_hooks" not in site.run("plugins", "list").modules
 
 
+def test_a_config_file_may_set_the_options_of_hooks(site):
+    command = """
+import click
+from minisgl_core.cli.options import with_options
+from minisgl_core.config.options import ParallelOptions
+
+@click.command()
+@with_options(ParallelOptions)
+def run(values, sources):
+    print(values)
+"""
+    hooks = """
+import click
+from minisgl_core import hookimpl
+
+@hookimpl
+def cli_options():
+    return [click.Option(["--metrics-port"], type=int, callback=lambda ctx, param, value: print(value))]
+"""
+    points = {"commands": {"dance": "stranger_cli:run"}, "hooks": {"metrics": "stranger_hooks"}}
+    site.install("stranger", points, stranger_cli=command, stranger_hooks=hooks)
+    path = site.path / "config.toml"
+    path.write_text("metrics-port = 9\ntp = 2\n")
+    result = site.run("dance", "--config", str(path))
+    assert (result.status, result.output) == (0, "9\n{'tp': 2}\n"), result.error
+
+
 def test_a_hook_may_not_take_a_commands_own_flag(site):
     hooks = """
 import click
