@@ -8,6 +8,7 @@ The tests use `served` as well.
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,14 +22,21 @@ from typing import Any
 
 
 @contextmanager
-def served(*options: str, timeout_s: float = 180.0) -> Iterator[str]:
+def served(*options: str, timeout_s: float = 180.0, **environ: str) -> Iterator[str]:
     """Run `minisgl launch --port 0 OPTIONS` and give its URL, such as ``http://127.0.0.1:40213``.
+
+    Args:
+        options: further flags.
+        timeout_s: longest wait for the server to be ready.
+        environ: environment variables to add.
 
     Raises:
         RuntimeError: it ended or stayed silent before it served, or did not end well; the message holds its output.
     """
     command = [str(Path(sys.executable).with_name("minisgl")), "launch", "--port", "0", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(process.stdout or ()), daemon=True)
     reader.start()

@@ -1,1 +1,1 @@
-"""An attention backend, a prefix cache and a model for minisgl, as small as each can be."""
+"""An attention backend, a prefix cache, a model and a hook module for minisgl, as small as each can be."""

@@ -13,7 +13,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, A
 class Plan:
     """A step's index tensors: where new K and V go, and for each request its queries' range and its keys' slots."""
 
-    slots: torch.Tensor
+    store_index: torch.Tensor
     requests: list[tuple[slice, torch.Tensor]]
 
 
@@ -35,13 +35,13 @@ class ExampleAttention(AttentionBackend):
             key_slots = (pages[:, None] * page_size + offsets).flatten()[: int(seq_len)]
             requests.append((slice(start, start + int(q_len)), key_slots))
             start += int(q_len)
-        return Plan(batch.slots, requests)
+        return Plan(self.pool.store_index(batch.slots), requests)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Plan
     ) -> torch.Tensor:
         """Store k and v, then attend request by request; softmax in float32."""
-        self.pool.store(layer.index, k, v, plan.slots)
+        self.pool.store(layer.index, k, v, plan.store_index)
         all_k, all_v = self.pool.k(layer.index).flatten(0, 1), self.pool.v(layer.index).flatten(0, 1)
         group = self.spec.num_q_heads // self.spec.num_kv_heads
         out = torch.empty_like(q)

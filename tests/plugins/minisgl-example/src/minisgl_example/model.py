@@ -67,11 +67,11 @@ class ExampleForCausalLM(Model):
         return [block.attention.layer for block in self.blocks]
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """The names that its checkpoints use."""
-        yield from self.embedding.weight_targets("embedding")
+        """Under the names that Hugging Face's Llama uses."""
+        yield from self.embedding.weight_targets("model.embed_tokens")
         for index, block in enumerate(self.blocks):
-            yield from block.norm.weight_targets(f"blocks.{index}.norm")
-            yield from block.attention.weight_targets(f"blocks.{index}.attention")
-            yield from block.mlp.weight_targets(f"blocks.{index}.mlp")
-        yield from self.norm.weight_targets("norm")
+            yield from block.norm.weight_targets(f"model.layers.{index}.input_layernorm")
+            yield from block.attention.weight_targets(f"model.layers.{index}.self_attn")
+            yield from block.mlp.weight_targets(f"model.layers.{index}.mlp")
+        yield from self.norm.weight_targets("model.norm")
         yield from self.lm_head.weight_targets("lm_head")

@@ -1,0 +1,106 @@
+"""README shows nothing that does not work: what each comment before a block promises is done here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.registry import Registry
+from serve_once import ask, served
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+
+
+def blocks(mark: str) -> list[str]:
+    """The code of the blocks so marked; there must be one at least."""
+    found = [match["code"] for match in BLOCK.finditer(README) if match["mark"] == f"test: {mark}"]
+    assert found, f"README has no block marked {mark!r}"
+    return found
+
+
+def run_python(code: str, **environ: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_block_is_tested_or_says_why_not() -> None:
+    known = {"commands", "server", "run", "plugin minisgl_newest.py", "plugin pyproject.toml", "plugin commands"}
+    for match in BLOCK.finditer(README):
+        mark = match["mark"] or ""
+        assert mark.removeprefix("test: ") in known or mark.startswith("not tested: "), match[0]
+
+
+def test_the_two_commands() -> None:
+    """Continuous integration runs the second; the first differs in the session that nox runs."""
+    serve, check = (block.removeprefix("$ ").strip() for block in blocks("commands"))
+    assert check in (ROOT / ".ci/run").read_text().splitlines()
+    assert serve == f"{check} -s serve"
+    assert "\ndef serve(" in (ROOT / "noxfile.py").read_text()
+
+
+def test_in_process() -> None:
+    [code] = blocks("run")
+    assert "Paris" in run_python(code)
+
+
+def test_openai_client() -> None:
+    [code] = blocks("server")
+    code, count = re.subn(r"http://127\.0\.0\.1:\d+", "URL", code)
+    assert count == 1
+    with served() as url:
+        assert "Paris" in run_python(code.replace("URL", url))
+
+
+@pytest.fixture(scope="module")
+def plugin_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which the plugin of README was installed."""
+    folder, site = tmp_path_factory.mktemp("minisgl-newest"), tmp_path_factory.mktemp("site")
+    for name in ("minisgl_newest.py", "pyproject.toml"):
+        (folder / name).write_text(blocks(f"plugin {name}")[0])
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(site), str(folder)], check=True)
+    return site
+
+
+def test_plugin(plugin_site: Path) -> None:
+    [commands] = blocks("plugin commands")
+    install, check, launch = (line.removeprefix("$ ").split() for line in commands.splitlines())
+    assert install == ["pip", "install", "."]
+    env = {**os.environ, "PYTHONPATH": str(plugin_site)}
+    checked = subprocess.run(check, env=env, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert "minisgl-newest" in checked.stdout
+    assert launch[:2] == ["minisgl", "launch"]
+    with served(*launch[2:], PYTHONPATH=str(plugin_site)) as url:
+        assert "Paris" in ask(url, "What is the capital of France?")
+
+
+def test_table_of_seams() -> None:
+    """Groups, contracts, flags and names are those of the installed packages."""
+    rows = README.partition("<!-- test: seams -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    shown = {}
+    for row in rows:
+        group, contract, chosen, shipped = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:-1])
+        shown["".join(group)] = (contract, [flag for flag in chosen if flag.startswith("--")], shipped)
+    registry = Registry.from_environment({})
+    ours = re.compile(r"minisgl-(core|backends|models|server)")
+    real = {}
+    for kind in KINDS.values():
+        names = [entry.name for entry in registry.entries(kind.name) if ours.fullmatch(entry.distribution)]
+        real[kind.group] = (
+            [kind.contract.rpartition(":")[2]] * bool(kind.contract),
+            [kind.flag] * bool(kind.flag),
+            names,
+        )
+    assert shown == real

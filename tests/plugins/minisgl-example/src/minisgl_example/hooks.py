@@ -1,0 +1,20 @@
+"""A hook module: appends a line to a file for each request that ends, where the user names one."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from minisgl_core import hookimpl
+from minisgl_core.plugins.hookspecs import RequestRecord
+
+
+@hookimpl
+def request_finished(record: RequestRecord) -> None:
+    """Write to the file that MINISGL_EXAMPLE_LOG names."""
+    path = os.environ.get("MINISGL_EXAMPLE_LOG")
+    if not path:
+        return
+    line = {"id": record.request_id, "reason": record.finish_reason, "output_tokens": record.num_output_tokens}
+    with open(path, "a") as file:
+        file.write(json.dumps(line) + "\n")
