@@ -1,0 +1,80 @@
+"""Tensor-parallel ranks as threads of one process: what tests of sharded parts need of a communicator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+
+from minisgl_core.contracts.communicator import Communicator, SingleRank
+
+Result = TypeVar("Result")
+
+_TIMEOUT_S = 60.0
+
+
+class _Exchange:
+    """Where ranks put their value and read the others'."""
+
+    def __init__(self, size: int) -> None:
+        self._values: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
+
+    def swap(self, rank: int, value: Any) -> list[Any]:
+        """Every rank's value, in rank order."""
+        self._values[rank] = value
+        self._barrier.wait()
+        values = list(self._values)
+        self._barrier.wait()
+        return values
+
+    def abort(self) -> None:
+        """Wake ranks that wait for one that failed."""
+        self._barrier.abort()
+
+
+class ThreadCommunicator(Communicator):
+    """Collectives between threads. Sums in rank order, so every rank has the same bits."""
+
+    def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
+        self.rank, self.size, self._exchange = rank, size, exchange
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum."""
+        total: torch.Tensor = sum(self._exchange.swap(self.rank, x), torch.zeros_like(x))
+        self._exchange.swap(self.rank, None)
+        return total
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The concatenation."""
+        gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
+        self._exchange.swap(self.rank, None)
+        return gathered
+
+    def broadcast_object(self, value: object) -> object:
+        """Rank 0's."""
+        return self._exchange.swap(self.rank, value)[0]
+
+
+def run_ranks(size: int, function: Callable[[Communicator], Result]) -> list[Result]:
+    """Call `function` once a rank, at the same time, and return the results in rank order; the first error is raised."""
+    if size == 1:
+        return [function(SingleRank())]
+    exchange = _Exchange(size)
+
+    def run(rank: int) -> Result:
+        try:
+            return function(ThreadCommunicator(rank, size, exchange))
+        except BaseException:
+            exchange.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        futures = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in futures if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in futures]

@@ -1,0 +1,115 @@
+"""Plain implementations that the kits compare with: attention without pages, experts one token at a time, a checkpoint
+written by transformers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.weights import LazyTensor, WeightSource
+
+
+class DenseAttention:
+    """An `Attend` for one sequence that keeps all keys and values; float32, causal, with sliding windows."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
+        if layer.index in self._past:
+            past_k, past_v = self._past[layer.index]
+            k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
+        self._past[layer.index] = (k.clone(), v.clone())
+        num_new, num_all, group = len(q), len(k), q.shape[1] // k.shape[1]
+        keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
+        age = torch.arange(num_all - num_new, num_all)[:, None] - torch.arange(num_all)
+        hidden = age < 0 if layer.sliding_window is None else (age < 0) | (age >= layer.sliding_window)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+class NaiveMoe(MoeKernel):
+    """Each token through each of its experts in turn, in float32."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `MoeKernel.forward`."""
+        out = torch.zeros(x.shape, dtype=torch.float32)
+        for token, (weights, ids) in enumerate(zip(expert_weights, expert_ids, strict=True)):
+            for weight, expert in zip(weights, ids, strict=True):
+                gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
+                out[token] += weight * (down[expert].float() @ (F.silu(gate) * up))
+        return out.to(x.dtype)
+
+
+def random_reference(config: Any, seed: int = 0) -> Any:
+    """A transformers model for causal language modelling with weights that make mistakes visible.
+
+    transformers' own initialisation is so narrow that attention is nearly uniform and a wrong rotation goes unnoticed;
+    here activations keep their size through every layer, and norms and biases are not trivial.
+
+    Args:
+        config: a transformers config.
+        seed: of the weights.
+
+    Returns:
+        The model in float32, with plain attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    if hasattr(model, "set_experts_implementation"):  # since transformers 5
+        model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
+            else:
+                centre, spread = 0.0, 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+            weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
+    return model
+
+
+class SavedReference(WeightSource):
+    """A folder that transformers' ``save_pretrained`` wrote; the whole checkpoint is read at once."""
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """A folder without a config."""
+        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """``config.json``."""
+        config: dict[str, Any] = json.loads((self._path / "config.json").read_text())
+        return config
+
+    def tokenizer(self) -> Any:
+        """Not saved."""
+        raise NotImplementedError
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """Every tensor of every file."""
+        for file in sorted(self._path.glob("*.safetensors")):
+            yield from load_file(file).items()

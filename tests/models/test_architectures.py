@@ -1,0 +1,180 @@
+"""Every architecture against transformers on random checkpoints, by the kit that plugin authors use."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import transformers
+from transformers import AutoConfig
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.testing.model_kit import ModelTests
+from minisgl_core.testing.references import random_reference
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.mistral import MistralForCausalLM
+from minisgl_models.qwen2 import Qwen2ForCausalLM
+from minisgl_models.qwen3 import Qwen3ForCausalLM
+from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
+
+IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def rope(**parameters: Any) -> dict[str, Any]:
+    """Rope settings as this transformers spells them."""
+    if IS_TRANSFORMERS_5:
+        return {"rope_parameters": {"rope_theta": 10000.0, **parameters}}
+    theta = parameters.pop("rope_theta", 10000.0)
+    return {"rope_theta": theta, "rope_scaling": parameters}
+
+
+class Small(ModelTests):
+    __test__ = False
+    model_type: ClassVar[str]
+    changes: ClassVar[dict[str, Any]] = {}
+
+    def make_reference(self) -> Any:
+        return random_reference(AutoConfig.for_model(self.model_type, **{**SMALL, **self.changes}))
+
+
+class TestLlama(Small):
+    __test__ = True
+    model_class, model_type = LlamaForCausalLM, "llama"
+
+
+class TestLlamaTied(TestLlama):
+    changes: ClassVar = {"tie_word_embeddings": True}
+
+
+class TestLlamaWithBiases(TestLlama):
+    changes: ClassVar = {"attention_bias": True, "mlp_bias": True}
+
+
+class TestLlamaWithWideHeads(TestLlama):
+    changes: ClassVar = {"head_dim": 16}
+
+
+class TestLlamaWithOneKVHeadAndOddSizes(TestLlama):
+    """KV heads are replicated, and neither the MLP nor the vocabulary divides."""
+
+    changes: ClassVar = {"num_key_value_heads": 1, "intermediate_size": 49, "vocab_size": 97, "mlp_bias": True}
+
+
+class TestLlama3Rope(TestLlama):
+    changes: ClassVar = rope(
+        rope_type="llama3",
+        rope_theta=1000.0,
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=32,
+    )
+
+
+class TestLinearRope(TestLlama):
+    changes: ClassVar = rope(rope_type="linear", factor=4.0)
+
+
+class TestDynamicRopeWithinTheContext(TestLlama):
+    changes: ClassVar = rope(rope_type="dynamic", factor=2.0)
+
+
+class TestYarnRope(TestLlama):
+    changes: ClassVar = rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
+
+
+class TestYarnRopeWithMscale(TestLlama):
+    changes: ClassVar = rope(
+        rope_type="yarn",
+        factor=4.0,
+        original_max_position_embeddings=32,
+        mscale=1.3,
+        mscale_all_dim=0.6,
+        beta_fast=16,
+        beta_slow=2,
+    )
+
+
+class TestYarnRopeWithAttentionFactor(TestLlama):
+    changes: ClassVar = rope(
+        rope_type="yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.7, truncate=False
+    )
+
+
+class TestMistral(Small):
+    __test__ = True
+    model_class, model_type = MistralForCausalLM, "mistral"
+    changes: ClassVar = {"sliding_window": 7, "head_dim": 8}
+
+
+class TestMistralWithoutWindow(TestMistral):
+    changes: ClassVar = {"sliding_window": None}
+
+
+class TestQwen2(Small):
+    __test__ = True
+    model_class, model_type = Qwen2ForCausalLM, "qwen2"
+
+
+class TestQwen2WithWindows(TestQwen2):
+    changes: ClassVar = {
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 1,
+        "tie_word_embeddings": True,
+    }
+
+
+class TestQwen3(Small):
+    __test__ = True
+    model_class, model_type = Qwen3ForCausalLM, "qwen3"
+    changes: ClassVar = {"head_dim": 16}
+
+
+class TestQwen3WithBiasesAndWindows(TestQwen3):
+    changes: ClassVar = {
+        "head_dim": 12,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    }
+
+
+class TestQwen3Moe(Small):
+    __test__ = True
+    model_class, model_type = Qwen3MoeForCausalLM, "qwen3_moe"
+    experts: ClassVar[dict[str, Any]] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 21,
+        "head_dim": 16,
+    }
+    changes: ClassVar = {**experts, "norm_topk_prob": True}
+
+
+class TestQwen3MoeWithDenseLayers(TestQwen3Moe):
+    changes: ClassVar = {
+        **TestQwen3Moe.experts,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 5,
+        "mlp_only_layers": [3],
+    }
+
+
+def test_experts_where_there_are_none_are_refused() -> None:
+    raw = AutoConfig.for_model("qwen3_moe", **SMALL, **TestQwen3Moe.experts).to_dict()
+    config = model_config({**raw, "architectures": ["LlamaForCausalLM"]})
+    assert "experts" in LlamaForCausalLM.unsupported(config)[0]
+    assert Qwen3MoeForCausalLM.unsupported(config) == []
