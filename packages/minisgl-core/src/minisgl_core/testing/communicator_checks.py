@@ -1,0 +1,213 @@
+"""What each rank does in the communicator kit: every check, in order, in one life of the rank.
+
+Run as a program, this is one rank; `main` has the arguments.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, and where it meets the others.
+
+    Attributes:
+        provider: class of the communicator.
+        device: this rank's device.
+        rank: its number.
+        size: how many there are.
+        folder: one that all ranks of this run share, and nobody else.
+        patience_s: how long anything may take on a busy machine.
+    """
+
+    provider: type[Communicator]
+    device: torch.device
+    rank: int
+    size: int
+    folder: Path
+    patience_s: float = 60.0
+
+    def join(self, meeting: str, timeout_s: float | None = None) -> Communicator:
+        """Join the group that meets under this name."""
+        url = f"file://{self.folder}/{meeting}"
+        return self.provider(CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.patience_s))
+
+    def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
+        """A rank's part: small whole numbers, so that every dtype adds them exactly."""
+        part = torch.arange(torch.Size(shape).numel(), device=self.device) % 7 + 3 * (
+            self.rank if rank is None else rank
+        )
+        return part.reshape(shape).to(dtype)
+
+    def wait_for_all(self, name: str) -> None:
+        """Return when every rank has come here; by files, since the group may be broken."""
+        (self.folder / f"{name}.{self.rank}").touch()
+        deadline = time.monotonic() + self.patience_s
+        while not all((self.folder / f"{name}.{rank}").exists() for rank in range(self.size)):
+            assert time.monotonic() < deadline, f"a rank never came to {name}"
+            time.sleep(0.01)
+
+
+def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same shape, dtype and values."""
+    assert result.dtype == expected.dtype
+    assert torch.equal(result, expected), f"{result.tolist()} should be {expected.tolist()}"
+
+
+def check_rank_and_size(me: Rank) -> None:
+    """The group knows its size, and each rank its place."""
+    group = me.join("rank_and_size")
+    assert (group.rank, group.size) == (me.rank, me.size)
+    group.close()
+
+
+def check_sums(me: Rank) -> None:
+    """Sums of any shape, contiguous or not."""
+    group = me.join("sums")
+    for dtype in DTYPES:
+        for shape in ((1,), (3, 5), (2, 1, 64), (0, 8)):
+            expected = torch.stack([me.tensor(shape, dtype, rank) for rank in range(me.size)]).sum(0)
+            assert_equal(group.all_reduce(me.tensor(shape, dtype)), expected)
+            if len(shape) == 2:
+                assert_equal(group.all_reduce(me.tensor(shape, dtype).t()), expected.t())
+    group.close()
+
+
+def check_gathers(me: Rank) -> None:
+    """In rank order, along any dimension, contiguous or not; what was gathered is left as it was."""
+    group = me.join("gathers")
+    for dtype in DTYPES:
+        for shape, dims in (((4,), (0, -1)), ((3, 5), (0, 1, -1, -2)), ((2, 3, 4), (0, 1, 2, -1))):
+            for dim in dims:
+                mine = me.tensor(shape, dtype)
+                parts = [me.tensor(shape, dtype, rank) for rank in range(me.size)]
+                assert_equal(group.all_gather(mine, dim), torch.cat(parts, dim))
+                assert_equal(mine, parts[me.rank])
+        mine = me.tensor((3, 5), dtype).t()
+        parts = [me.tensor((3, 5), dtype, rank).t() for rank in range(me.size)]
+        assert_equal(group.all_gather(mine), torch.cat(parts, -1))
+    group.close()
+
+
+def check_same_bits(me: Rank) -> None:
+    """Sums that need rounding are rounded alike everywhere: ranks that differ would sample different tokens."""
+    group = me.join("same_bits")
+    for dtype in DTYPES:
+        noise = torch.randn(4, 257, generator=torch.Generator().manual_seed(me.rank)).to(me.device, dtype)
+        results = group.all_gather(group.all_reduce(noise)[None], 0)
+        assert all(torch.equal(result, results[0]) for result in results), f"ranks disagree on a sum in {dtype}"
+    group.close()
+
+
+def check_order(me: Rank) -> None:
+    """Many collectives of all kinds one after another, no rank waiting for the others in between."""
+    group = me.join("order")
+    for step in range(40):
+        total = group.all_reduce(torch.full((step % 5 + 1,), float(me.rank + step), device=me.device))
+        assert total.tolist() == [float(me.size * step + me.size * (me.size - 1) // 2)] * (step % 5 + 1)
+        row = group.all_gather(torch.tensor([me.rank * 100 + step], device=me.device))
+        assert row.tolist() == [rank * 100 + step for rank in range(me.size)]
+    group.close()
+
+
+def check_objects(me: Rank) -> None:
+    """Rank 0's object arrives everywhere, each time anew."""
+    group = me.join("objects")
+    values: list[object] = [{"digest": "é✓", "pages": [1, 2.5, None, True]}, [], "", 7]
+    for value in values:
+        assert group.broadcast_object(value if me.rank == 0 else "not used") == value
+    group.close()
+
+
+def check_two_groups(me: Rank) -> None:
+    """A process may hold two groups, and closing one leaves the other alone."""
+    first, second = me.join("first"), me.join("second")
+    assert second.all_reduce(torch.ones(2, device=me.device)).tolist() == [me.size] * 2
+    assert first.broadcast_object(me.rank) == 0
+    first.close()
+    assert second.all_reduce(torch.ones(2, device=me.device)).tolist() == [me.size] * 2
+    assert second.broadcast_object("still here") == "still here"
+    second.close()
+    second.close()
+
+
+def check_missing_rank_at_start(me: Rank) -> None:
+    """Joining a group that not all ranks join is an error."""
+    if me.rank == 0:
+        with pytest.raises(RuntimeError):
+            me.join("missing", timeout_s=1)
+    me.wait_for_all("missing")
+
+
+def check_rank_that_does_not_join_in(me: Rank) -> None:
+    """A collective that a rank leaves out is an error for those who wait."""
+    group = me.join("silent", timeout_s=2)
+    if me.rank != me.size - 1:
+        with pytest.raises(RuntimeError):
+            group.all_reduce(torch.ones(1, device=me.device))
+    me.wait_for_all("silent")
+    group.close()
+
+
+def check_rank_that_left(me: Rank) -> None:
+    """The same where the rank has left the group."""
+    group = me.join("left", timeout_s=2)
+    if me.rank == me.size - 1:
+        group.close()
+    else:
+        with pytest.raises(RuntimeError):
+            group.all_gather(torch.ones(1, device=me.device))
+    me.wait_for_all("left")
+    group.close()
+
+
+CHECKS = (
+    check_rank_and_size,
+    check_sums,
+    check_gathers,
+    check_same_bits,
+    check_order,
+    check_objects,
+    check_two_groups,
+)
+FAULTS = (check_missing_rank_at_start, check_rank_that_does_not_join_in, check_rank_that_left)
+"""Checks after which an asynchronous device may end the process."""
+
+
+def load_class(file: str, name: str) -> Any:
+    """A class of a Python file, also of one that cannot be imported by name, such as a test."""
+    spec = importlib.util.spec_from_file_location("communicator_under_test", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, name)
+
+
+def main(file: str, name: str, device: str, rank: str, sizes: str, folder: str, with_faults: str) -> None:
+    """Be one rank, of a group of each size in turn where it is not too many."""
+    torch.set_num_threads(1)
+    provider = load_class(file, name)
+    for size in map(int, sizes.split(",")):
+        if int(rank) < size:
+            me = Rank(provider, torch.device(device), int(rank), size, Path(folder, str(size)))
+            me.folder.mkdir(exist_ok=True)
+            for check in CHECKS + (FAULTS if with_faults == "1" else ()):
+                check(me)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,131 @@
+"""Each class breaks one promise of the contract; the kit's checks must notice every one of them.
+
+Ranks are threads here, which Gloo allows and which is quicker; only the last test goes the whole way.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from minisgl_backends.communicator.torch_distributed import TorchCommunicator
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
+from minisgl_core.testing.communicator_checks import CHECKS, FAULTS, Rank
+from minisgl_core.testing.communicator_kit import CommunicatorTests
+from minisgl_core.testing.kit_runner import failures
+
+
+class MistakesItsRank(TorchCommunicator):
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        super().__init__(spec)
+        self.rank = 0
+
+
+class SumsFloat32Only(TorchCommunicator):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) if x.dtype == torch.float32 else x
+
+
+class WidensSums(TorchCommunicator):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x.float())
+
+
+class IgnoresStrides(TorchCommunicator):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) if x.is_contiguous() else super().all_reduce(x.t()).reshape(x.shape)
+
+
+class GathersBackwards(TorchCommunicator):
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return torch.cat(super().all_gather(x, dim).chunk(self.size, dim)[::-1], dim)
+
+
+class GathersAlongTheFirst(TorchCommunicator):
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        return super().all_gather(x, 0)
+
+
+class GathersInPlace(TorchCommunicator):
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        result = super().all_gather(x, dim)
+        x.zero_()
+        return result
+
+
+class RoundsByRank(TorchCommunicator):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return super().all_reduce(x) * (1 + 2**-20 * self.rank)
+
+
+class KeepsItsOwnObject(TorchCommunicator):
+    def broadcast_object(self, value: object) -> object:
+        super().broadcast_object(value)
+        return value
+
+
+class RemembersTheFirstObject(TorchCommunicator):
+    def broadcast_object(self, value: object) -> object:
+        self._num_objects = 0
+        return super().broadcast_object(value)
+
+
+class ClosesOnce(TorchCommunicator):
+    def close(self) -> None:
+        self._open_group()
+        super().close()
+
+
+class SwallowsTimeouts(TorchCommunicator):
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().all_reduce(x)
+        except RuntimeError:
+            return x
+
+
+class IgnoresThoseWhoLeft(TorchCommunicator):
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        try:
+            return super().all_gather(x, dim)
+        except RuntimeError:
+            return torch.cat([x] * self.size, dim)
+
+
+BROKEN = [
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Communicator) and kind.__module__ == __name__
+]
+
+
+def failed_checks(provider: type[Communicator], folder, patience_s: float) -> list[str]:
+    """Names of the checks that fail for two ranks; the first that does ends it."""
+    ranks = [Rank(provider, torch.device("cpu"), rank, 2, folder, patience_s) for rank in range(2)]
+    for check in CHECKS + FAULTS:
+        with ThreadPoolExecutor(2) as pool:
+            runs = [pool.submit(check, rank) for rank in ranks]
+        if any(run.exception() or run.exception(0) for run in runs):
+            return [check.__name__]
+    return []
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_broken_communicator_fails_a_check(broken: type[Communicator], tmp_path) -> None:
+    assert failed_checks(broken, tmp_path, patience_s=3)
+
+
+def test_the_right_one_fails_none(tmp_path) -> None:
+    assert failed_checks(TorchCommunicator, tmp_path, patience_s=60) == []
+
+
+def test_the_kit_reports_what_fails_in_a_rank() -> None:
+    class Kit(CommunicatorTests):
+        provider = GathersBackwards
+        sizes = (2,)
+        raises_on_timeout = False
+
+    (error,) = failures(Kit()).values()
+    assert "check_gathers" in str(error)
