@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from public_api import public_api
 
 ROOT = Path(__file__).parents[1]
