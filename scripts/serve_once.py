@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,6 +20,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+
+def program() -> str:
+    """Where this interpreter's `minisgl` is: beside it, or, where packages were installed to a folder, on the path."""
+    beside = Path(sys.executable).with_name("minisgl")
+    return str(beside) if beside.exists() else shutil.which("minisgl") or "minisgl"
 
 
 @contextmanager
@@ -33,7 +40,7 @@ def served(*options: str, timeout_s: float = 180.0, **environ: str) -> Iterator[
     Raises:
         RuntimeError: it ended or stayed silent before it served, or did not end well; the message holds its output.
     """
-    command = [str(Path(sys.executable).with_name("minisgl")), "launch", "--port", "0", *options]
+    command = [program(), "launch", "--port", "0", *options]
     process = subprocess.Popen(
         command, env={**os.environ, **environ}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

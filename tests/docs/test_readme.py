@@ -12,7 +12,7 @@ import pytest
 
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Registry
-from serve_once import ask, served
+from serve_once import ask, program, served
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -78,10 +78,10 @@ def test_plugin(plugin_site: Path) -> None:
     install, check, launch = (line.removeprefix("$ ").split() for line in commands.splitlines())
     assert install == ["pip", "install", "."]
     env = {**os.environ, "PYTHONPATH": str(plugin_site)}
-    checked = subprocess.run(check, env=env, capture_output=True, text=True)
+    checked = subprocess.run([program(), *check[1:]], env=env, capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout + checked.stderr
     assert "minisgl-newest" in checked.stdout
-    assert launch[:2] == ["minisgl", "launch"]
+    assert (check[0], *launch[:2]) == ("minisgl", "minisgl", "launch")
     with served(*launch[2:], PYTHONPATH=str(plugin_site)) as url:
         assert "Paris" in ask(url, "What is the capital of France?")
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import subprocess
-import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from serve_once import ask, served
+from serve_once import ask, program, served
 
 pytestmark = pytest.mark.skipif(
     not any(d.metadata["Name"] == "minisgl-example" for d in importlib.metadata.distributions()),
@@ -28,8 +27,7 @@ PROVIDERS = {
 
 
 def minisgl(*arguments: str) -> str:
-    program = Path(sys.executable).with_name("minisgl")
-    done = subprocess.run([program, *arguments], capture_output=True, text=True)
+    done = subprocess.run([program(), *arguments], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
