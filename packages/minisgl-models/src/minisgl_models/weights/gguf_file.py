@@ -75,13 +75,12 @@ class GgufWeights(WeightSource):
     def config(self) -> Mapping[str, Any]:
         """The metadata under the names of a ``config.json``."""
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
-        num_layers = int(self._key("block_count", 0))
         config = {
             "architectures": [_ARCHITECTURES[self._kind]],
             "vocab_size": rows,
             "hidden_size": self._key("embedding_length"),
             "intermediate_size": self._key("feed_forward_length"),
-            "num_hidden_layers": num_layers,
+            "num_hidden_layers": self._key("block_count"),
             "num_attention_heads": self._key("attention.head_count"),
             "num_key_value_heads": self._key("attention.head_count_kv"),
             "head_dim": self._key("attention.key_length"),
@@ -90,6 +89,7 @@ class GgufWeights(WeightSource):
             "rope_parameters": self._rope(),
             "tie_word_embeddings": "output.weight" not in self._tensors,
             "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "mlp_bias": "blk.0.ffn_down.bias" in self._tensors,
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
             "dtype": "bfloat16",
@@ -100,9 +100,6 @@ class GgufWeights(WeightSource):
                 "num_experts_per_tok": self._key("expert_used_count"),
                 "moe_intermediate_size": self._key("expert_feed_forward_length"),
                 "norm_topk_prob": True,  # llama.cpp's qwen3moe graph always rescales
-                "mlp_only_layers": [
-                    i for i in range(num_layers) if f"blk.{i}.ffn_gate_exps.weight" not in self._tensors
-                ],
             }
         return {key: value for key, value in config.items() if value is not None}
 

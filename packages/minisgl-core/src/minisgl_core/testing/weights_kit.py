@@ -1,0 +1,85 @@
+"""What every checkpoint format must pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.weights import WeightSource
+
+
+class WeightSourceTests:
+    """Subclass, set `source_class` and override `make_checkpoint`.
+
+    Attributes:
+        source_class: the format's provider.
+    """
+
+    source_class: type[WeightSource]
+
+    @contextmanager
+    def make_checkpoint(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        """Write a small checkpoint.
+
+        Yields:
+            Its path, and what each tensor holds after reading, by its Hugging Face name.
+        """
+        raise NotImplementedError
+        yield
+
+    def test_it_knows_its_files_and_no_others(self, tmp_path: Path) -> None:
+        """`unsupported` is empty for the checkpoint; an empty folder, an empty file and nothing at all give reasons."""
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").touch()
+        with self.make_checkpoint() as (path, _):
+            assert self.source_class.unsupported(path) == []
+        for name in ("folder", "file", "nothing"):
+            reasons = self.source_class.unsupported(tmp_path / name)
+            assert reasons, name
+            assert all(isinstance(reason, str) and reason for reason in reasons)
+
+    def test_config_can_be_read(self) -> None:
+        """By the same rules as a ``config.json``; reading it twice gives the same."""
+        with self.make_checkpoint() as (path, _):
+            source = self.source_class(path)
+            config = model_config(source.config, source.generation_config)
+            assert model_config(source.config, source.generation_config) == config
+
+    def test_every_tensor_comes_once(self) -> None:
+        """Under its name, with its shape and values."""
+        with self.make_checkpoint() as (path, expected):
+            source = self.source_class(path)
+            seen = set()
+            for name, tensor in source.tensors(model_config(source.config)):
+                assert name not in seen, f"{name} came twice"
+                seen.add(name)
+                assert name in expected, f"{name} is not in the checkpoint"
+                assert tuple(tensor.shape) == tuple(expected[name].shape), name
+                assert torch.equal(tensor[()].float(), expected[name].float()), name
+            assert seen == set(expected)
+
+    def test_tensors_can_be_listed_again(self) -> None:
+        """Each call starts anew."""
+        with self.make_checkpoint() as (path, expected):
+            source = self.source_class(path)
+            config = model_config(source.config)
+            for _ in range(2):
+                assert {name for name, _ in source.tensors(config)} == set(expected)
+
+    @pytest.mark.parametrize("num_parts", [2, 3, 5])
+    def test_slices_are_parts_of_the_whole(self, num_parts: int) -> None:
+        """Along rows, along columns and along both, at bounds that need not be round."""
+        with self.make_checkpoint() as (path, expected):
+            source = self.source_class(path)
+            for name, tensor in source.tensors(model_config(source.config)):
+                whole = expected[name].float()
+                for part in range(num_parts):
+                    bounds = [slice(part * size // num_parts, (part + 1) * size // num_parts) for size in whole.shape]
+                    for index in (tuple(bounds[:1]), (slice(None), *bounds[1:])[: whole.ndim], tuple(bounds)):
+                        read = tensor[index].float()
+                        assert torch.equal(read, whole[index]), f"{name}{list(index)}"

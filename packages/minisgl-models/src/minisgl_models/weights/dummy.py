@@ -1,0 +1,66 @@
+"""Random weights for any architecture, for benchmarks of shapes whose checkpoint is not at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.weights import LazyTensor, WeightTarget
+from minisgl_models.weights.folder import FolderSource
+
+_STD = 0.02
+_BLOCK_ELEMENTS = 4_000_037
+"""Prime, so that no row length divides it and rows differ."""
+
+
+class DummyWeights(FolderSource):
+    """A folder with a ``config.json``; a tokenizer is used where there is one.
+
+    Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Values are copied on the device from one block
+    of random numbers, so that even a model of many billion parameters is filled at the speed of memory.
+    """
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """A folder without a config."""
+        if not path.is_dir():
+            return ["it is not a folder"]
+        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """None; see `generate`."""
+        return iter(())
+
+    def generate(self, name: str, target: WeightTarget) -> None:
+        """See `WeightGenerator.generate`. Slices of one tensor differ by their place in it."""
+        destination = target.destination
+        if name.endswith("norm.weight"):
+            destination.fill_(1)
+            return
+        block = self._block(destination)
+        filled = destination if destination.is_contiguous() else destination.new_empty(destination.shape)
+        flat = filled.view(-1)
+        place = crc32(f"{name} {target.index}".encode()) % len(block)
+        done = 0
+        while done < len(flat):
+            part = block[place : place + len(flat) - done]
+            flat[done : done + len(part)].copy_(part)
+            done, place = done + len(part), 0
+        if filled is not destination:
+            destination.copy_(filled)
+
+    def _block(self, like: torch.Tensor) -> torch.Tensor:
+        key = (like.device, like.dtype)
+        if key not in self._blocks:
+            generator = torch.Generator(like.device).manual_seed(0)
+            block = torch.empty(_BLOCK_ELEMENTS, device=like.device, dtype=like.dtype)
+            self._blocks[key] = block.normal_(std=_STD, generator=generator)
+        return self._blocks[key]

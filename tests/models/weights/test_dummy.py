@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.weights import WeightGenerator, WeightTarget
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.testing.rank_threads import run_ranks
+from minisgl_core.testing.references import DenseAttention, NaiveMoe
+from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
+from minisgl_models.weights.dummy import DummyWeights
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    raw = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=53,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=6,
+        head_dim=8,
+    ).to_dict()
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"architectures": ["Qwen3MoeForCausalLM"]}))
+    return tmp_path
+
+
+def logits(folder: Path, communicator: Communicator) -> torch.Tensor:
+    source, device = DummyWeights(folder), torch.device("cpu")
+    build = BuildContext(communicator, Ops(device, torch.float32), device, torch.float32, NaiveMoe)
+    model = Qwen3MoeForCausalLM(model_config(source.config), build)
+    load_weights(model, source, progress=False)
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        return model.compute_logits(model(ids, ids, DenseAttention()))
+
+
+def test_logits_are_sane_and_always_the_same(folder: Path) -> None:
+    first, second = (run_ranks(1, lambda c: logits(folder, c))[0] for _ in range(2))
+    assert torch.equal(first, second)
+    assert 0.001 < first.std() < 10
+    assert (first - first[0]).abs().max() > 0.01, "positions differ"
+
+
+def test_ranks_agree(folder: Path) -> None:
+    results = run_ranks(4, lambda c: logits(folder, c))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_fills_views_and_parts_longer_than_its_block(folder: Path) -> None:
+    source = DummyWeights(folder)
+    assert isinstance(source, WeightGenerator)
+    matrix = torch.zeros(3, 10)
+    source.generate("a.weight", WeightTarget(matrix[:, :7]))
+    assert matrix[:, :7].ne(0).all()
+    assert matrix[:, 7:].eq(0).all()
+    long = torch.zeros(2_100, 4_000)
+    source.generate("b.weight", WeightTarget(long))
+    assert long.std() == pytest.approx(0.02, rel=0.01)
+    assert abs(long.mean()) < 1e-4
+    assert torch.unique(long[:, 0]).numel() > 2_000, "rows differ"
+
+
+def test_slices_of_a_tensor_differ(folder: Path) -> None:
+    source, parts = DummyWeights(folder), [torch.zeros(4, 4), torch.zeros(4, 4)]
+    for rank, part in enumerate(parts):
+        source.generate("a.weight", WeightTarget(part, (slice(4 * rank, 4 * rank + 4),)))
+    assert not torch.equal(*parts)
+
+
+def test_needs_a_config(tmp_path: Path) -> None:
+    assert DummyWeights.unsupported(tmp_path) == ["the folder has no config.json"]
+    assert DummyWeights.unsupported(tmp_path / "none") == ["it is not a folder"]

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, Qwen3MoeConfig
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.testing.references import random_reference
+from minisgl_core.testing.weights_kit import WeightSourceTests
+from minisgl_models.weights.safetensors_folder import SafetensorsWeights
+
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    attention_bias=True,
+)
+
+
+class TestOneFile(WeightSourceTests):
+    source_class = SafetensorsWeights
+    max_shard_size = "1GB"
+    num_files = 1
+    model_config: Any = CONFIG
+
+    @contextmanager
+    def make_checkpoint(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        with TemporaryDirectory() as folder:
+            path = Path(folder)
+            random_reference(self.model_config).save_pretrained(path, max_shard_size=self.max_shard_size)
+            files = list(path.glob("*.safetensors"))
+            assert (len(files) > 1) == (self.num_files > 1)
+            yield path, {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+class TestSeveralFiles(TestOneFile):
+    max_shard_size = "6KB"
+    num_files = 3
+
+
+class TestExperts(TestOneFile):
+    model_config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )
+
+    def test_experts_have_the_names_of_published_checkpoints(self) -> None:
+        with self.make_checkpoint() as (path, _):
+            source = self.source_class(path)
+            names = {name for name, _ in source.tensors(model_config(source.config))}
+            assert "model.layers.0.mlp.experts.2.down_proj.weight" in names
+
+
+def folder_with(path: Path, **tensors: torch.Tensor) -> Path:
+    raw = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(raw, default=str))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_generation_config_is_read(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    assert SafetensorsWeights(folder).generation_config == {}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    source = SafetensorsWeights(folder)
+    assert model_config(source.config, source.generation_config).eos_token_ids == (2, 5, 7)
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(100))
+    config = model_config(SafetensorsWeights(folder).config)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
+    with pytest.raises(ModelFormatError, match=r"other\.safetensors cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    save_file({"b": torch.zeros(1)}, folder / "other.safetensors")
+    with pytest.raises(ModelFormatError, match="lacks a, which the index places there"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelFormatError, match=r"index\.json cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelFormatError, match="holds no JSON object"):
+        SafetensorsWeights(folder)
+
+
+def test_no_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
+        SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1))).tokenizer()
