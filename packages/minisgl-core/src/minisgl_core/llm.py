@@ -41,7 +41,7 @@ class GenerationOutput:
         text: the output; special tokens and the stop text are left out.
         token_ids: the output in tokens, a stop token included.
         finish_reason: ``stop``, ``length`` or ``abort``.
-        stop_reason: the stop text or stop token id that ended the output, if one did.
+        stop_reason: the stop text or the one of ``stop_token_ids`` that ended the output, if one did.
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         logprobs: one entry an output token, where asked for.
         prompt_logprobs: one entry a prompt token, the first one None, where asked for.
@@ -63,6 +63,7 @@ class _Running:
 
     output: GenerationOutput
     detokenizer: IncrementalDetokenizer
+    stop_token_ids: tuple[int, ...]
     done: bool = False
 
     def add(self, new: TokenOut) -> tuple[str, bool]:
@@ -80,7 +81,8 @@ class _Running:
         if match is not None:
             output.finish_reason, output.stop_reason = "stop", match
         elif new.finish_reason is not None:
-            output.finish_reason, output.stop_reason = new.finish_reason, new.stop_token_id
+            output.finish_reason = new.finish_reason
+            output.stop_reason = new.stop_token_id if new.stop_token_id in self.stop_token_ids else None
         self.done = match is not None or new.finish_reason is not None
         return text, match is not None and new.finish_reason is None
 
@@ -250,7 +252,7 @@ class LLM:
         name = str(next(self._names))
         self._loop.scheduler.submit(_as_submit(name, ids, params))
         detokenizer = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens, params.stop)
-        running[name] = _Running(GenerationOutput(ids), detokenizer)
+        running[name] = _Running(GenerationOutput(ids), detokenizer, params.stop_token_ids)
         return name
 
     def _step(self, running: dict[str, _Running]) -> dict[str, str]:

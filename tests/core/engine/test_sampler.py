@@ -1,0 +1,163 @@
+"""The sampler against its definition in float64, one request at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_core.batch import PenaltyState, SamplePlan
+from minisgl_core.engine.sampler import Sampler, token_logprobs
+from minisgl_core.platforms.cpu import CpuPlatform
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.scheduler.random_numbers import uniforms
+
+NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
+
+
+def plan(params: list[SamplingParams], uniform: np.ndarray, **more: object) -> SamplePlan:
+    fields: dict[str, object] = {
+        "index": np.arange(len(params), dtype=np.int32),
+        "temperature": np.array([0.0 if p.is_greedy else p.temperature for p in params], np.float32),
+        "top_k": np.array([max(p.top_k, 0) for p in params], np.int32),
+        "top_p": np.array([p.top_p for p in params], np.float32),
+        "min_p": np.array([p.min_p for p in params], np.float32),
+        "uniform": uniform.astype(np.float32),
+        "num_logprobs": np.full(len(params), -1, np.int32),
+        "penalties": NO_FLOATS,
+        "penalty_states": [],
+        "bias_index": NO_INTS,
+        "bias_token": NO_INTS,
+        "bias_value": NO_FLOATS,
+    }
+    return SamplePlan(**(fields | more))  # type: ignore[arg-type]
+
+
+def allowed(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """The distribution that `params` asks for, float64 [V]."""
+    scaled = logits.astype(np.float64) / params.temperature
+    if params.top_k > 0:
+        scaled[scaled < np.sort(scaled)[-min(params.top_k, len(scaled))]] = -np.inf
+    probs = np.exp(scaled - scaled.max())
+    probs /= probs.sum()
+    order = np.argsort(-probs)
+    before = np.cumsum(probs[order]) - probs[order]
+    keep = np.zeros(len(probs), bool)
+    keep[order[before < params.top_p]] = True
+    keep &= probs >= params.min_p * probs.max()
+    probs = np.where(keep, probs, 0)
+    return probs / probs.sum()
+
+
+sampling = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 2.5]),
+    top_k=st.sampled_from([0, 1, 3, 50, 5000]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(sampling, min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([40, 2000]))
+def test_tokens_are_those_of_the_definition_and_do_not_depend_on_the_batch(
+    params: list[SamplingParams], seed: int, vocab_size: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(len(params), vocab_size)).astype(np.float32) * 4
+    uniform = rng.random(len(params)).astype(np.float32)
+    sampler = Sampler(len(params), vocab_size, CpuPlatform())
+    rows = torch.arange(1, len(params) + 1)
+    together = sampler(torch.from_numpy(logits), plan(params, uniform), rows).tolist()
+    for i, each in enumerate(params):
+        alone = sampler(torch.from_numpy(logits[i : i + 1]), plan([each], uniform[i : i + 1]), rows[i : i + 1])
+        assert alone.item() == together[i]
+        if each.is_greedy:
+            assert together[i] == logits[i].argmax()
+            continue
+        probs = allowed(logits[i], each)
+        assert probs[together[i]] > 0
+        cumulative = np.cumsum(probs)
+        # The chosen token's interval holds the number, up to the rounding of float32 sums.
+        assert cumulative[together[i]] >= uniform[i] - 1e-4
+        assert cumulative[together[i]] - probs[together[i]] <= uniform[i] + 1e-4
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    logits = np.log(np.array([[0.5, 0.25, 0.15, 0.1]], np.float32)).repeat(4000, 0)
+    uniform = uniforms(np.full(4000, 11, np.uint64), np.arange(4000, dtype=np.int32))
+    params = [SamplingParams(temperature=1.0, top_k=3)] * 4000
+    tokens = Sampler(4000, 4, CpuPlatform())(torch.from_numpy(logits), plan(params, uniform), torch.arange(4000))
+    counts = np.bincount(tokens.numpy(), minlength=4) / 4000
+    np.testing.assert_allclose(counts, np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.03)
+
+
+def test_uniforms_are_uniform_and_below_one() -> None:
+    numbers = uniforms(np.arange(20_000, dtype=np.uint64), np.full(20_000, 3, np.int32))
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    np.testing.assert_allclose(np.histogram(numbers, 10, (0, 1))[0] / 2000, 1, atol=0.12)
+    assert len(np.unique(uniforms(np.full(1000, 5, np.uint64), np.arange(1000, dtype=np.int32)))) > 990
+
+
+@pytest.mark.parametrize("state", ["fresh", "resumed"])
+def test_penalties_follow_openai_and_ctrl(state: str) -> None:
+    vocab_size = 12
+    logits = np.random.default_rng(0).normal(size=(2, vocab_size)).astype(np.float32)
+    prompt, output = np.array([1, 2, 2], np.int32), np.array([3, 3, 4], np.int32)
+    presence, frequency, repetition = 0.7, 0.4, 1.5
+    expected = logits[1].astype(np.float64)
+    for token in {1, 2, 3, 4}:
+        expected[token] = expected[token] / repetition if expected[token] > 0 else expected[token] * repetition
+    expected[3] -= 2 * frequency + presence
+    expected[4] -= frequency + presence
+
+    sampler = Sampler(4, vocab_size, CpuPlatform())
+    rows = torch.tensor([3, 2])
+    penalties = np.array([0, presence, 0, frequency, 1, repetition], np.float32)
+    params = [SamplingParams(temperature=0.0)] * 2
+    start = output if state == "resumed" else NO_INTS
+    first = plan(
+        params,
+        np.zeros(2),
+        penalties=penalties,
+        penalty_states=[PenaltyState(row=2, prompt_ids=prompt, output_ids=start)],
+    )
+    if state == "fresh":
+        for token in output:  # each sampled token counts from the next step on
+            forced = np.full((2, vocab_size), -1e4, np.float32)
+            forced[:, token] = 1e4
+            assert sampler(torch.from_numpy(forced), first, rows).tolist() == [token, token]
+            first.penalty_states = []
+    found = sampler._penalise(torch.from_numpy(logits), first, rows) if state == "fresh" else None
+    if found is None:
+        sampler(torch.from_numpy(logits), first, rows)
+        sampler._start_counts(2, prompt, output)
+        found = sampler._penalise(torch.from_numpy(logits), first, rows)
+    np.testing.assert_allclose(found[1].numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(found[0].numpy(), logits[0], rtol=1e-6)
+
+
+def test_bias_adds_and_bans() -> None:
+    logits = torch.tensor([[1.0, 5.0, 2.0], [1.0, 5.0, 2.0]])
+    change = {
+        "bias_index": np.array([0, 1, 1], np.int32),
+        "bias_token": np.array([2, 1, 0], np.int32),
+        "bias_value": np.array([4.0, -np.inf, 0.5], np.float32),
+    }
+    tokens = Sampler(2, 3, CpuPlatform())(
+        logits, plan([SamplingParams(temperature=0.0)] * 2, np.zeros(2), **change), torch.tensor([1, 2])
+    )
+    assert tokens.tolist() == [2, 2]
+
+
+def test_logprobs_are_those_of_the_raw_logits() -> None:
+    logits = np.random.default_rng(1).normal(size=(3, 30)).astype(np.float32)
+    tokens = torch.tensor([4, 17, 29])
+    found = token_logprobs(torch.from_numpy(logits), tokens, 5)
+    expected = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    np.testing.assert_allclose(found.token.numpy(), expected[range(3), tokens], rtol=1e-5)
+    np.testing.assert_allclose(found.top.numpy(), -np.sort(-expected)[:, :5], rtol=1e-5)
+    assert found.rank.tolist() == [(expected[i] > expected[i, t]).sum() + 1 for i, t in enumerate(tokens.tolist())]

@@ -1,0 +1,127 @@
+"""Random traffic: whatever arrives, is aborted or runs out of pages, each request's tokens are those of running it alone."""
+
+from __future__ import annotations
+
+import tiny
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+
+from minisgl_core.sampling_params import SamplingParams
+
+SYSTEM_PROMPTS = [[5, 9, 3, 7, 11, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41], [5, 9, 3, 7, 12, 12], []]
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> tuple[int, ...]:
+    """Shared beginnings, cut anywhere, and an own end."""
+    shared = draw(st.sampled_from(SYSTEM_PROMPTS))
+    shared = shared[: draw(st.integers(0, len(shared)))]
+    own = draw(st.lists(st.integers(3, tiny.VOCAB_SIZE - 1), max_size=12))
+    return tuple(shared + own) or (4,)
+
+
+@st.composite
+def samplings(draw: st.DrawFn) -> SamplingParams:
+    is_greedy = draw(st.booleans())
+    return SamplingParams(
+        max_tokens=draw(st.integers(1, 14)),
+        temperature=0.0 if is_greedy else 0.8,
+        seed=draw(st.integers(0, 3)),
+        top_k=draw(st.sampled_from([0, 5])),
+        stop_token_ids=tuple(draw(st.lists(st.integers(3, 60), max_size=6))),
+        ignore_eos=draw(st.booleans()),
+    )
+
+
+def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
+    """Tokens and finish reason of the request by itself: by transformers where it is greedy."""
+    stops = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {tiny.EOS})
+    if sampling.is_greedy:
+        tokens = list(tiny.greedy(prompt, sampling.max_tokens))
+    else:
+        free = SamplingParams(max_tokens=14, temperature=0.8, seed=sampling.seed, top_k=sampling.top_k, ignore_eos=True)
+        loop = tiny.new_loop(page_size=16, num_pages=8, cache="naive", disable_overlap=True)
+        tiny.submit(loop, "alone", prompt, free)
+        tokens = tiny.run(loop)["alone"].tokens[: sampling.max_tokens]
+    for i, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: i + 1], "stop"
+    return tokens, "length"
+
+
+class Traffic(RuleBasedStateMachine):
+    requests = Bundle("requests")
+
+    @initialize(
+        page_size=st.sampled_from([1, 4, 16]),
+        cache=st.sampled_from(["radix", "naive"]),
+        overlap=st.booleans(),
+        policy=st.sampled_from(["fcfs", "lpm"]),
+        max_running=st.integers(1, 6),
+        max_prefill=st.sampled_from([1, 3, 8, 64]),
+        slack=st.integers(0, 3),
+    )
+    def start(
+        self, page_size: int, cache: str, overlap: bool, policy: str, max_running: int, max_prefill: int, slack: int
+    ) -> None:
+        # As tight as it gets: one longest sequence fits, and little more.
+        num_pages = -(-tiny.MAX_SEQ_LEN // page_size) + 1 + slack
+        self.loop = tiny.new_loop(
+            page_size=page_size,
+            num_pages=num_pages,
+            cache=cache,
+            disable_overlap=not overlap,
+            policy=policy,
+            max_running_requests=max_running,
+            max_prefill_length=max_prefill,
+        )
+        self.collected: dict[str, tiny.Collected] = {}
+        self.expected: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
+        self.aborted: set[str] = set()
+
+    @rule(target=requests, prompt=prompts(), sampling=samplings(), priority=st.integers(0, 1))
+    def arrive(self, prompt: tuple[int, ...], sampling: SamplingParams, priority: int) -> str:
+        name = f"r{len(self.expected)}"
+        tiny.submit(self.loop, name, prompt, sampling, priority)
+        self.expected[name] = (prompt, sampling)
+        return name
+
+    @rule(name=consumes(requests))
+    def abort(self, name: str) -> None:
+        if name not in self.collected or self.collected[name].finish_reason is None:
+            self.aborted.add(name)
+        self.loop.scheduler.abort(name)
+
+    @rule(times=st.integers(1, 5))
+    @precondition(lambda self: self.loop.has_work)
+    def run_steps(self, times: int) -> None:
+        for _ in range(times):
+            tiny.step(self.loop, self.collected)
+            self.loop.scheduler.check()
+
+    @invariant()
+    def everything_has_one_owner(self) -> None:
+        if hasattr(self, "loop"):
+            self.loop.scheduler.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "loop"):
+            return
+        tiny.run(self.loop, self.collected)
+        tiny.assert_nothing_in_use(self.loop)
+        assert self.collected.keys() == self.expected.keys()
+        for name, (prompt, sampling) in self.expected.items():
+            found = self.collected[name]
+            tokens, reason = alone(prompt, sampling)
+            if name in self.aborted:
+                assert found.finish_reason == "abort"
+                assert found.tokens == tokens[: len(found.tokens)]
+            else:
+                assert (found.tokens, found.finish_reason) == (tokens, reason)
+
+
+TestTraffic = Traffic.TestCase
+TestTraffic.settings = settings(
+    max_examples=50, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)

@@ -1,0 +1,160 @@
+"""What the scheduler promises, one situation at a time, in steps and tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tiny
+
+from minisgl_core.errors import InvalidValueError, QueueFullError
+from minisgl_core.messages import Submit
+from minisgl_core.sampling_params import SamplingParams
+
+
+def greedy(num_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, **more)  # type: ignore[arg-type]
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, tiny.VOCAB_SIZE, length).tolist())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_long_prompt_stalls_no_running_stream(overlap: bool) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=200, max_prefill_length=8, disable_overlap=not overlap)
+    collected: dict[str, tiny.Collected] = {}
+    for i in range(4):
+        tiny.submit(loop, f"s{i}", prompt(i, 3), greedy(30))
+    while len(collected) < 4 or any(len(each.tokens) < 2 for each in collected.values()):
+        tiny.step(loop, collected)
+    tiny.submit(loop, "long", prompt(9, 40), greedy(2))
+    for _ in range(5):
+        before = {name: len(each.tokens) for name, each in collected.items() if name != "long"}
+        tiny.step(loop, collected)
+        assert all(len(collected[name].tokens) == count + 1 for name, count in before.items()), "a stream waited"
+    tiny.run(loop, collected)
+    assert tuple(collected["long"].tokens) == tiny.greedy(prompt(9, 40), 2)
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_a_shared_prompt_is_prefilled_once_even_within_one_step(cache: str, page_size: int) -> None:
+    loop = tiny.new_loop(page_size=page_size, num_pages=400, max_prefill_length=1000, cache=cache)
+    shared = prompt(1, 20)
+    for i in range(10):
+        tiny.submit(loop, f"r{i}", (*shared, 3 + i, *prompt(i, 2)), greedy(2))
+    collected = tiny.run(loop)
+    stats = loop.scheduler.stats
+    assert stats.num_prompt_tokens == 230
+    if cache == "radix":
+        assert stats.num_cached_tokens == 9 * 20
+        assert stats.num_prefilled_tokens == 230 - 9 * 20
+        assert [collected[f"r{i}"].outputs[-1].num_cached_tokens for i in range(10)] == [0] + [20] * 9
+    else:
+        assert (stats.num_cached_tokens, stats.num_prefilled_tokens) == (0, 230)
+    for i in range(10):
+        assert tuple(collected[f"r{i}"].tokens) == tiny.greedy((*shared, 3 + i, *prompt(i, 2)), 2)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
+    loop = tiny.new_loop(page_size=page_size, num_pages=100, cache="radix")
+    tokens = prompt(3, 32)
+    for name in ("first", "again"):
+        tiny.submit(loop, name, tokens, greedy(3))
+        found = tiny.run(loop)[name]
+        assert tuple(found.tokens) == tiny.greedy(tokens, 3)
+    assert found.outputs[-1].num_cached_tokens == 32 - page_size
+    tiny.assert_nothing_in_use(loop)
+
+
+def test_running_out_of_pages_preempts_and_resumes_without_losing_a_token() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 2, cache="naive", max_running_requests=4)
+    prompts = [prompt(i, 10) for i in range(4)]
+    for i, each in enumerate(prompts):
+        tiny.submit(loop, f"r{i}", each, greedy(25))
+    collected = tiny.run(loop)
+    assert loop.scheduler.stats.num_preemptions > 0
+    for i, each in enumerate(prompts):
+        assert tuple(collected[f"r{i}"].tokens) == tiny.greedy(each, 25)
+    tiny.assert_nothing_in_use(loop)
+
+
+def test_more_urgent_requests_go_first_and_are_preempted_last() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 2, cache="naive", max_running_requests=1)
+    for name, priority in (("late", 1), ("early", 0), ("urgent", -1)):
+        tiny.submit(loop, name, prompt(1, 4), greedy(2), priority)
+    assert list(tiny.run(loop)) == ["urgent", "early", "late"]
+
+
+def test_longest_prefix_match_prefers_what_is_cached() -> None:
+    options = {"page_size": 1, "num_pages": 200, "max_running_requests": 1, "cache": "radix"}
+    orders = {}
+    for policy in ("fcfs", "lpm"):
+        loop = tiny.new_loop(policy=policy, **options)
+        tiny.submit(loop, "warm", prompt(1, 20), greedy(1))
+        tiny.run(loop)
+        tiny.submit(loop, "cold", prompt(2, 20), greedy(1))
+        tiny.submit(loop, "cached", (*prompt(1, 20), 5), greedy(1))
+        orders[policy] = list(tiny.run(loop))
+    assert orders == {"fcfs": ["cold", "cached"], "lpm": ["cached", "cold"]}
+
+
+def test_the_queue_is_bounded() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_queued_requests=2)
+    for i in range(2):
+        tiny.submit(loop, f"r{i}", (5,), greedy(1))
+    with pytest.raises(QueueFullError, match="2 requests"):
+        tiny.submit(loop, "one too many", (5,), greedy(1))
+    tiny.run(loop)
+    tiny.submit(loop, "later", (5,), greedy(1))
+    assert "later" in tiny.run(loop)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sampling", "name"),
+    [
+        ([], greedy(1), "prompt"),
+        ([5] * tiny.MAX_SEQ_LEN, greedy(1), "prompt"),
+        ([5] * (tiny.MAX_SEQ_LEN - 4), greedy(5), "max_tokens"),
+        ([tiny.VOCAB_SIZE], greedy(1), "prompt"),
+        ([-1], greedy(1), "prompt"),
+        ([5], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
+        ([5], greedy(1, stop_token_ids=(-3,)), "stop_token_ids"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(tokens: list[int], sampling: SamplingParams, name: str) -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200)
+    with pytest.raises(InvalidValueError) as caught:
+        loop.scheduler.submit(Submit(request_id="r", token_ids=np.array(tokens, np.int32), sampling=sampling))
+    assert caught.value.name == name
+    tiny.assert_nothing_in_use(loop)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 2, 3, 5])
+def test_an_abort_at_any_stage_frees_everything(overlap: bool, after: int) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=6, disable_overlap=not overlap)
+    collected: dict[str, tiny.Collected] = {}
+    tiny.submit(loop, "gone", prompt(1, 14), greedy(10))
+    tiny.submit(loop, "stays", prompt(2, 5), greedy(10))
+    for _ in range(after):
+        tiny.step(loop, collected)
+    loop.scheduler.abort("gone")
+    loop.scheduler.abort("gone")
+    loop.scheduler.abort("never was")
+    tiny.run(loop, collected)
+    assert collected["gone"].finish_reason == "abort"
+    assert tuple(collected["stays"].tokens) == tiny.greedy(prompt(2, 5), 10)
+    tiny.assert_nothing_in_use(loop)
+
+
+def test_min_tokens_holds_the_end_back() -> None:
+    tokens = tiny.greedy(prompt(4, 6), 8)
+    loop = tiny.new_loop(page_size=1, num_pages=200)
+    tiny.submit(loop, "r", prompt(4, 6), greedy(8, stop_token_ids=(tokens[0],)))
+    assert tiny.run(loop)["r"].tokens == [tokens[0]]
+    tiny.submit(loop, "r", prompt(4, 6), greedy(8, stop_token_ids=(tokens[0],), min_tokens=4))
+    found = tiny.run(loop)["r"].tokens
+    assert len(found) >= 4
+    assert tokens[0] not in found[:4]

@@ -1,0 +1,131 @@
+"""A tiny random Llama, what transformers makes of it, and an engine loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.loop import EngineLoop
+from minisgl_core.engine.worker import make_loop
+from minisgl_core.messages import Submit, TokenOut
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.sampling_params import SamplingParams
+
+# The model is so small that a second thread only adds waiting.
+torch.set_num_threads(1)
+
+VOCAB_SIZE = 61
+MAX_SEQ_LEN = 48
+EOS = 2
+
+
+@lru_cache
+def registry() -> Registry:
+    return Registry.from_environment()
+
+
+@lru_cache
+def reference_model() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        initializer_range=0.4,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@lru_cache
+def checkpoint() -> Path:
+    folder = Path(mkdtemp(prefix="tiny-llama-"))
+    reference_model().save_pretrained(folder)
+    return folder
+
+
+@lru_cache
+def greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
+    """What transformers generates, not stopping anywhere."""
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        for _ in range(num_tokens):
+            ids = torch.cat((ids, reference_model()(ids).logits[:, -1:].argmax(-1)), dim=1)
+    return tuple(ids[0, len(prompt) :].tolist())
+
+
+@lru_cache
+def built(**options: Any) -> BuiltEngine:
+    fixed = {"model": str(checkpoint()), "max_seq_len_override": MAX_SEQ_LEN, "platform": "cpu", "ops": "torch"}
+    config = EngineConfig.from_flat(dtype="float32", **fixed, **options)
+    return build_engine(config, registry(), Hooks(), progress=False)
+
+
+def new_loop(**options: Any) -> EngineLoop:
+    """A fresh scheduler around an engine that earlier loops may have used: its pool holds their leftovers."""
+    engine_options = {name: options.pop(name) for name in ("page_size", "num_pages", "attn") if name in options}
+    engine = built(**engine_options)
+    return make_loop(replace(engine, config=engine.config.with_flat(**options)), registry(), Hooks(), [])
+
+
+@dataclass
+class Collected:
+    """What came out for one request."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    outputs: list[TokenOut] = field(default_factory=list)
+
+
+def submit(loop: EngineLoop, name: str, prompt: Sequence[int], sampling: SamplingParams, priority: int = 0) -> None:
+    token_ids = np.array(prompt, np.int32)
+    loop.scheduler.submit(Submit(request_id=name, token_ids=token_ids, sampling=sampling, priority=priority))
+
+
+def step(loop: EngineLoop, collected: dict[str, Collected]) -> None:
+    for _, output in loop.step():
+        each = collected.setdefault(output.request_id, Collected())
+        assert each.finish_reason is None, "an output came after the last one"
+        each.tokens += output.token_ids
+        each.finish_reason = output.finish_reason
+        each.outputs.append(output)
+
+
+def run(loop: EngineLoop, collected: dict[str, Collected] | None = None) -> dict[str, Collected]:
+    """Step until nothing is left."""
+    collected = {} if collected is None else collected
+    for _ in range(10_000):
+        if not loop.has_work:
+            return collected
+        step(loop, collected)
+    raise AssertionError("the loop does not come to an end")
+
+
+def assert_nothing_in_use(loop: EngineLoop) -> None:
+    scheduler = loop.scheduler
+    scheduler.check()
+    pages = scheduler.pages
+    assert scheduler.num_running == scheduler.num_waiting == 0
+    assert not scheduler.request_ids()
+    assert scheduler.rows.num_free == scheduler.rows.capacity
+    assert pages.cache.num_locked == 0
+    assert pages.allocator.num_free + pages.cache.num_pages == pages.allocator.capacity
