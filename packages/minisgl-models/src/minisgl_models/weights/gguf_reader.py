@@ -98,6 +98,8 @@ class GgufTensor:
         start, stop, _ = columns.indices(self.shape[-1])
         first, last = start // block, -(-stop // block)
         data = np.ascontiguousarray(self.rows[rows, first * block_bytes : last * block_bytes])
+        if not data.size:
+            return torch.empty(len(data), stop - start)
         dtype = _TORCH_DTYPES.get(self.kind)
         if dtype is not None:
             return torch.from_numpy(data if data.flags.writeable else data.copy()).view(dtype)

@@ -1,0 +1,121 @@
+"""The trained model in the GGUF file, against transformers reading the same file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.testing.references import DenseAttention
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.weights.gguf_file import GgufWeights
+
+TEXT = """The lighthouse at the end of the cape was built in 1871, after three ships had run aground in a single winter.
+Its keeper climbed the 214 steps twice a day: once to light the lamp, and once to put it out. He wrote down the wind, the
+height of the waves and the names of the ships that passed, and he never missed a night in thirty-one years."""
+CHAT = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def source(smollm2_path: Path) -> GgufWeights:
+    return GgufWeights(smollm2_path)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(source: GgufWeights) -> Any:
+    return source.tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(source: GgufWeights) -> Model:
+    device, dtype = torch.device("cpu"), torch.float32
+    config = model_config(source.config, source.generation_config)
+    model = LlamaForCausalLM(config, BuildContext(SingleRank(), Ops(device, dtype), device, dtype))
+    load_weights(model, source, progress=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
+    ).eval()
+
+
+def mean_nll(logits: torch.Tensor, ids: torch.Tensor) -> float:
+    return float(torch.nn.functional.cross_entropy(logits[:-1].double(), ids[1:]))
+
+
+@torch.inference_mode()
+def test_likelihood_and_greedy_tokens_equal_transformers(model: Model, reference: Any, tokenizer: Any) -> None:
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"])
+    mine = model.compute_logits(model(ids, torch.arange(len(ids)), DenseAttention()))
+    nll = mean_nll(mine, ids)
+    assert nll < 4, "a trained model on plain English"
+    assert nll == pytest.approx(mean_nll(reference(ids[None]).logits[0], ids), abs=1e-3)
+
+    prompt = torch.tensor(
+        tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=True)["input_ids"]
+    )
+    made = reference.generate(
+        prompt[None], attention_mask=torch.ones(1, len(prompt)), max_new_tokens=8, do_sample=False
+    )[0, len(prompt) :]
+    attend, tokens, position, output = DenseAttention(), prompt, 0, []
+    while len(output) < len(made):
+        logits = model.compute_logits(model(tokens, torch.arange(position, position + len(tokens)), attend)[-1:])
+        position, tokens = position + len(tokens), logits.argmax(-1)
+        output.append(int(tokens))
+    assert output == made.tolist()
+    assert "Paris" in tokenizer.decode(output)
+
+
+def test_special_tokens_are_the_files(tokenizer: Any, source: GgufWeights) -> None:
+    config = model_config(source.config, source.generation_config)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert config.bos_token_id == tokenizer.bos_token_id == 1
+    assert config.eos_token_ids == (tokenizer.eos_token_id,) == (2,)
+    assert len(tokenizer) == config.vocab_size
+    assert tokenizer.model_max_length == config.max_position == 8192
+
+
+def test_texts_survive_a_round_trip(tokenizer: Any) -> None:
+    for text in (
+        TEXT,
+        "naïve 你好 👩‍👩‍👧 \t\n  x  ",
+        "def f(x):\n    return 3.14  # ok",
+        "<|im_start|>user\nhi<|im_end|>",
+        " a",
+    ):
+        ids = tokenizer(text)["input_ids"]
+        assert tokenizer.decode(ids) == text
+        assert 1 not in ids or "<|im_start|>" in text, "the file says that no BOS is added"
+    assert tokenizer("<|im_start|>")["input_ids"] == [1]
+    assert tokenizer.decode([1, 19556, 2], skip_special_tokens=True) == tokenizer.decode([19556])
+
+
+def test_tokens_equal_transformers_conversion(tokenizer: Any, smollm2_tokenizer: Any) -> None:
+    for text in (TEXT, "naïve 你好 👩‍👩‍👧", "def f(x):\n    return x", "It's we'll I'D", "\n\n  \n x"):
+        assert tokenizer(text)["input_ids"] == smollm2_tokenizer(text)["input_ids"], text
+
+
+def test_digits_are_split_before_spaces(tokenizer: Any) -> None:
+    """As in the model's own tokenizer.json; transformers' conversion takes one of the spaces along with the digit."""
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a   12")["input_ids"]) == ["a", "ĠĠĠ", "1", "2"]
+
+
+def test_chat_template_has_its_default_system_prompt(tokenizer: Any) -> None:
+    text = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert text == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    own = tokenizer.apply_chat_template([{"role": "system", "content": "Be brief."}, *CHAT], tokenize=False)
+    assert own.startswith("<|im_start|>system\nBe brief.<|im_end|>\n")
