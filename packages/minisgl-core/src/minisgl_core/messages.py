@@ -148,10 +148,11 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """To the launcher: a process has started. The scheduler of rank 0 sets `engine`."""
+    """To the launcher: a process has started. The scheduler of rank 0 sets `engine`, tokenizer workers the rest."""
 
     process: str
     engine: EngineInfo | None = None
+    has_chat_template: bool = False
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import connection, get_context
+from pkgutil import resolve_name
 from typing import Any
 
 import msgspec
@@ -58,9 +59,10 @@ class Supervisor:
         """What each child that has started said, by name."""
         atexit.register(self.terminate)
 
-    def start(self, name: str, target: Callable[..., None], *args: Any) -> None:
+    def start(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
         """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``; it calls `report` once it has started.
 
+        A target given as ``module:function`` is imported in the child only.
         The child ignores SIGINT, which a terminal sends to all, and ends at SIGTERM by `SystemExit`.
         """
         ours, theirs = self._context.Pipe()
@@ -176,12 +178,17 @@ def _describe_failure(name: str, failed: _Failed) -> str:
     return f"The process '{name}' failed: {text}{hint}{trace}"
 
 
-def _child(name: str, pipe: Any, directory: str | None, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+def _child(
+    name: str, pipe: Any, directory: str | None, target: Callable[..., None] | str, args: tuple[Any, ...]
+) -> None:
     setproctitle.setproctitle(f"minisgl: {name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
     try:
+        if isinstance(target, str):
+            target = resolve_name(target)
+        assert callable(target)
         target(*args, lambda ready: pipe.send_bytes(encode(ready)))
     except Exception as error:
         trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""

@@ -1,0 +1,94 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from minisgl_core.messages import Text
+from minisgl_server.api.choices import Choices, check, json_response, parse, schema_of, served_model, tokenize
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.logprobs import chat_logprobs
+from minisgl_server.api.sampling import sampling_of
+from minisgl_server.api.schemas import ChatRequest
+from minisgl_server.api.streaming import EventStream, UsageOptions
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    client = request.app.state.client
+    info, model = served_model(request.app)
+    chat = await parse(ChatRequest, request)
+    check(chat, model)
+    sampling, is_default = sampling_of(chat, info)
+    messages = [message.model_dump() for message in chat.messages]
+    prompt = tokenize(
+        chat, sampling, is_default, messages=messages, chat_template_kwargs=chat.chat_template_kwargs or {}
+    )
+    choices = Choices("chatcmpl", model, [prompt])
+    generation, first = await choices.start(client, request)
+    if chat.stream:
+        return EventStream(generation, _chunks(choices, generation, first, UsageOptions(chat.stream_options)))
+    try:
+        return await _answer(choices, generation, first)
+    finally:
+        generation.close()
+
+
+async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
+    results = [_Answer() for _ in choices.requests]
+    while outputs:
+        for place, text in outputs:
+            results[place].add(text)
+        outputs = await choices.more(generation)
+    entries = [result.entry(place) for place, result in enumerate(results)]
+    return json_response(choices.body("chat.completion", entries, usage=choices.usage()))
+
+
+class _Answer:
+    """One choice of an answer that is not streamed."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []
+        self._logprobs: list[dict[str, Any]] | None = None
+        self._last = Text(request_id="", text="", token_ids=[])
+
+    def add(self, text: Text) -> None:
+        self._pieces.append(text.text)
+        self._last = text
+        if (logprobs := chat_logprobs(text)) is not None:
+            self._logprobs = (self._logprobs or []) + logprobs["content"]
+
+    def entry(self, place: int) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        return {
+            "index": place,
+            "message": {"role": "assistant", "content": "".join(self._pieces), "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": self._last.finish_reason,
+            "stop_reason": self._last.stop_reason,
+        }
+
+
+async def _chunks(
+    choices: Choices, generation: Generation, outputs: list[tuple[int, Text]], usage: UsageOptions
+) -> AsyncIterator[list[dict[str, Any]]]:
+    def chunk(place: int, delta: dict[str, Any], text: Text | None = None) -> dict[str, Any]:
+        entry: dict[str, Any] = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+        if text is not None:
+            entry["logprobs"] = chat_logprobs(text)
+            if text.finish_reason is not None:
+                entry |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
+        return choices.body("chat.completion.chunk", [entry], **usage.of_chunk(choices))
+
+    yield [chunk(place, {"role": "assistant", "content": ""}) for place in range(len(choices.requests))]
+    while outputs:
+        yield [chunk(place, {"content": text.text}, text) for place, text in outputs]
+        outputs = await choices.more(generation)
+    if usage.at_end:
+        yield [choices.body("chat.completion.chunk", [], usage=choices.usage())]

@@ -1,0 +1,139 @@
+"""Running a request to its end: what chats and completions have in common."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+
+from minisgl_core.messages import EngineInfo, Text, Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.engine_client import EngineClient, Generation
+from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
+from minisgl_server.api.schemas import GenerationRequest
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+async def parse(kind: type[R], request: Request) -> R:
+    """The body of a request.
+
+    Raises:
+        ApiError: 400, it is not what it should be.
+    """
+    try:
+        return kind.model_validate_json(await request.body())
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def check(request: GenerationRequest, served: str) -> None:
+    """Refuse another model than the one served, and options of streams where there is none."""
+    if request.model is not None and request.model != served:
+        raise model_not_found(request.model, served)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is allowed only where stream is true.", "stream_options")
+
+
+class Choices:
+    """The outputs of one HTTP request: n for each prompt, numbered prompt by prompt.
+
+    Args:
+        prefix: of the answer's id, such as ``chatcmpl``.
+        model: name of the model in the answer.
+        prompts: one `Tokenize` a prompt, without id; `sampling` in it has the request's n.
+    """
+
+    def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize]) -> None:
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self._model = model
+        self._created = int(time.time())
+        self._n = prompts[0].sampling.n
+        self.requests = [
+            msgspec.structs.replace(prompt, request_id=f"{self.id}-{place * self._n + output}", sampling=sampling)
+            for place, prompt in enumerate(prompts)
+            for output, sampling in enumerate(prompt.sampling.split())
+        ]
+        self._num_prompt_tokens = [0] * len(prompts)
+        self._num_cached_tokens = [0] * len(prompts)
+        self._num_tokens = 0
+
+    async def start(self, client: EngineClient, request: Request) -> tuple[Generation, list[tuple[int, Text]]]:
+        """Send the requests to the engine and wait for the first output, so that a refusal can have its status.
+
+        Raises:
+            ApiError: a request was refused.
+        """
+        generation = client.start(self.requests, request.receive)
+        try:
+            return generation, self.count(await generation.next())
+        except BaseException:
+            generation.close()
+            raise
+
+    async def more(self, generation: Generation) -> list[tuple[int, Text]]:
+        """The next output; empty at the end."""
+        return self.count(await generation.next())
+
+    def count(self, outputs: list[tuple[int, Text]]) -> list[tuple[int, Text]]:
+        """Note what the usage is made of; a prompt counts once, however many outputs it has."""
+        for place, text in outputs:
+            self._num_tokens += len(text.token_ids)
+            if place % self._n == 0:
+                self._num_prompt_tokens[place // self._n] = text.num_prompt_tokens
+                self._num_cached_tokens[place // self._n] = text.num_cached_tokens
+            if text.finish_reason == "abort":
+                raise ApiError(500, "The engine aborted the request.", code="aborted")
+        return outputs
+
+    def body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """An answer or a chunk of one."""
+        head = {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        return {**head, "choices": choices, **more}
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's usage so far."""
+        num_prompt = sum(self._num_prompt_tokens)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": num_prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+        }
+
+
+def tokenize(request: GenerationRequest, sampling: SamplingParams, is_default: bool, **more: Any) -> Tokenize:
+    """A prompt of a request, without id."""
+    return Tokenize(
+        request_id="",
+        sampling=sampling,
+        max_tokens_is_default=is_default,
+        priority=request.priority or 0,
+        **more,
+    )
+
+
+def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
+    """The engine and the name that its model is served under.
+
+    Raises:
+        ApiError: 503, it is not ready.
+    """
+    info = app.state.client.ready_info()
+    return info, app.state.served_model_name or info.model
+
+
+def json_response(body: dict[str, Any]) -> Response:
+    """A successful answer."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def schema_of(kind: type[GenerationRequest]) -> dict[str, Any]:
+    """What the OpenAPI document says of a body that a route reads by itself."""
+    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

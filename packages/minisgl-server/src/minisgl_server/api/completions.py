@@ -1,0 +1,104 @@
+"""``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Text
+from minisgl_server.api.choices import Choices, check, json_response, parse, schema_of, served_model, tokenize
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.logprobs import CompletionLogprobs
+from minisgl_server.api.sampling import sampling_of
+from minisgl_server.api.schemas import CompletionRequest
+from minisgl_server.api.streaming import EventStream, UsageOptions
+
+router = APIRouter()
+
+MAX_PROMPTS = 2048
+"""Most prompts in one request."""
+
+
+@router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+async def completions(request: Request) -> Response:
+    """Continue one or more prompts."""
+    client = request.app.state.client
+    info, model = served_model(request.app)
+    asked = await parse(CompletionRequest, request)
+    check(asked, model)
+    sampling, is_default = sampling_of(asked, info)
+    add_special = asked.add_special_tokens is not False
+    prompts = [
+        tokenize(asked, sampling, is_default, echo=bool(asked.echo), add_special_tokens=add_special, **prompt)
+        for prompt in _prompts(asked)
+    ]
+    choices = Choices("cmpl", model, prompts)
+    generation, first = await choices.start(client, request)
+    if asked.stream:
+        return EventStream(generation, _chunks(choices, generation, first, UsageOptions(asked.stream_options)))
+    try:
+        return await _answer(choices, generation, first)
+    finally:
+        generation.close()
+
+
+def _prompts(asked: CompletionRequest) -> list[dict[str, Any]]:
+    """Each prompt as a field of `Tokenize`."""
+    prompt: Any = asked.prompt
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        prompt = [prompt]
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidValueError("prompt", f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
+    return [{"text": each} if isinstance(each, str) else {"token_ids": each} for each in prompt]
+
+
+class _Pieces:
+    """One choice, as it comes."""
+
+    def __init__(self) -> None:
+        self._logprobs = CompletionLogprobs()
+
+    def entry(self, place: int, text: Text) -> dict[str, Any]:
+        """The choice with the new text only."""
+        return {
+            "index": place,
+            "text": (text.prompt_text or "") + text.text,
+            "logprobs": self._logprobs.push(text),
+            "finish_reason": text.finish_reason,
+            **({} if text.finish_reason is None else {"stop_reason": text.stop_reason}),
+        }
+
+
+async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
+    pieces = [_Pieces() for _ in choices.requests]
+    entries: list[list[dict[str, Any]]] = [[] for _ in choices.requests]
+    while outputs:
+        for place, text in outputs:
+            entries[place].append(pieces[place].entry(place, text))
+        outputs = await choices.more(generation)
+    joined = [_join(parts) for parts in entries]
+    return json_response(choices.body("text_completion", joined, usage=choices.usage()))
+
+
+def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+    return {
+        **parts[-1],
+        "text": "".join(part["text"] for part in parts),
+        "logprobs": {key: [x for each in logprobs for x in each[key]] for key in logprobs[0]} if logprobs else None,
+    }
+
+
+async def _chunks(
+    choices: Choices, generation: Generation, outputs: list[tuple[int, Text]], usage: UsageOptions
+) -> AsyncIterator[list[dict[str, Any]]]:
+    pieces = [_Pieces() for _ in choices.requests]
+    while outputs:
+        extra = usage.of_chunk(choices)
+        yield [choices.body("text_completion", [pieces[at].entry(at, text)], **extra) for at, text in outputs]
+        outputs = await choices.more(generation)
+    if usage.at_end:
+        yield [choices.body("text_completion", [], usage=choices.usage())]

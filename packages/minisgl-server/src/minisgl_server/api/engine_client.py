@@ -1,0 +1,182 @@
+"""The API server's end of the engine: sends requests to tokenizer workers and hands their output to who waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from typing import Any
+
+from minisgl_core.ipc import AsyncReceiver, Endpoints, Sender
+from minisgl_core.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, rejected
+
+logger = logging.getLogger(__name__)
+
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Incoming = EngineInfo | TextBatch | Rejected | Stop
+
+
+class Generation:
+    """One or more requests to the engine that answer one HTTP request. Made by `EngineClient.start`; close it."""
+
+    def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
+        self._client = client
+        self._running = {request_id: place for place, request_id in enumerate(request_ids)}
+        self._arrived: list[tuple[int, Text]] = []
+        self._error: Exception | None = None
+        self._event = asyncio.Event()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def next(self) -> list[tuple[int, Text]]:
+        """Wait for output: the place of a request among those started together, and its new text. Empty at the end.
+
+        Raises:
+            ApiError: the engine refused one of the requests, or ends.
+            ClientGoneError: nobody is there to answer to.
+        """
+        while not self._arrived and self._error is None and self._running:
+            self._event.clear()
+            await self._event.wait()
+        if self._error is not None:
+            raise self._error
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """Abort what still runs and forget the rest. Fine to call twice."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        for request_id in self._running:
+            self._client.abort(request_id)
+        self._running.clear()
+        self._event.set()
+
+    def fail(self, error: Exception) -> None:
+        """End with an error and abort what still runs."""
+        if self._error is None:
+            self._error = error
+        self.close()
+
+    def watch(self, receive: Receive) -> None:
+        """End when the client hangs up; nothing else may read `receive` from now on."""
+        self._watch = asyncio.create_task(self._until_disconnected(receive))
+
+    def deliver(self, text: Text) -> None:
+        """Take new output of one of the requests."""
+        place = self._running[text.request_id]
+        if text.finish_reason is not None:
+            del self._running[text.request_id]
+        self._arrived.append((place, text))
+        self._event.set()
+
+    def reject(self, message: Rejected) -> None:
+        """Take the refusal of one of the requests; the others end too."""
+        del self._running[message.request_id]
+        self.fail(rejected(message))
+
+    async def _until_disconnected(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._watch = None
+        self.fail(ClientGoneError())
+
+
+class EngineClient:
+    """Routes between HTTP requests and tokenizer workers.
+
+    Attributes:
+        info: what the engine is; None until it is ready.
+        ready: set once it is.
+        stopped: set when it is no more.
+    """
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self.info: EngineInfo | None = None
+        self.ready, self.stopped = asyncio.Event(), asyncio.Event()
+        self._receiver = AsyncReceiver[Any](endpoints.api_in, Incoming)
+        self._workers = [Sender(address) for address in endpoints.tokenizer_in]
+        self._next_worker = 0
+        self._routes: dict[str, tuple[Generation, int]] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it holds state of."""
+        return len(self._routes)
+
+    def ready_info(self) -> EngineInfo:
+        """What the engine is.
+
+        Raises:
+            ApiError: 503, it is not ready.
+        """
+        if self.info is None:
+            raise not_ready()
+        return self.info
+
+    def start(self, requests: Sequence[Tokenize], receive: Receive) -> Generation:
+        """Send requests to the engine.
+
+        Args:
+            requests: to run together; ids must be new.
+            receive: the HTTP request's ASGI channel, to notice that the client hung up.
+
+        Raises:
+            ApiError: 400, a value inside a free-form field does not fit a message.
+        """
+        generation = Generation(self, [request.request_id for request in requests])
+        try:
+            for request in requests:
+                self._send(request, generation)
+        except (OverflowError, RecursionError, UnicodeError):
+            generation.close()
+            raise ApiError(400, "The request holds a value that is too large or no valid text.") from None
+        generation.watch(receive)
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        """Tell the engine to stop working on a request."""
+        route = self._routes.pop(request_id, None)
+        if route is not None:
+            self._workers[route[1]].send(Abort(request_id))
+
+    async def run(self) -> None:
+        """Hand out what arrives, until `Stop`: then every request fails."""
+        while True:
+            match await self._receiver.receive():
+                case EngineInfo() as info:
+                    self.info = info
+                    self.ready.set()
+                case TextBatch(outputs):
+                    for text in outputs:
+                        self._deliver(text)
+                case Rejected() as message:
+                    if route := self._routes.pop(message.request_id, None):
+                        route[0].reject(message)
+                case Stop():
+                    self.info = None
+                    for generation, _ in list(self._routes.values()):
+                        generation.fail(ApiError(500, "The engine has stopped.", code="engine_stopped"))
+                    self.stopped.set()
+                    return
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._receiver.close()
+        for worker in self._workers:
+            worker.close()
+
+    def _send(self, request: Tokenize, generation: Generation) -> None:
+        worker = self._next_worker
+        self._next_worker = (worker + 1) % len(self._workers)
+        self._routes[request.request_id] = (generation, worker)
+        self._workers[worker].send(request)
+
+    def _deliver(self, text: Text) -> None:
+        route = self._routes.get(text.request_id)
+        if route is None:
+            return  # aborted, and the output crossed our Abort
+        if text.finish_reason is not None:
+            del self._routes[text.request_id]
+        route[0].deliver(text)

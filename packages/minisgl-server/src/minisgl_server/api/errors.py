@@ -1,0 +1,127 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Rejected
+
+logger = logging.getLogger(__name__)
+
+_TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Args:
+        status: HTTP status.
+        message: what is wrong and what would be right.
+        param: the field at fault.
+        code: a word for programs.
+    """
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = _TYPES.get(self.status, default)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return Response(msgspec.json.encode(self.body()), self.status, media_type="application/json")
+
+
+class ClientGoneError(Exception):
+    """The client hung up; nobody waits for an answer."""
+
+
+def not_ready() -> ApiError:
+    """The engine still starts."""
+    return ApiError(503, "The server is starting; try again when GET /health answers 200.", code="not_ready")
+
+
+def model_not_found(asked: str, served: str) -> ApiError:
+    """A model that is not served here."""
+    message = f"The model {asked!r} does not exist; this server has {served!r}."
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def rejected(message: Rejected) -> ApiError:
+    """A request that a tokenizer worker or the scheduler refused."""
+    if message.kind == "invalid":
+        return ApiError(400, message.message, message.param)
+    if message.kind == "queue_full":
+        return ApiError(429, message.message, code="queue_full")
+    return ApiError(500, message.message, code="internal_error")
+
+
+def invalid_value(error: InvalidValueError) -> ApiError:
+    """A value out of its bounds."""
+    return ApiError(400, str(error), error.name)
+
+
+def invalid_body(error: ValidationError) -> ApiError:
+    """A body that is not JSON or not of the request's form; tells the first fault."""
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
+    param = _field(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"The field {param!r} is not supported.", param, "unsupported_field")
+    where = f"{param}: " if param else ""
+    return ApiError(400, f"{where}{first['msg']}.", param)
+
+
+def install(app: FastAPI) -> None:
+    """Make every error of `app` an answer in OpenAI's shape."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_invalid_value(request: Request, error: Exception) -> Response:
+        assert isinstance(error, InvalidValueError)
+        return invalid_value(error).response()
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.").response()
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_client_gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=499)
+
+    async def on_bug(request: Request, error: Exception) -> Response:
+        return ApiError(500, "The server failed on this request.", code="internal_error").response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(InvalidValueError, on_invalid_value)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(ClientGoneError, on_client_gone)
+    app.add_exception_handler(Exception, on_bug)
+
+
+def _field(loc: tuple[int | str, ...]) -> str | None:
+    """``messages[0].role`` of a pydantic location, without the names of types that unions add."""
+    name = ""
+    for part in loc:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            name += f".{part}" if name else part
+        else:
+            break
+    return name or None

@@ -1,0 +1,90 @@
+"""The API server's process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from minisgl_core.ipc import Endpoints
+from minisgl_core.messages import Ready
+from minisgl_core.process import Report
+from minisgl_server.api.app import create_app
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.options import ServerOptions
+
+
+def run_api(options: ServerOptions, endpoints: Endpoints, listener: socket.socket, report: Report) -> None:
+    """Body of the process: serve on `listener` until SIGTERM, then finish running requests for ``--drain-timeout``.
+
+    It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then.
+    """
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(options, endpoints, listener, report))
+
+
+async def _serve(options: ServerOptions, endpoints: Endpoints, listener: socket.socket, report: Report) -> None:
+    client = EngineClient(endpoints)
+    config = uvicorn.Config(
+        create_app(client, options.served_model_name),
+        log_level=options.log_level,
+        access_log=options.log_level in ("debug", "info"),
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
+        server_header=False,
+    )
+    server = _Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    async def report_when_ready() -> None:
+        await server.listens.wait()
+        await client.ready.wait()
+        report(Ready(process="api"))
+
+    async def stop_with_engine() -> None:
+        await client.stopped.wait()
+        stop()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    tasks = [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        client.close()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `_serve`, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listens = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen."""
+        await super().startup(sockets)
+        self.listens.set()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """uvloop's event loop where it is installed: less time a message."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop
+    return asyncio.new_event_loop

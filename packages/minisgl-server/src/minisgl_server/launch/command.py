@@ -1,0 +1,22 @@
+"""``minisgl launch``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from minisgl_core.cli.options import pick, with_options
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.plugins.registry import Registry
+from minisgl_server.options import ServerOptions
+
+
+@click.command()
+@with_options(EngineConfig, ServerOptions)
+@click.pass_obj
+def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) -> None:
+    """Serve a model over an OpenAI-compatible API."""
+    from minisgl_server.launch.server import serve
+
+    serve(EngineConfig.from_flat(**pick(values, EngineConfig)), ServerOptions(**pick(values, ServerOptions)), registry)

@@ -1,0 +1,191 @@
+"""Starts the processes of a server, watches them, and ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any, Self
+
+import click
+import setproctitle
+
+from minisgl_core.config.options import AUTO, EngineConfig, engine_options
+from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.ipc import Endpoints, Sender, send_all
+from minisgl_core.messages import Stop
+from minisgl_core.model_source import locate_model
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_server.options import ServerOptions
+
+API = "api"
+RUN_API = "minisgl_server.api.process:run_api"
+RUN_RANK = "minisgl_core.engine.worker:run_worker"
+RUN_TOKENIZER = "minisgl_server.tokenizer_worker:run_tokenizer_worker"
+DRAIN_SLACK_S = 5.0
+"""What the API server gets to end beyond ``--drain-timeout``."""
+
+
+def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
+    """Serve until SIGTERM or SIGINT; then let running requests finish. A second signal ends it at once.
+
+    What can be checked in a moment (providers' names, the model, the port) is checked before a process is started. All
+    processes start together; the API server answers 503 until the engine and the tokenizer workers are ready.
+
+    Raises:
+        MinisglError: an option does not fit.
+        WorkerDiedError: a process failed, at the start or later; all are gone when this is raised.
+    """
+    setproctitle.setproctitle("minisgl: launch")
+    check_providers(config, registry)
+    locate_model(config.model)
+    with (
+        _listen(options.host, options.port) as listener,
+        Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
+        _Signals() as signals,
+    ):
+        supervisor = Supervisor(endpoints.directory)
+        try:
+            supervisor.start(API, RUN_API, options, endpoints, listener)
+            url = f"http://{_host_of(options.host)}:{listener.getsockname()[1]}"
+            listener.close()
+            for rank, name in enumerate(_ranks(endpoints)):
+                supervisor.start(name, RUN_RANK, config, rank, endpoints)
+            for index, name in enumerate(_tokenizers(endpoints)):
+                supervisor.start(name, RUN_TOKENIZER, config, index, endpoints)
+            if _wait_ready(supervisor, endpoints, signals):
+                click.echo(describe(supervisor, options, url))
+                supervisor.wait(wake=signals)
+                _drain(supervisor, options, signals)
+        except WorkerDiedError:
+            _tell_clients(endpoints)
+            raise
+        finally:
+            supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+
+
+def check_providers(config: EngineConfig, registry: Registry) -> None:
+    """Look for every provider that an option names.
+
+    Raises:
+        PluginError: there is none of that name, or more than one.
+    """
+    values = config.flat()
+    for name, item in engine_options().items():
+        kind = item.metadata["option"].kind
+        if kind and values[name] != AUTO:
+            for provider in values[name].split(","):
+                registry.entry(kind, provider.strip())
+
+
+def describe(supervisor: Supervisor, options: ServerOptions, url: str) -> str:
+    """What the launch prints once it serves: the model, what was chosen and why, the URL and a first request."""
+    info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    name = options.served_model_name or info.model
+    rows = [("model", f"{name} ({info.architecture}, {info.dtype} on {info.device})", "")]
+    rows += [(what, value, reason) for what, value, reason in info.choices]
+    rows += [("kv cache", f"{info.num_pages * info.page_size} tokens", f"{info.num_pages} pages of {info.page_size}")]
+    rows += [("context", f"{info.max_seq_len} tokens", "")]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{what:<{widths[0]}}  {value:<{widths[1]}}  {why}".rstrip() for what, value, why in rows]
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body: dict[str, Any]
+    path, body = "chat/completions", {"messages": [question], "max_tokens": 32}
+    if not any(ready.has_chat_template for ready in supervisor.ready.values()):
+        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32}
+    header = shlex.quote("Content-Type: application/json")
+    curl = f"curl {url}/v1/{path} -H {header} -d {shlex.quote(json.dumps(body))}"
+    return "\n".join([*lines, "", f"Serving at {url}/v1", curl])
+
+
+def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals) -> bool:
+    """See the engine, then the tokenizer workers, then the API server through their start. False if a signal came."""
+    ranks = _ranks(endpoints)
+    if not supervisor.wait_ready(*ranks, wake=signals):
+        return False
+    info = supervisor.ready[ranks[0]].engine
+    assert info is not None, "rank 0 describes the engine"
+    with ExitStack() as stack:
+        send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
+        if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
+            return False
+    with Sender(endpoints.api_in) as api:
+        api.send(info)
+        return supervisor.wait_ready(API, wake=signals)
+
+
+def _drain(supervisor: Supervisor, options: ServerOptions, signals: _Signals) -> None:
+    """Let the API server finish what runs; it takes nothing new. A second signal cuts it short."""
+    signals.clear()
+    supervisor.end(API)
+    limit_s = options.drain_timeout + DRAIN_SLACK_S
+    supervisor.wait(lambda: not supervisor.is_alive(API), timeout_s=limit_s, wake=signals)
+
+
+def _tell_clients(endpoints: Endpoints) -> None:
+    """Have the API server answer the requests that run, now that no output will come."""
+    with Sender(endpoints.api_in) as api:
+        api.send(Stop())
+
+
+def _ranks(endpoints: Endpoints) -> list[str]:
+    return [f"scheduler rank {rank}" for rank in range(endpoints.num_ranks)]
+
+
+def _tokenizers(endpoints: Endpoints) -> list[str]:
+    return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before anything else: that it is free should be known before a model is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise InvalidValueError("--host", host, "an address of this machine", f"{error.strerror}.") from None
+    try:
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        remedy = f"{error.strerror}. Port 0 chooses a free one."
+        raise InvalidValueError("--host and --port", f"{host}:{port}", "free to listen on", remedy) from None
+
+
+def _host_of(host: str) -> str:
+    """The host as a URL on this machine writes it."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+class _Signals:
+    """SIGTERM and SIGINT as something to wait for, instead of an exception at any place."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[int, Any] = {}
+
+    def fileno(self) -> int:
+        """Readable once a signal has come."""
+        return self._reader
+
+    def clear(self) -> None:
+        """Wait for the next one from now on."""
+        os.read(self._reader, 1)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        os.write(self._writer, b"x")
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)

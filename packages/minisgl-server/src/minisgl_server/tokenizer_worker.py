@@ -1,0 +1,245 @@
+"""A tokenizer worker: prompts to tokens on the way in, tokens to text on the way out.
+
+A request stays with one worker, which so knows its detokenizer's state and where its output goes. What a client asked for
+is checked here as far as it takes a tokenizer or the engine's limits; what is not allowed goes back as `Rejected`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.ipc import Endpoints, Receiver, Sender
+from minisgl_core.messages import (
+    Abort,
+    EngineInfo,
+    Ready,
+    Rejected,
+    Stop,
+    Submit,
+    Text,
+    TextBatch,
+    TokenBatch,
+    Tokenize,
+    TokenLogprobs,
+    TokenOut,
+)
+from minisgl_core.model_source import locate_model, open_weights
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.process import Report
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.text.detokenizer import OutputText
+from minisgl_core.text.prompt import encode_chat, encode_prompt
+from minisgl_core.text.tokens import TokenBytes
+
+logger = logging.getLogger(__name__)
+
+Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Stop
+Send = Callable[[msgspec.Struct], None]
+
+
+def run_tokenizer_worker(config: EngineConfig, index: int, endpoints: Endpoints, report: Report) -> None:
+    """Body of the process: wait for `EngineInfo`, load the tokenizer, serve until `Stop` or SIGTERM."""
+    with (
+        Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
+        Sender(endpoints.scheduler_in) as to_scheduler,
+        Sender(endpoints.api_in) as to_api,
+    ):
+        import transformers  # noqa: F401  # takes seconds: while the engine loads
+
+        info = receiver.receive()
+        if isinstance(info, Stop):
+            return
+        assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
+        path = locate_model(config.model)
+        tokenizer = open_weights(path, Registry.from_environment(), dummy=config.model.dummy_weight).tokenizer()
+        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send)
+        report(Ready(process=f"tokenizer {index}", has_chat_template=tokenizer.chat_template is not None))
+        while not isinstance(message := receiver.receive(), Stop | None):
+            worker.handle(message)
+
+
+@dataclass(slots=True)
+class _Request:
+    """One request that runs.
+
+    Attributes:
+        output: its detokenizer.
+        waiting: what goes with the next `Text`: tokens whose text is not whole yet.
+    """
+
+    output: OutputText
+    waiting: Text
+
+
+class TokenizerWorker:
+    """The work of one process, without its sockets.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        info: the engine's limits.
+        index: which worker this is.
+        to_scheduler: takes `Submit` and `Abort`.
+        to_api: takes `TextBatch` and `Rejected`.
+    """
+
+    def __init__(self, tokenizer: Any, info: EngineInfo, index: int, to_scheduler: Send, to_api: Send) -> None:
+        self._tokenizer = tokenizer
+        self._info = info
+        self._index = index
+        self._to_scheduler = to_scheduler
+        self._to_api = to_api
+        self._token_bytes = TokenBytes(tokenizer)
+        self._requests: dict[str, _Request] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Requests that it holds state of."""
+        return len(self._requests)
+
+    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected) -> None:
+        """Do what a message asks for."""
+        match message:
+            case Tokenize():
+                self._submit(message)
+            case Abort(request_id):
+                if self._requests.pop(request_id, None) is not None:
+                    self._to_scheduler(message)
+            case TokenBatch(outputs):
+                texts = [text for out in outputs if (text := self._text(out)) is not None]
+                if texts:
+                    self._to_api(TextBatch(texts))
+            case Rejected():
+                if self._requests.pop(message.request_id, None) is not None:
+                    self._to_api(message)
+
+    def _submit(self, message: Tokenize) -> None:
+        request_id = message.request_id
+        try:
+            token_ids = self._encode(message)
+            sampling = self._check(message, token_ids)
+            waiting = Text(request_id=request_id, text="", token_ids=[])
+            if message.echo:
+                waiting.prompt_text, waiting.prompt_token_ids = self._prompt_text(message, token_ids), token_ids
+        except InvalidValueError as error:
+            self._to_api(Rejected(request_id=request_id, kind="invalid", message=str(error), param=error.name))
+            return
+        except Exception:
+            self._fail(request_id, "The prompt could not be tokenized.")
+            return
+        self._requests[request_id] = _Request(OutputText(self._tokenizer, sampling), waiting)
+        self._to_scheduler(
+            Submit(
+                request_id=request_id,
+                token_ids=np.array(token_ids, dtype=np.int32),
+                sampling=sampling,
+                worker=self._index,
+                priority=message.priority,
+            )
+        )
+
+    def _encode(self, message: Tokenize) -> list[int]:
+        if message.messages is not None:
+            return encode_chat(self._tokenizer, message.messages, message.chat_template_kwargs)
+        if message.text is not None:
+            if not message.text:
+                raise InvalidValueError("prompt", "", "a text that is not empty")
+            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens)
+        assert message.token_ids is not None
+        self._check_range("prompt", message.token_ids)
+        return message.token_ids
+
+    def _check(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
+        """Check against the engine's limits and fill in the default of max_tokens."""
+        name, limit, sampling = (
+            "prompt" if message.messages is None else "messages",
+            self._info.max_seq_len,
+            message.sampling,
+        )
+        if not token_ids:
+            raise InvalidValueError(name, [], "at least one token")
+        room = limit - len(token_ids)
+        if room < 1:
+            raise InvalidValueError(
+                name,
+                f"{len(token_ids)} tokens",
+                f"at most {limit - 1} tokens, as the context holds {limit} with the answer",
+            )
+        self._check_range("stop_token_ids", sampling.stop_token_ids)
+        self._check_range("logit_bias", sampling.logit_bias)
+        if message.max_tokens_is_default:
+            return replace(sampling, max_tokens=room)
+        if sampling.max_tokens > room:
+            allowed = f"at most {room}, as the context holds {limit} tokens and the prompt has {len(token_ids)}"
+            raise InvalidValueError("max_tokens", sampling.max_tokens, allowed)
+        return sampling
+
+    def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
+        for token in token_ids:
+            if not 0 <= token < self._info.vocab_size:
+                allowed = f"made of token ids from 0 to {self._info.vocab_size - 1}"
+                raise InvalidValueError(name, token, allowed)
+
+    def _prompt_text(self, message: Tokenize, token_ids: list[int]) -> str:
+        if message.text is not None:
+            return message.text
+        skip = message.sampling.skip_special_tokens
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+        return text
+
+    def _text(self, out: TokenOut) -> Text | None:
+        """What to tell the API server of new tokens, or None while there is nothing to show."""
+        request = self._requests.get(out.request_id)
+        if request is None:
+            return None  # ended here already, and the scheduler's message crossed our Abort
+        try:
+            piece = request.output.push(out)
+            waiting = request.waiting
+            self._add_logprobs(waiting, out)
+        except Exception:
+            del self._requests[out.request_id]
+            self._to_scheduler(Abort(out.request_id))
+            self._fail(out.request_id, "The output could not be turned into text.")
+            return None
+        waiting.text = piece.text
+        waiting.token_ids += out.token_ids
+        waiting.num_prompt_tokens, waiting.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
+        waiting.finish_reason, waiting.stop_reason = piece.finish_reason, piece.stop_reason
+        if piece.is_early:
+            self._to_scheduler(Abort(out.request_id))
+        if piece.finish_reason is not None:
+            del self._requests[out.request_id]
+        elif not piece.text:
+            return None
+        request.waiting = Text(request_id=out.request_id, text="", token_ids=[])
+        return waiting
+
+    def _add_logprobs(self, waiting: Text, out: TokenOut) -> None:
+        if out.prompt_logprobs is not None:
+            waiting.prompt_logprobs = out.prompt_logprobs
+            self._name_tokens(waiting, out.prompt_logprobs)
+            for token in waiting.prompt_token_ids or ():
+                waiting.token_bytes[token] = self._token_bytes[token]
+        if out.logprobs is not None:
+            # The token that ended the output is not part of its text, so not of its log-probabilities either.
+            shown = out.logprobs if out.stop_token_id is None else out.logprobs[:-1]
+            waiting.logprobs = (waiting.logprobs or []) + shown
+            self._name_tokens(waiting, shown)
+
+    def _name_tokens(self, waiting: Text, logprobs: Iterable[TokenLogprobs | None]) -> None:
+        for place in logprobs:
+            if place is not None:
+                for entry in (place.token, *place.top):
+                    waiting.token_bytes[entry.token_id] = self._token_bytes[entry.token_id]
+
+    def _fail(self, request_id: str, message: str) -> None:
+        """Report a bug of ours to the client; called while an exception is handled."""
+        logger.exception("request %s failed", request_id)
+        self._to_api(Rejected(request_id=request_id, kind="internal", message=message))
