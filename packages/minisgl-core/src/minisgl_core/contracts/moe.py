@@ -52,15 +52,16 @@ class MoeKernel(ABC):
         expert_weights: torch.Tensor,
         expert_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """Run each token through its experts.
+        """Run each token through its experts: ``down @ (silu(gate @ x) * (up @ x))``. Changes none of its inputs.
 
         Args:
-            x: activations, [T, H].
-            gate_up: gate rows above up rows, [E, 2 * I, H].
-            down: [E, H, I].
+            x: activations, [T, H]; T is at least 1, and rows may be strided.
+            gate_up: gate rows above up rows, [E, 2 * I, H], contiguous.
+            down: [E, H, I], contiguous.
             expert_weights: how much of each chosen expert, float32 [T, K].
             expert_ids: chosen experts, int64 [T, K], no expert twice in a row.
 
         Returns:
-            The weighted sum over the chosen experts, [T, H], in `x`'s dtype.
+            The weighted sum over the chosen experts, [T, H], in `x`'s dtype. Products and the sum are accumulated in
+            float32.
         """

@@ -1,0 +1,145 @@
+"""The two grouped matrix products of a gated expert layer. Imports triton.
+
+Shape legend: T tokens, K experts a token, R = T * K rows, E experts, H hidden size, I intermediate size. Each program
+computes one block of rows, all of one expert, times one block of the output's columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backends.moe.sorted_blocks import SortedBlocks
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _add_product(total, left, right, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    if WIDEN:
+        left, right = left.to(tl.float32), right.to(tl.float32)
+    return tl.dot(left, right, total, input_precision="ieee")  # float32 means float32, not TF32
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _gate_up_silu(  # type: ignore[no-untyped-def]
+    x,  # [T, H]
+    weights,  # [E, 2 * I, H], gate above up
+    out,  # [R, I]
+    block_rows,
+    block_experts,
+    num_rows,
+    num_experts,
+    hidden_size,
+    intermediate_size,
+    TOP_K: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = tl.load(block_experts + block)
+    if expert >= num_experts:
+        return
+    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    row_mask, col_mask = rows < num_rows, cols < intermediate_size
+    x_rows = x + (rows // TOP_K)[:, None] * hidden_size
+    gate_cols = weights + expert * 2 * intermediate_size * hidden_size + cols[None, :] * hidden_size
+    up_cols = gate_cols + intermediate_size * hidden_size
+    gate = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    up = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    for start in range(0, hidden_size, BLOCK_DEPTH):
+        depth = start + tl.arange(0, BLOCK_DEPTH)
+        depth_mask = depth < hidden_size
+        left = tl.load(x_rows + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
+        mask = depth_mask[:, None] & col_mask[None, :]
+        gate = _add_product(gate, left, tl.load(gate_cols + depth[:, None], mask=mask, other=0.0), WIDEN)
+        up = _add_product(up, left, tl.load(up_cols + depth[:, None], mask=mask, other=0.0), WIDEN)
+    result = gate * tl.sigmoid(gate) * up
+    out_rows = out + rows[:, None] * intermediate_size
+    tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+def _weighted_down(  # type: ignore[no-untyped-def]
+    hidden,  # [R, I]
+    weights,  # [E, H, I]
+    row_weights,  # [R], float32
+    out,  # [R, H]
+    block_rows,
+    block_experts,
+    num_rows,
+    num_experts,
+    hidden_size,
+    intermediate_size,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    BLOCK_DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = tl.load(block_experts + block)
+    if expert >= num_experts:
+        return
+    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+    cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    row_mask, col_mask = rows < num_rows, cols < hidden_size
+    hidden_rows = hidden + rows[:, None] * intermediate_size
+    weight_cols = weights + expert * hidden_size * intermediate_size + cols[None, :] * intermediate_size
+    result = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
+    for start in range(0, intermediate_size, BLOCK_DEPTH):
+        depth = start + tl.arange(0, BLOCK_DEPTH)
+        depth_mask = depth < intermediate_size
+        left = tl.load(hidden_rows + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
+        right = tl.load(weight_cols + depth[:, None], mask=depth_mask[:, None] & col_mask[None, :], other=0.0)
+        result = _add_product(result, left, right, WIDEN)
+    result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
+    out_rows = out + rows[:, None] * hidden_size
+    tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
+
+
+def gate_up_silu(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks, top_k: int) -> None:
+    """``out[row] = silu(gate @ x[token]) * (up @ x[token])``, for every row.
+
+    Args:
+        x: [T, H].
+        gate_up: [E, 2 * I, H].
+        out: [R, I].
+        blocks: rows by expert.
+        top_k: K.
+    """
+    num_experts, _, hidden_size = gate_up.shape
+    grid = (len(blocks.experts), triton.cdiv(out.shape[1], 64))
+    sizes = (out.shape[0], num_experts, hidden_size, out.shape[1])
+    _gate_up_silu[grid](x, gate_up, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **_tiles(x, blocks))
+
+
+def weighted_down(
+    hidden: torch.Tensor, down: torch.Tensor, row_weights: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks
+) -> None:
+    """``out[row] = row_weights[row] * (down @ hidden[row])``, for every row.
+
+    Args:
+        hidden: [R, I].
+        down: [E, H, I].
+        row_weights: float32, R of them.
+        out: [R, H].
+        blocks: rows by expert.
+    """
+    num_experts, hidden_size, intermediate_size = down.shape
+    grid = (len(blocks.experts), triton.cdiv(hidden_size, 64))
+    sizes = (out.shape[0], num_experts, hidden_size, intermediate_size)
+    _weighted_down[grid](hidden, down, row_weights, out, blocks.rows, blocks.experts, *sizes, **_tiles(hidden, blocks))
+
+
+def _tiles(x: torch.Tensor, blocks: SortedBlocks) -> dict[str, int | str]:
+    """Tile sizes: a stage of the larger kernel's operands takes 32 KiB at most, three of which fit every NVIDIA GPU."""
+    return {
+        "BLOCK_ROWS": blocks.block_size,
+        "BLOCK_COLS": 64,
+        "BLOCK_DEPTH": 128 // x.element_size(),
+        "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as if it were integers
+        "num_warps": 8 if blocks.block_size == 128 else 4,
+        "num_stages": 3,
+    }

@@ -1,0 +1,60 @@
+"""Mixture of experts in two grouped matrix products by Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from minisgl_backends.moe.sorted_blocks import choose_block_size, sort_into_blocks
+from minisgl_core.contracts.moe import MoeKernel, MoeSpec
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonMoe(MoeKernel):
+    """Products and the weighted sum are in float32, what lies between them in `x`'s dtype. Never waits for the device.
+
+    Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: MoeSpec) -> list[str]:
+        """Names what is missing of triton, a GPU, and a dtype that both take; does not import triton."""
+        reasons = []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (pip install triton)")
+        if spec.device.type != "cuda" and not _interpreted():
+            reasons.append(f"it needs a CUDA device, not {spec.device.type}, or TRITON_INTERPRET=1 to try it slowly")
+        if spec.dtype not in _DTYPES:
+            reasons.append(f"it computes in bfloat16, float16 or float32, not {str(spec.dtype).removeprefix('torch.')}")
+        return reasons
+
+    def __init__(self, spec: MoeSpec) -> None:
+        super().__init__(spec)
+        from minisgl_backends.moe import triton_grouped  # not before: listing providers must not need triton
+
+        self._grouped = triton_grouped
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `MoeKernel.forward`; weights must be contiguous."""
+        num_tokens, top_k = expert_ids.shape
+        num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
+        blocks = sort_into_blocks(expert_ids, num_experts, choose_block_size(num_rows, num_experts))
+        hidden = x.new_empty(num_rows, self.spec.intermediate_size)
+        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k)
+        outputs = x.new_empty(num_rows, self.spec.hidden_size)
+        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), outputs, blocks)
+        return outputs.view(num_tokens, top_k, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_backends.moe.sorted_blocks import choose_block_size, sort_into_blocks
+from minisgl_backends.moe.torch_kernel import TorchMoe
+from minisgl_backends.moe.triton_kernel import TritonMoe
+from minisgl_core.contracts.moe import MoeSpec
+from minisgl_core.testing.moe_kit import MoeKernelTests
+
+
+class TestTorch(MoeKernelTests):
+    kernel = TorchMoe
+
+
+class TestTriton(MoeKernelTests):
+    """Compiled on a GPU, interpreted elsewhere."""
+
+    kernel = TritonMoe
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+class TestTorchOnCuda(MoeKernelTests):
+    kernel = TorchMoe
+    device = "cuda"
+
+
+@settings(deadline=None)
+@given(data=st.data())
+def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None:
+    num_experts = data.draw(st.integers(1, 9))
+    top_k = data.draw(st.integers(1, min(4, num_experts)))
+    block_size = data.draw(st.sampled_from([1, 4, 16]))
+    tokens = st.lists(st.permutations(range(num_experts)).map(lambda experts: experts[:top_k]), min_size=1, max_size=40)
+    ids = torch.tensor(data.draw(tokens))
+    blocks = sort_into_blocks(ids, num_experts, block_size)
+    rows, num_rows = blocks.rows.view(-1, block_size), ids.numel()
+    assert sorted(row for row in blocks.rows.tolist() if row < num_rows) == list(range(num_rows))
+    assert blocks.rows.max() <= num_rows
+    for block, expert in zip(rows.tolist(), blocks.experts.tolist(), strict=True):
+        real = [row for row in block if row < num_rows]
+        assert {int(ids.flatten()[row]) for row in real} <= {expert}
+        assert real == sorted(real)
+        assert expert == num_experts or real, "a block in use is empty"
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "block_size"), [(1, 128, 16), (128 * 16, 128, 16), (2049, 128, 32), (10**6, 8, 128)]
+)
+def test_block_sizes_follow_the_rows_of_an_expert(num_rows: int, num_experts: int, block_size: int) -> None:
+    assert choose_block_size(num_rows, num_experts) == block_size
+
+
+def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    spec = MoeSpec(4, 2, 16, 16, torch.float64, torch.device("cpu"))
+    device, dtype = TritonMoe.unsupported(spec)
+    assert "CUDA" in device
+    assert "float64" in dtype
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "pip install triton" in TritonMoe.unsupported(spec)[0]
+
+
+def test_asking_imports_no_triton() -> None:
+    code = """
+import sys, torch
+from minisgl_backends.moe.triton_kernel import TritonMoe
+from minisgl_core.contracts.moe import MoeSpec
+TritonMoe.unsupported(MoeSpec(4, 2, 16, 16, torch.float32, torch.device("cpu")))
+assert "triton" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
