@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_core.batch import PenaltyState, SamplePlan
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.sampler import Sampler, token_logprobs
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.random_numbers import uniforms
 
+OPS = Ops(torch.device("cpu"), torch.float32)
 NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 
@@ -68,7 +70,7 @@ def test_tokens_are_those_of_the_definition_and_do_not_depend_on_the_batch(
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(len(params), vocab_size)).astype(np.float32) * 4
     uniform = rng.random(len(params)).astype(np.float32)
-    sampler = Sampler(len(params), vocab_size, CpuPlatform())
+    sampler = Sampler(len(params), vocab_size, CpuPlatform(), OPS)
     rows = torch.arange(1, len(params) + 1)
     together = sampler(torch.from_numpy(logits), plan(params, uniform), rows).tolist()
     for i, each in enumerate(params):
@@ -89,7 +91,7 @@ def test_frequencies_follow_the_distribution() -> None:
     logits = np.log(np.array([[0.5, 0.25, 0.15, 0.1]], np.float32)).repeat(4000, 0)
     uniform = uniforms(np.full(4000, 11, np.uint64), np.arange(4000, dtype=np.int32))
     params = [SamplingParams(temperature=1.0, top_k=3)] * 4000
-    tokens = Sampler(4000, 4, CpuPlatform())(torch.from_numpy(logits), plan(params, uniform), torch.arange(4000))
+    tokens = Sampler(4000, 4, CpuPlatform(), OPS)(torch.from_numpy(logits), plan(params, uniform), torch.arange(4000))
     counts = np.bincount(tokens.numpy(), minlength=4) / 4000
     np.testing.assert_allclose(counts, np.array([0.5, 0.25, 0.15, 0]) / 0.9, atol=0.03)
 
@@ -114,7 +116,7 @@ def test_penalties_follow_openai_and_ctrl(state: str) -> None:
     expected[3] -= 2 * frequency + presence
     expected[4] -= frequency + presence
 
-    sampler = Sampler(4, vocab_size, CpuPlatform())
+    sampler = Sampler(4, vocab_size, CpuPlatform(), OPS)
     rows = torch.tensor([3, 2])
     penalties = np.array([0, presence, 0, frequency, 1, repetition], np.float32)
     params = [SamplingParams(temperature=0.0)] * 2
@@ -147,7 +149,7 @@ def test_bias_adds_and_bans() -> None:
         "bias_token": np.array([2, 1, 0], np.int32),
         "bias_value": np.array([4.0, -np.inf, 0.5], np.float32),
     }
-    tokens = Sampler(2, 3, CpuPlatform())(
+    tokens = Sampler(2, 3, CpuPlatform(), OPS)(
         logits, plan([SamplingParams(temperature=0.0)] * 2, np.zeros(2), **change), torch.tensor([1, 2])
     )
     assert tokens.tolist() == [2, 2]

@@ -17,6 +17,7 @@ from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+from minisgl_core.layers.base import check_tp_size
 
 Unsupported = Callable[..., list[str]]
 """``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
@@ -162,7 +163,7 @@ class _Picker:
         installed = set(self._installed(kind))
         ordered = PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
         hinted = self._preferred(kind)
-        passed_over = []
+        passed_over: list[str] = []
         for name in ([hinted] if hinted else []) + list(ordered):
             if name not in installed:
                 continue
@@ -184,14 +185,7 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
 
 
 def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
-    if model.num_q_heads % tp or (model.num_kv_heads % tp and tp % model.num_kv_heads):
-        fits = [
-            n
-            for n in range(1, model.num_q_heads + 1)
-            if not model.num_q_heads % n and (not model.num_kv_heads % n or not n % model.num_kv_heads)
-        ]
-        heads = f"{model.num_q_heads} query and {model.num_kv_heads} KV heads"
-        raise InvalidValueError("--tp", tp, f"one of {', '.join(map(str, fits))} for a model of {heads}")
+    check_tp_size(model, tp)
     if hardware.platform != "cpu" and tp > hardware.num_devices:
         raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
 

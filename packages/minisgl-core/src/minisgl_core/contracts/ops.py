@@ -56,6 +56,31 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
+    def gated(self, gate_up: LinearOp) -> LinearOp:
+        """Called once an MLP, after loading: ``x -> silu_and_mul(gate_up(x))``, in one go where that is faster."""
+        silu_and_mul = self.silu_and_mul
+        return lambda x: silu_and_mul(gate_up(x))
+
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Pick a token a row by inverting the cumulative distribution, in vocabulary order, at a number.
+
+        Args:
+            logits: [N, V], any float dtype; -inf rules a token out.
+            temperature: float32 [N]; at 0 the first of the largest logits is taken.
+            uniform: in [0, 1), float32 [N].
+
+        Returns:
+            int64 [N].
+        """
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        probs = torch.softmax(scaled, dim=-1)
+        cumulative = probs.cumsum(-1)
+        total = cumulative[:, -1:]
+        # Rounding must not lift the target to the total, which no token would exceed.
+        target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
+        return torch.where(temperature > 0, sampled, logits.argmax(-1))
+
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,6 +20,7 @@ from minisgl_core.config.resolve import Choice, Resolved, attention_spec, resolv
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.combined_attention import CombinedAttention
@@ -116,7 +117,11 @@ def build_engine(
     with platform.stream():
         communicator = _join(config, registry, platform, checkpoint.config.architecture, rank, init_method)
         free_at_start = platform.free_memory()
-        model = _load_model(model_class, checkpoint, config, registry, communicator, platform, progress and rank == 0)
+        ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
+        moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
+        build = BuildContext(communicator, ops, platform.device, ops.dtype, moe)
+        model = model_class(checkpoint.config, build).eval()
+        load_weights(model, checkpoint.source, progress and rank == 0)
         backends = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         layout = _common_layout(config.backends.attn, backends)
         pool_spec = plan_pool(config, checkpoint.config, model, platform, communicator, free_at_start, layout)
@@ -127,7 +132,7 @@ def build_engine(
             config, checkpoint.config, max_seq_len, pool_spec.page_size, pool_spec.dtype, platform.device
         )
         attention = _attention(backends, spec, KVPool(pool_spec), table)
-        engine = Engine(platform, communicator, model, attention, table, num_rows)
+        engine = Engine(platform, communicator, model, attention, table, ops, num_rows)
         platform.synchronize()
     info = _info(checkpoint, resolved, pool_spec.num_pages, max_seq_len, hardware)
     return BuiltEngine(engine, config, checkpoint, pool_spec.num_pages, max_seq_len, info)
@@ -192,23 +197,6 @@ def _join(
     if first != digest:
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
     return communicator
-
-
-def _load_model(
-    model_class: type[Model],
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    registry: Registry,
-    communicator: Communicator,
-    platform: Platform,
-    progress: bool,
-) -> Model:
-    dtype = getattr(torch, config.model.dtype)
-    ops = registry.load("ops", config.backends.ops)(platform.device, dtype)
-    moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
-    model = model_class(checkpoint.config, BuildContext(communicator, ops, platform.device, dtype, moe))
-    load_weights(model, checkpoint.source, progress)
-    return model.eval()
 
 
 def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:

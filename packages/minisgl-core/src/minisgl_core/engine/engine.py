@@ -16,6 +16,7 @@ from minisgl_core.batch import BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, token_logprobs
 from minisgl_core.engine.step import PendingStep, StepInputs, upload
@@ -47,12 +48,13 @@ class Engine:
         model: Model,
         attention: AttentionBackend,
         table: PageTable,
+        ops: Ops,
         num_rows: int,
     ) -> None:
         """`num_rows`: most requests in a batch."""
         self.platform, self.communicator, self.model, self.attention = platform, communicator, model, attention
         self._table = table
-        self._sampler = Sampler(num_rows, model.config.vocab_size, platform)
+        self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops)
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def launch(self, plan: BatchPlan) -> PendingStep:

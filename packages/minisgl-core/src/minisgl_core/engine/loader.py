@@ -27,9 +27,7 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
     Raises:
         ModelFormatError: tensors are missing, left over or of another shape than the config says.
     """
-    targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets():
-        targets.setdefault(name, []).append(target)
+    targets = _targets(model)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     disable = not (progress and console.is_terminal)
@@ -39,8 +37,15 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
             _generate(source, targets, lambda: bar.advance(task))
         else:
             _copy(model, source, targets, lambda: bar.advance(task))
-    del targets
+    del targets  # the last references to matrices that the kernels may repack
     model.finalize()
+
+
+def _targets(model: Model) -> Targets:
+    targets: dict[str, list[WeightTarget]] = {}
+    for name, target in model.weight_targets():
+        targets.setdefault(name, []).append(target)
+    return targets
 
 
 def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from minisgl_core.batch import SamplePlan
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 
 _FEW_CANDIDATES = 1024
@@ -48,9 +49,10 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 class Sampler:
     """Applies penalties, biases and filters, and picks tokens. Keeps the token counts that penalties need."""
 
-    def __init__(self, num_rows: int, vocab_size: int, platform: Platform) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: Ops) -> None:
+        """`num_rows`: rows of the page table that requests can hold."""
         self._shape = (num_rows + 1, vocab_size)
-        self._platform = platform
+        self._platform, self._ops = platform, ops
         # Allocated when the first request with penalties comes.
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
@@ -59,7 +61,7 @@ class Sampler:
         """Sample.
 
         Args:
-            logits: [N, V]; may be overwritten.
+            logits: [N, V].
             plan: N requests.
             rows: their page-table rows, int [N], on the device.
 
@@ -84,27 +86,37 @@ class Sampler:
         is_random = plan.temperature > 0
         if not is_random.any():
             return logits.argmax(-1)
-        packed = np.concatenate((plan.temperature, plan.top_p, plan.min_p, plan.uniform, plan.top_k.astype(np.float32)))
-        temperature, top_p, min_p, uniform, top_k = self._platform.to_device(packed).view(5, -1, 1).unbind(0)
+        packed = np.concatenate((plan.temperature, plan.uniform, plan.top_p, plan.min_p, plan.top_k.astype(np.float32)))
+        temperature, uniform, top_p, min_p, top_k = self._platform.to_device(packed).view(5, -1).unbind(0)
+        asked = {name: getattr(plan, name)[is_random] for name in ("top_k", "top_p", "min_p")}
+        if asked["top_k"].any() or (asked["top_p"] < 1).any() or asked["min_p"].any():
+            logits = self._filter(logits, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None], asked)
+        return self._ops.sample(logits, temperature, uniform)
+
+    def _filter(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        asked: dict[str, np.ndarray],
+    ) -> torch.Tensor:
+        """Logits with -inf at the tokens that top-k, top-p and min-p rule out; per-request tensors are [N, 1].
+
+        `asked` holds the parameters of the rows that are random, on the host. Greedy rows keep their largest logit.
+        """
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
-        sampled_k = plan.top_k[is_random]
-        if sampled_k.any():
-            largest = min(int(sampled_k.max()), scaled.shape[-1])
+        if asked["top_k"].any():
+            largest = min(int(asked["top_k"].max()), scaled.shape[-1])
             best = scaled.topk(largest, dim=-1).values
             last = best.gather(-1, top_k.clamp(1, largest).long() - 1)
             scaled = scaled.masked_fill((scaled < last) & (top_k > 0), -torch.inf)
         probs = torch.softmax(scaled, dim=-1)
-        if (plan.top_p[is_random] < 1).any():
-            probs = probs.masked_fill(probs < self._nucleus_threshold(probs, top_p, sampled_k), 0.0)
-        if plan.min_p[is_random].any():
-            probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
-        cumulative = probs.cumsum(-1)
-        total = cumulative[:, -1:]
-        target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-        sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
-        if is_random.all():
-            return sampled
-        return torch.where(temperature[:, 0] > 0, sampled, logits.argmax(-1))
+        threshold = min_p * probs.amax(-1, keepdim=True)
+        if (asked["top_p"] < 1).any():
+            threshold = torch.maximum(threshold, self._nucleus_threshold(probs, top_p, asked["top_k"]))
+        return logits.masked_fill((probs < threshold) | (scaled == -torch.inf), -torch.inf)
 
     def _nucleus_threshold(self, probs: torch.Tensor, top_p: torch.Tensor, sampled_k: np.ndarray) -> torch.Tensor:
         """Smallest probability in the top-p nucleus (arXiv 1904.09751) of each row, [N, 1]; 0 where top_p is 1."""

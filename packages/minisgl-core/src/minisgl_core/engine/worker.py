@@ -72,7 +72,8 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
     policy = registry.load("policy", config.scheduler.policy)()
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     overlap = not config.scheduler.disable_overlap
-    return EngineLoop(Scheduler(limits, cache, policy), built.engine, hooks, overlap=overlap, send_plan=send_plan)
+    scheduler = Scheduler(limits, cache, policy, hooks.request_finished)
+    return EngineLoop(scheduler, built.engine, hooks, overlap=overlap, send_plan=send_plan)
 
 
 def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:

@@ -53,5 +53,5 @@ class LMHead(ColumnParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden_size] to [N, vocab_size]."""
         if self._communicator is None:
-            return self._op(x)
-        return self._communicator.all_gather(self._op(x), dim=-1)[:, : self._vocab_size]
+            return self.op(x)
+        return self._communicator.all_gather(self.op(x), dim=-1)[:, : self._vocab_size]

@@ -25,6 +25,7 @@ class Linear(Layer):
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
+    op: LinearOp
 
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False, zero: bool = False
@@ -32,13 +33,13 @@ class Linear(Layer):
         """Allocate ``[out_features, in_features]``; `zero` where part of it is padding."""
         super().__init__()
         self._ops = build.ops
-        self._op: LinearOp = _not_prepared
+        self.op = not_prepared
         self.weight = empty_parameter(out_features, in_features, build=build, zero=zero)
         self.bias = empty_parameter(out_features, build=build, zero=zero) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] to [T, out]."""
-        return self._op(x)
+        return self.op(x)
 
     def weight_targets(self, name: str) -> Targets:
         """All of ``name.weight`` and ``name.bias``."""
@@ -50,7 +51,7 @@ class Linear(Layer):
     def prepare(self) -> None:
         """Hand the matrix to the kernels."""
         if self.weight is not None:
-            self._op = self._ops.prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
+            self.op = self._ops.prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
             self.weight = self.bias = None
 
 
@@ -123,8 +124,8 @@ class RowParallelLinear(Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / tp] to [T, out], the same on every rank."""
         if self._communicator is None:
-            return self._op(x)
-        return self._communicator.all_reduce(self._op(x))
+            return self.op(x)
+        return self._communicator.all_reduce(self.op(x))
 
     def weight_targets(self, name: str) -> Targets:
         """This rank's columns; the whole bias."""
@@ -141,5 +142,6 @@ class RowParallelLinear(Linear):
         super().prepare()
 
 
-def _not_prepared(x: torch.Tensor) -> torch.Tensor:
+def not_prepared(x: torch.Tensor) -> torch.Tensor:
+    """Stands for an operation until `prepare` has made it."""
     raise AssertionError("Model.finalize() has not been called")

@@ -6,8 +6,9 @@ import torch
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.layers.base import Layer
-from minisgl_core.layers.linear import ColumnParallelLinear, RowParallelLinear, Targets
+from minisgl_core.layers.linear import ColumnParallelLinear, RowParallelLinear, Targets, not_prepared
 
 
 class GatedMLP(Layer):
@@ -19,12 +20,18 @@ class GatedMLP(Layer):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = ColumnParallelLinear(hidden, [inner, inner], build, bias=bias)
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias)
-        self._silu_and_mul = build.ops.silu_and_mul
+        self._ops = build.ops
+        self._gated: LinearOp = not_prepared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden_size] to the same."""
-        out: torch.Tensor = self.down_proj(self._silu_and_mul(self.gate_up_proj(x)))
+        out: torch.Tensor = self.down_proj(self._gated(x))
         return out
+
+    def prepare(self) -> None:
+        """Join the first two matrices and the activation."""
+        self.gate_up_proj.prepare()
+        self._gated = self._ops.gated(self.gate_up_proj.op)
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names for Llama and its kin."""

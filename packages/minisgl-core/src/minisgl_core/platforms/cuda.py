@@ -21,7 +21,7 @@ class CudaPlatform(Platform):
 
     @classmethod
     def unsupported(cls) -> list[str]:
-        if not torch.backends.cuda.is_built():
+        if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
             return ["this build of torch has no CUDA support"]
         if not torch.cuda.is_available():
             return ["torch finds no NVIDIA GPU or no driver for it"]
@@ -42,7 +42,7 @@ class CudaPlatform(Platform):
     def __init__(self, local_rank: int = 0) -> None:
         super().__init__(local_rank)
         torch.cuda.set_device(self.device)
-        self._stream = torch.cuda.Stream(self.device)
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +62,7 @@ class CudaPlatform(Platform):
         return host.copy_(tensor, non_blocking=True)
 
     def record_event(self) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 

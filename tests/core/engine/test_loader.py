@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.layers.decoder import DecoderModel
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 11,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 16,
+}
+
+
+class InMemory(WeightSource):
+    def __init__(self, tensors: Mapping[str, torch.Tensor], **changes: Any) -> None:
+        self._tensors, self._changes = tensors, changes
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        return ["it is in memory"]
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        return {**CONFIG, **self._changes}
+
+    def tokenizer(self) -> Any:
+        raise NotImplementedError
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        yield from self._tensors.items()
+
+
+def model_for(source: WeightSource) -> DecoderModel:
+    device, dtype = torch.device("cpu"), torch.float32
+    build = BuildContext(SingleRank(), Ops(device, dtype), device, dtype)
+    return DecoderModel(model_config(source.config), build)
+
+
+def checkpoint(**changes: Any) -> dict[str, torch.Tensor]:
+    model = model_for(InMemory({}, **changes))
+    return {name: torch.randn(target.destination.shape) for name, target in model.weight_targets()}
+
+
+def test_missing_and_unexpected_tensors_are_named() -> None:
+    tensors = checkpoint()
+    del tensors["model.norm.weight"]
+    tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(8)
+    source = InMemory(tensors)
+    with pytest.raises(ModelFormatError) as error:
+        load_weights(model_for(source), source)
+    assert str(error.value) == (
+        "the checkpoint does not fit its config: model.norm.weight is missing; "
+        "model.layers.0.self_attn.q_proj.bias is in the checkpoint but not in LlamaForCausalLM"
+    )
+
+
+def test_many_missing_tensors_are_counted() -> None:
+    source = InMemory({})
+    with pytest.raises(ModelFormatError, match=r"model\.layers\.0\.mlp\.gate_proj\.weight and 16 more are missing"):
+        load_weights(model_for(source), source)
+
+
+@pytest.mark.parametrize("shape", [(9, 8), (10, 9), (8,), (12, 8, 1)])
+def test_another_shape_is_named(shape: tuple[int, ...]) -> None:
+    source = InMemory({**checkpoint(), "model.layers.1.mlp.gate_proj.weight": torch.zeros(shape)})
+    with pytest.raises(ModelFormatError, match=r"layers\.1\.mlp\.gate_proj\.weight has shape"):
+        load_weights(model_for(source), source)
+
+
+def test_what_architectures_ignore_is_no_error() -> None:
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(11, 8)}
+    source = InMemory({**checkpoint(tie_word_embeddings=True), **extra}, tie_word_embeddings=True)
+    load_weights(model_for(source), source)
+
+
+def test_the_tied_matrix_is_one_tensor() -> None:
+    source = InMemory(checkpoint(tie_word_embeddings=True), tie_word_embeddings=True)
+    model = model_for(source)
+    assert model.lm_head.weight is model.embedding.weight
+    load_weights(model, source)
+    hidden = torch.randn(3, 8)
+    assert torch.allclose(model.compute_logits(hidden), hidden @ model.embedding.weight.T)
+
+
+MEASURE = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.layers.decoder import DecoderModel
+from minisgl_models.weights.safetensors_folder import SafetensorsWeights
+
+class Rank(SingleRank):
+    def __init__(self):
+        self.rank, self.size = 1, 2
+
+class Packing(Ops):
+    def prepare_linear(self, weight, bias):
+        packed = weight.clone()
+        return lambda x: x @ packed.T
+
+def anonymous():
+    line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+torch.set_num_threads(1)
+source, device = SafetensorsWeights(Path(sys.argv[1])), torch.device("cpu")
+config = model_config(source.config)
+ops = {"plain": Ops, "packing": Packing}[sys.argv[2]]
+build = BuildContext(Rank(), ops(device, torch.float32), device, torch.float32)
+before, peak, stop = anonymous(), 0, False
+
+def watch():
+    global peak
+    while not stop:
+        peak = max(peak, anonymous())
+        time.sleep(0.0005)
+
+thread = threading.Thread(target=watch)
+thread.start()
+model = DecoderModel(config, build)
+shard = sum(p.nbytes for p in model.parameters())
+largest = max(p.nbytes for p in model.parameters())
+load_weights(model, source)
+stop = True
+thread.join()
+print(peak - before, shard, largest)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("ops", ["plain", "packing"])
+def test_peak_memory_is_little_more_than_the_shard(ops: str, tmp_path: Path) -> None:
+    """Also where the kernels keep packed copies: each matrix is freed before the next is packed."""
+    from transformers import LlamaConfig
+
+    from minisgl_core.testing.references import random_reference
+
+    config = LlamaConfig(
+        vocab_size=8000,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        max_position_embeddings=64,
+    )
+    random_reference(config).save_pretrained(tmp_path, max_shard_size="60MB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), ops], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak, shard, largest = map(int, done.stdout.split())
+    assert shard > 60e6
+    print(peak, shard, largest)
+    assert peak < 1.2 * shard + largest
+    assert done.stderr == "", "no progress bar in a pipe"
