@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from minisgl_core.messages import Submit, TokenLogprobs
@@ -28,20 +30,24 @@ class Request:
         pages: page ids in order; those up to `num_shared` belong to the prefix cache and are locked through `handle`.
         row: page-table row; 0 while waiting.
         num_inflight: launched steps that include the request and are not processed yet.
+        arrival_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
     __slots__ = (
         "arrival",
+        "arrival_s",
         "bias_ids",
         "bias_values",
         "finish_reason",
+        "first_token_s",
         "handle",
         "max_length",
         "num_cached",
         "num_computed",
         "num_inflight",
         "num_pending",
+        "num_preemptions",
         "num_prompt",
         "num_shared",
         "pages",
@@ -67,6 +73,9 @@ class Request:
             sampling,
         )
         self.arrival = arrival
+        self.arrival_s = time.monotonic()
+        self.first_token_s: float | None = None
+        self.num_preemptions = 0
         self.tokens = GrowingArray(submit.token_ids)
         self.num_prompt = len(submit.token_ids)
         self.max_length = self.num_prompt + sampling.max_tokens

@@ -8,6 +8,7 @@ brings the results back, in order, possibly one step late (overlap).
 from __future__ import annotations
 
 import random
+import time
 from bisect import insort
 from collections.abc import Callable, Set
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
 from minisgl_core.messages import Submit, TokenOut
+from minisgl_core.plugins.hooks import Hook
+from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
@@ -78,8 +81,12 @@ def _queue_key(request: Request) -> tuple[int, int]:
 class Scheduler:
     """Owns the requests. `schedule` and `process` alternate; see `minisgl_core.engine.loop`."""
 
-    def __init__(self, limits: SchedulerLimits, cache: PrefixCache, policy: Policy) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: PrefixCache, policy: Policy, request_finished: Hook | None = None
+    ) -> None:
+        """`request_finished` is the hook of that name, called when a request has ended and holds nothing any more."""
         self.limits = limits
+        self._request_finished = request_finished
         self.pages = PageManager(limits.num_pages, limits.page_size, cache)
         capacity = self.pages.allocator.capacity * limits.page_size
         assert limits.max_seq_len <= capacity, (
@@ -209,6 +216,8 @@ class Scheduler:
             if request.finish_reason is not None:
                 continue
             request.tokens.append(token)
+            if request.first_token_s is None:
+                request.first_token_s = time.monotonic()
             self.stats.num_output_tokens += 1
             reason = self._reason_to_stop(request, token)
             if reason is not None:
@@ -257,6 +266,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's pages; it starts again from its tokens, most of which the cache may still hold by then."""
         self.stats.num_preemptions += 1
+        request.num_preemptions += 1
         self._running.remove(request)
         self.rows.free(request.row)
         self.pages.release(request)
@@ -331,6 +341,7 @@ class Scheduler:
         del self._by_id[request.request_id]
         if request.row == 0:
             self._waiting.remove(request)
+            self._report(request)
         self._release_if_done(request)
         return TokenOut(
             request_id=request.request_id,
@@ -346,6 +357,23 @@ class Scheduler:
         self._running.remove(request)
         self.rows.free(request.row)
         self.pages.release(request)
+        self._report(request)
+
+    def _report(self, request: Request) -> None:
+        if self._request_finished is None or request.finish_reason is None:
+            return
+        record = RequestRecord(
+            request_id=request.request_id,
+            finish_reason=request.finish_reason,
+            num_prompt_tokens=request.num_prompt,
+            num_cached_tokens=max(request.num_cached, 0),
+            num_output_tokens=request.num_output,
+            num_preemptions=request.num_preemptions,
+            arrival_s=request.arrival_s,
+            first_token_s=request.first_token_s,
+            finish_s=time.monotonic(),
+        )
+        self._request_finished(record=record)
 
     def check(self) -> None:
         """Verify that pages, rows and maps agree. For tests."""
