@@ -96,6 +96,19 @@ class Ops:
         """
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
+    def norm_rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise each head of q and k (weights [D]), then `rotary`. May overwrite both inputs."""
+        return self.rotary(self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps), cos, sin)
+
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]

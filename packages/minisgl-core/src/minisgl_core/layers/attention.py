@@ -34,7 +34,7 @@ class Attention(Layer):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.layer = AttentionLayer(index, dim**-0.5, config.sliding_windows[index])
-        self._ops = build.ops
+        self._ops, self._eps = build.ops, config.rms_norm_eps
         self._heads = [self.qkv_proj.num_q_heads, self.qkv_proj.num_kv_heads, self.qkv_proj.num_kv_heads]
         self._view = (-1, sum(self._heads), dim)
 
@@ -42,8 +42,10 @@ class Attention(Layer):
         """x [T, hidden_size] to the same; cos and sin [T, rotary_dim / 2] of the tokens' positions."""
         q, k, v = self.qkv_proj(x).view(self._view).split(self._heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q, k = self._ops.rotary(q, k, cos, sin)
+            weights = self.q_norm.weight, self.k_norm.weight
+            q, k = self._ops.norm_rotary(q, k, *weights, self._eps, cos, sin)
+        else:
+            q, k = self._ops.rotary(q, k, cos, sin)
         out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer).flatten(1))
         return out
 

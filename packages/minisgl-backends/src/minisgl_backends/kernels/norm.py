@@ -1,0 +1,93 @@
+"""Root-mean-square norms. Row legend: a row is one vector that is normalised, of N elements.
+
+Products of two bf16 values are taken in float32 and rounded once, as torch does; Triton's interpreter needs it said.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rms_norm(
+    x, out, weight, num_rows, heads, stride_t, stride_h, eps, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, BLOCK)
+    mask = (rows < num_rows)[:, None] & (columns < N)[None, :]
+    start = (rows // heads).to(tl.int64) * stride_t + (rows % heads) * stride_h
+    values = tl.load(x + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 1) / N + eps)
+    gain = tl.load(weight + columns, mask=columns < N, other=0.0)
+    normed = (values * scale[:, None]).to(gain.dtype).to(tl.float32) * gain[None, :].to(tl.float32)
+    tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], normed, mask=mask)
+
+
+@triton.jit
+def _add_rms_norm(x, residual, weight, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < N
+    a = tl.load(x + row * N + columns, mask=mask, other=0.0)
+    b = tl.load(residual + row * N + columns, mask=mask, other=0.0)
+    total = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
+    tl.store(residual + row * N + columns, total, mask=mask)
+    values = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
+    gain = tl.load(weight + columns, mask=mask, other=0.0)
+    normed = (values * scale).to(gain.dtype).to(tl.float32) * gain.to(tl.float32)
+    tl.store(x + row * N + columns, normed, mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Norm over the last dimension.
+
+    Args:
+        x: [T, N] or [T, heads, N]; the last dimension contiguous, the others of any stride.
+        weight: [N].
+        eps: added to the mean square.
+
+    Returns:
+        A new contiguous tensor of x's shape.
+    """
+    heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    size, num_rows = x.shape[-1], x.shape[0] * heads
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        rows = max(1, 1024 // block)
+        grid: Any = (triton.cdiv(num_rows, rows),)
+        _rms_norm[grid](
+            x,
+            out,
+            weight,
+            num_rows,
+            heads,
+            x.stride(0),
+            stride_h,
+            eps,
+            N=size,
+            BLOCK=block,
+            ROWS=rows,
+            num_warps=_warps(block),
+        )
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm of the sum, the sum), written over `x` and `residual`; both [T, N] and contiguous."""
+    num_rows, size = x.shape
+    if num_rows:
+        block = triton.next_power_of_2(size)
+        _add_rms_norm[(num_rows,)](x, residual, weight, eps, N=size, BLOCK=block, num_warps=_warps(block))
+    return x, residual
+
+
+def _warps(block: int) -> int:
+    return min(max(block // 512, 4), 16)

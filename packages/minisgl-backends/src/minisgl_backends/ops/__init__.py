@@ -1,0 +1,1 @@
+"""Fused kernels between attention calls."""

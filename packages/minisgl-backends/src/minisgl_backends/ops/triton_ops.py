@@ -1,0 +1,70 @@
+"""Fused kernels for GPUs, in Triton."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from minisgl_core.contracts.ops import Ops
+
+
+class TritonOps(Ops):
+    """Norms with the residual add, rotary embedding with the q/k norms, activation and sampling, one launch each.
+
+    Matrix products stay torch's (cuBLAS).
+    """
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Needs Triton, and a GPU or Triton's interpreter."""
+        reasons = []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (pip install triton)")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")
+        return reasons
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        from minisgl_backends.kernels import activation, norm, rotary, sample
+
+        self._norm, self._activation, self._rotary, self._sample = norm, activation, rotary, sample
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Ops.rms_norm`."""
+        return self._norm.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.add_rms_norm`; in place."""
+        return self._norm.add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Ops.silu_and_mul`."""
+        return self._activation.silu_and_mul(gate_up)
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.rotary`; in place."""
+        return self._rotary.rotary(q, k, cos, sin)
+
+    def norm_rotary(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        q_weight: torch.Tensor,
+        k_weight: torch.Tensor,
+        eps: float,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.norm_rotary`; in place."""
+        return self._rotary.rotary(q, k, cos, sin, (q_weight, k_weight), eps)
+
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """See `Ops.sample`."""
+        return self._sample.sample(logits, temperature, uniform)

@@ -1,0 +1,97 @@
+"""The Triton kernels against the reference in plain torch; on a CPU under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton")
+
+from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
+from minisgl_core.contracts.ops import Ops  # noqa: E402
+
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPES = [torch.float32, torch.bfloat16]
+# The interpreter cuts float32 to bfloat16 off instead of rounding it, at each step.
+BF16_ERROR = 4e-3 if ON_GPU else 1.5e-2
+
+
+def pair(dtype: torch.dtype) -> tuple[Ops, Ops]:
+    assert TritonOps.unsupported(DEVICE, dtype) == []
+    torch.manual_seed(0)
+    return TritonOps(DEVICE, dtype), Ops(DEVICE, dtype)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    assert error < (1e-6 if dtype == torch.float32 else BF16_ERROR)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [64, 100, 576, 2048])
+def test_norms(dtype: torch.dtype, size: int) -> None:
+    ours, reference = pair(dtype)
+    weight = random(size, dtype=dtype)
+    x, residual = random(5, size, dtype=dtype), random(5, size, dtype=dtype)
+    close(ours.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), dtype)
+    expected = reference.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    found = ours.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+    close(found[0], expected[0], dtype)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+    heads = random(3, 7 * size, dtype=dtype).view(3, 7, size)[:, 2:5]
+    close(ours.rms_norm(heads, weight, 1e-5), reference.rms_norm(heads, weight, 1e-5), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [40, 1536, 5000])
+def test_silu_and_mul(dtype: torch.dtype, size: int) -> None:
+    ours, reference = pair(dtype)
+    x = random(3, 2 * size, dtype=dtype)
+    close(ours.silu_and_mul(x), reference.silu_and_mul(x), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "half"), [(9, 3, 64, 32), (4, 1, 128, 64), (3, 2, 80, 20)])
+@pytest.mark.parametrize("norm", [False, True])
+def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, half: int, norm: bool) -> None:
+    ours, reference = pair(dtype)
+    qkv = random(6, heads + 2 * kv_heads, dim, dtype=dtype)
+    angles = torch.rand(6, half, device=DEVICE) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    weights = random(dim, dtype=dtype), random(dim, dtype=dtype)
+
+    def run(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, _ = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
+        return ops.norm_rotary(q, k, *weights, 1e-6, cos, sin) if norm else ops.rotary(q, k, cos, sin)
+
+    for found, expected in zip(run(ours), run(reference), strict=True):
+        close(found, expected, dtype)
+
+
+@pytest.mark.parametrize("vocab_size", [10, 4096, 9001])
+def test_sampling_picks_the_reference_token(vocab_size: int) -> None:
+    ours, reference = pair(torch.float32)
+    count = 64
+    logits = random(count, vocab_size, dtype=torch.float32) * 3
+    logits[:, : vocab_size // 3] = -torch.inf
+    logits[1] = -torch.inf
+    logits[1, vocab_size - 1] = 0.0
+    temperature = torch.rand(count, device=DEVICE) + 0.3
+    temperature[::5] = 0.0
+    uniform = torch.rand(count, device=DEVICE)
+    uniform[2], uniform[3] = 0.0, 1 - 2**-24
+    found = ours.sample(logits, temperature, uniform)
+    expected = reference.sample(logits, temperature, uniform)
+    assert torch.isfinite(logits.gather(1, found[:, None])).all()
+    torch.testing.assert_close(found[::5], logits[::5].argmax(-1))
+    # Sums in another order may move a number across a border between tokens, rarely.
+    assert (found == expected).float().mean() > 0.95
