@@ -29,7 +29,7 @@ def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
     supervisor.start("tokenizer 0", children.serve, "tokenizer 0")
     assert supervisor.wait_ready()
     assert set(supervisor.ready) == {"scheduler rank 0", "tokenizer 0"}
-    found = [psutil.Process(supervisor.pid(name)) for name in supervisor.ready]
+    found = [psutil.Process(supervisor.pid(name)) for name in sorted(supervisor.ready)]
     assert [process.cmdline()[0] for process in found] == ["minisgl: scheduler rank 0", "minisgl: tokenizer 0"]
     supervisor.terminate()
     assert not any(process.is_running() for process in found)
@@ -48,8 +48,8 @@ def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None
 @pytest.mark.parametrize(
     ("target", "args", "words"),
     [
-        (children.fail_by_user, (), "'bad' failed: --attn='nope' is not valid: must be one of torch."),
-        (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops' MINISGL_DEBUG=1 shows the traceback."),
+        (children.fail_by_user, (), "--attn='nope' is not valid: must be one of torch. (in the process 'bad')"),
+        (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops' (MINISGL_DEBUG=1 shows the traceback)"),
         (children.end_with, (7,), "'bad' ended unexpectedly with exit code 7"),
         (children.end_with, (0,), "'bad' ended unexpectedly with exit code 0"),
     ],

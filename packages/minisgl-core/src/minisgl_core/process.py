@@ -172,10 +172,13 @@ def describe_exit(exitcode: int | None) -> str:
 
 
 def _describe_failure(name: str, failed: _Failed) -> str:
-    text = failed.text if failed.is_expected else f"{failed.kind}: {failed.text}"
-    hint = "" if failed.is_expected or failed.trace else " MINISGL_DEBUG=1 shows the traceback."
-    trace = f"\n{failed.trace}" if failed.trace else ""
-    return f"The process '{name}' failed: {text}{hint}{trace}"
+    """What the user can put right stands first; a bug is told with its type."""
+    if failed.is_expected:
+        text = f"{failed.text} (in the process '{name}')"
+    else:
+        hint = "" if failed.trace else " (MINISGL_DEBUG=1 shows the traceback)"
+        text = f"The process '{name}' failed: {failed.kind}: {failed.text}{hint}"
+    return f"{text}\n{failed.trace}" if failed.trace else text
 
 
 def _child(
@@ -183,7 +186,7 @@ def _child(
 ) -> None:
     setproctitle.setproctitle(f"minisgl: {name}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
     try:
         if isinstance(target, str):
@@ -194,6 +197,17 @@ def _child(
         trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
         pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, isinstance(error, MinisglError))))
         sys.exit(1)
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left that an exception could unwind
+
+
+def _end(*_: object) -> None:
+    """SIGTERM: unwind, and end in any case, as an exception in a destructor goes no further."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    last_resort = threading.Timer(GRACE_S / 2, os._exit, (0,))
+    last_resort.daemon = True
+    last_resort.start()
+    sys.exit(0)
 
 
 def _end_with_parent(pipe: Any, directory: str | None) -> None:

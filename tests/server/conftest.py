@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+
+class Server:
+    """A ``minisgl launch`` in a process of its own, on a port that it chooses."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+        self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
+        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **(env or {})}
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
+        self.process = subprocess.Popen(
+            [Path(sys.executable).with_name("minisgl"), "launch", "--port", "0", *flags],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+        )
+        self.banner = ""
+        self.url = ""
+
+    def wait_started(self) -> Server:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.banner += line
+            if found := re.fullmatch(r"Serving at (http://.*)/v1\n", line):
+                self.url = found[1]
+            if line.startswith("curl "):
+                return self
+        self.process.wait()
+        raise AssertionError(f"launch ended with {self.process.returncode}: {self.stderr()}")
+
+    def stderr(self) -> str:
+        self.log.seek(0)
+        return self.log.read()
+
+    def children(self) -> dict[str, psutil.Process]:
+        """The processes that carry a title, by it, and Python's resource tracker."""
+        found = psutil.Process(self.process.pid).children(recursive=True)
+        return {child.cmdline()[0].removeprefix("minisgl: "): child for child in found}
+
+    def wait_ended(self) -> int:
+        """Exit status; nothing that it started may be left."""
+        status = self.process.wait(60)
+        assert os.listdir(self.sockets) == []
+        return status
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(30)
+        self.process.stdout.close()  # type: ignore[union-attr]
+        self.log.close()
+        Path(self.sockets).rmdir()
+
+
+@pytest.fixture(scope="session")
+def server(smollm2_path: Path) -> Iterator[Server]:
+    """The embedded trained model; shared by all tests, so nothing may break it."""
+    made = Server("--dtype", "float32", "--num-tokenizers", "2", "--num-pages", "1200", "--max-running-requests", "32")
+    yield made.wait_started()
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=250) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=250) as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Any) -> Path:
+    """A Llama with random weights that loads and runs in no time, with SmolLM2's tokenizer."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny")
+    config = LlamaConfig(
+        vocab_size=len(smollm2_tokenizer),
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=2048,
+        eos_token_id=2,
+        bos_token_id=1,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    smollm2_tokenizer.save_pretrained(folder)
+    return folder
