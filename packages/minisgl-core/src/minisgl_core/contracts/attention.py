@@ -145,7 +145,7 @@ class AttentionBackend(ABC):
             spec: one for which `unsupported` returned nothing.
             pool: K and V of every layer.
             page_table: page ids, int32 [R, M] on the device; column j of a row holds tokens ``[j * S, (j + 1) * S)``.
-                Entries past a request's tokens are undefined. Its contents change between steps, its address never.
+                Entries past a request's tokens are any pages of the pool. Its contents change between steps, its address never.
         """
         self.spec, self.pool, self.page_table = spec, pool, page_table
 
@@ -178,7 +178,9 @@ class GraphCapturable(Protocol):
     """What a backend adds to take part in graph capture of decode steps.
 
     For every captured batch size, `plan_capture` is called once and its result is used while `forward` is recorded. Before a
-    replay, `plan_replay` brings the buffers that the recorded kernels read up to date, in place.
+    replay the captured batch's tensors are overwritten with the step's values, and `plan_replay`, which gets those tensors
+    and new host arrays, brings up to date in place what else the recorded kernels read. A batch is padded to the captured
+    size with decodes of row 0, one token long, at slot 0.
     """
 
     def plan_capture(self, batch: AttentionBatch) -> Any:

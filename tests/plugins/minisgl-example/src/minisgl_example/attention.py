@@ -22,8 +22,8 @@ class ExampleAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Nothing is out of reach of plain torch."""
-        return []
+        """Plain torch does it all, but the pool stores what it is given."""
+        return [] if spec.kv_dtype == spec.dtype else [f"the KV pool must hold {spec.dtype}, not {spec.kv_dtype}"]
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Translate each request's row of the page table into slots of the pool."""
@@ -40,21 +40,21 @@ class ExampleAttention(AttentionBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Plan
     ) -> torch.Tensor:
-        """Store k and v, then attend request by request; softmax in float32."""
+        """Store k and v, then attend request by request, in float32."""
         self.pool.store(layer.index, k, v, plan.store_index)
         all_k, all_v = self.pool.k(layer.index).flatten(0, 1), self.pool.v(layer.index).flatten(0, 1)
         group = self.spec.num_q_heads // self.spec.num_kv_heads
         out = torch.empty_like(q)
         for queries, key_slots in plan.requests:
-            keys = all_k[key_slots].to(q.dtype).repeat_interleave(group, dim=1)  # [N, Hq, D]
-            values = all_v[key_slots].to(q.dtype).repeat_interleave(group, dim=1)
-            scores = torch.einsum("qhd,nhd->hqn", q[queries], keys).float() * layer.scale
+            keys = all_k[key_slots].float().repeat_interleave(group, dim=1)  # [N, Hq, D]
+            values = all_v[key_slots].float().repeat_interleave(group, dim=1)
+            scores = torch.einsum("qhd,nhd->hqn", q[queries].float(), keys) * layer.scale
             num_keys, num_queries = len(key_slots), queries.stop - queries.start
             key_at = torch.arange(num_keys, device=q.device)
             query_at = torch.arange(num_keys - num_queries, num_keys, device=q.device)[:, None]
             hidden = key_at > query_at
             if layer.sliding_window is not None:
                 hidden |= key_at <= query_at - layer.sliding_window
-            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1).to(q.dtype)
+            weights = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             out[queries] = torch.einsum("hqn,nhd->qhd", weights, values)
         return out

@@ -1,0 +1,287 @@
+"""What the attention kit runs a backend in: a pool and a page table like an engine's, and plain attention to compare with.
+
+Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens a page, N slots of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionSpec,
+    GraphCapturable,
+)
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.kv.pool import KVPool, KVPoolSpec
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Largest error of an output, whose elements are of about unit size."""
+STALE = 1000.0
+"""Size of what lies in slots that no one may read, next to keys and values of unit size."""
+
+
+def dense_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
+) -> torch.Tensor:
+    """Causal attention of a sequence's last queries in float64, head by head.
+
+    Args:
+        q: [Q, Hq, D], the last Q tokens.
+        k: [L, Hkv, D], all tokens.
+        v: like k.
+        scale: on the scores.
+        window: latest tokens that a query sees, itself included; None for all.
+    """
+    group = q.shape[1] // k.shape[1]
+    query_at = torch.arange(len(k) - len(q), len(k))[:, None]
+    key_at = torch.arange(len(k))
+    visible = key_at <= query_at
+    if window is not None:
+        visible &= key_at > query_at - window
+    out = torch.empty(q.shape, dtype=torch.float64)
+    for head in range(q.shape[1]):
+        scores = q[:, head].double() @ k[:, head // group].double().T * scale
+        out[:, head] = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ v[:, head // group].double()
+    return out
+
+
+@dataclass(eq=False)
+class Tokens:
+    """A request: its row of the page table, its pages, and how many of their slots hold its tokens."""
+
+    row: int
+    pages: list[int]
+    num_tokens: int = 0
+
+
+Work = Sequence[tuple[Tokens | None, int]]
+"""Requests and how many tokens of each a step brings; None stands for a padded decode."""
+
+
+@dataclass
+class AttentionRig:
+    """A backend over a pool whose every slot is also known in plain tensors.
+
+    Pages are handed out at random and nothing is ever freed. Slots that hold no token, and entries of the page table past a
+    request's pages, contain what an earlier request may have left there.
+
+    Attributes:
+        backend_class: what to test.
+        spec: what to make it for.
+        layers: attention layers; a step runs them all.
+        num_pages: pages of the pool, page 0 included.
+        seed: of everything random.
+    """
+
+    backend_class: type[AttentionBackend]
+    spec: AttentionSpec
+    layers: Sequence[AttentionLayer]
+    num_pages: int
+    seed: int = 0
+    _free_pages: list[int] = field(init=False)
+    _free_rows: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        self.random = torch.Generator().manual_seed(self.seed)
+        self._free_pages = (torch.randperm(self.num_pages - 1, generator=self.random) + 1).tolist()
+        self._free_rows = (torch.randperm(2 * spec.max_batch, generator=self.random) + 1).tolist()
+        shape = (len(self.layers), 2, self.num_pages * spec.page_size, spec.num_kv_heads, spec.head_dim)
+        self.known = self._normal(*shape) * STALE  # K and V of each layer, [layers, 2, N, Hkv, D]
+        self.pool = KVPool(
+            KVPoolSpec(
+                num_layers=len(self.layers),
+                num_pages=self.num_pages,
+                page_size=spec.page_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                dtype=spec.kv_dtype,
+                device=spec.device,
+                layout=self.backend_class.kv_layout,
+            )
+        )
+        self.pool.data.copy_(self._laid_out(self.known))
+        self.table = PageTable(2 * spec.max_batch, spec.max_seq_len, spec.page_size, spec.device)
+        stale_pages = torch.randint(self.num_pages, self.table.data.shape, generator=self.random, dtype=torch.int32)
+        stale_pages[0] = 0
+        self.table.data.copy_(stale_pages)
+        self.backend = self.backend_class(spec, self.pool, self.table.data)
+
+    def request(self, num_cached: int, capacity: int, prefix_of: Tokens | None = None, num_shared: int = 0) -> Tokens:
+        """A new request.
+
+        Args:
+            num_cached: tokens that are in the pool already.
+            capacity: tokens that it will grow to.
+            prefix_of: whose first `num_shared` pages are its first pages too; they may be filled later.
+            num_shared: pages.
+        """
+        size = self.spec.page_size
+        shared = prefix_of.pages[:num_shared] if prefix_of else []
+        own = [self._free_pages.pop() for _ in range(-(-capacity // size) - num_shared)]
+        made = Tokens(self._free_rows.pop(), shared + own, num_cached)
+        entries = torch.tensor(made.pages, dtype=torch.int32, device=self.spec.device)
+        self.table.data[made.row, : len(made.pages)] = entries
+        fresh = self.slots(made, num_shared * size, num_cached)
+        if len(fresh):
+            self.known[:, :, fresh] = self._normal(*self.known.shape[:2], len(fresh), *self.known.shape[3:])
+            self.pool.data.copy_(self._laid_out(self.known))
+        return made
+
+    def slots(self, request: Tokens, start: int, stop: int) -> torch.Tensor:
+        """Slots of a request's tokens, int64 [stop - start], on the CPU."""
+        positions = torch.arange(start, max(start, stop))
+        size = self.spec.page_size
+        return torch.tensor(request.pages, dtype=torch.int64)[positions // size] * size + positions % size
+
+    def batch(self, work: Work, num_decodes: int) -> AttentionBatch:
+        """The step that brings new tokens to requests; they count as theirs from now on."""
+        rows, q_lens, seq_lens, slots = [], [], [], []
+        for request, num_new in work:
+            if request is None:
+                rows.append(0)
+                seq_lens.append(1)
+                slots.append(torch.zeros(1, dtype=torch.int64))
+            else:
+                rows.append(request.row)
+                seq_lens.append(request.num_tokens + num_new)
+                slots.append(self.slots(request, request.num_tokens, request.num_tokens + num_new))
+                request.num_tokens += num_new
+            q_lens.append(num_new)
+        q_lens_host, seq_lens_host = np.array(q_lens, np.int32), np.array(seq_lens, np.int32)
+        device = self.spec.device
+        starts = np.concatenate(([0], np.cumsum(q_lens_host)))
+        return AttentionBatch(
+            num_decodes=num_decodes,
+            rows=torch.tensor(rows, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+            slots=torch.cat(slots).to(device),
+            q_lens_host=q_lens_host,
+            seq_lens_host=seq_lens_host,
+        )
+
+    def step(self, work: Work, num_decodes: int | None = None) -> None:
+        """Run a step through all layers and check it; without `num_decodes`, all requests are decodes."""
+        batch = self.batch(work, len(work) if num_decodes is None else num_decodes)
+        plan = self.backend.plan(batch)
+        inputs = [self.inputs(batch) for _ in self.layers]
+        outputs = [
+            self.backend.forward(*self.split(fused), layer, plan)
+            for fused, layer in zip(inputs, self.layers, strict=True)
+        ]
+        self.check(work, batch, inputs, outputs)
+
+    def inputs(self, batch: AttentionBatch) -> torch.Tensor:
+        """Random q, k and v in one tensor [T, Hq + 2 * Hkv, D], as a fused projection leaves them."""
+        heads = self.spec.num_q_heads + 2 * self.spec.num_kv_heads
+        fused = self._normal(batch.num_tokens, heads, self.spec.head_dim)
+        fused[:, : self.spec.num_q_heads] *= 3  # so that a few keys matter much, and a wrong one shows
+        return fused.to(self.spec.device, self.spec.dtype)
+
+    def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of q, k and v."""
+        heads = self.spec.num_kv_heads
+        q, k, v = torch.split(fused, [self.spec.num_q_heads, heads, heads], dim=1)
+        return q, k, v
+
+    def check(
+        self, work: Work, batch: AttentionBatch, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+    ) -> None:
+        """Compare a step's outputs with plain attention, and the whole pool with what must be in it."""
+        ends = np.cumsum(batch.q_lens_host).tolist()
+        real = [token for (request, n), end in zip(work, ends, strict=True) if request for token in range(end - n, end)]
+        slots = batch.slots.cpu()[real]
+        for layer, fused, out in zip(self.layers, inputs, outputs, strict=True):
+            q, k, v = (part.cpu() for part in self.split(fused))
+            assert out.shape == q.shape, f"{self}: the output is {list(out.shape)}, not {list(q.shape)}"
+            assert out.dtype == q.dtype, f"{self}: the output is {out.dtype}, not {q.dtype}"
+            self.known[layer.index][:, slots] = torch.stack((k, v))[:, real].to(self.spec.kv_dtype).float()
+            for (request, num_new), end in zip(work, ends, strict=True):
+                part = slice(end - num_new, end)
+                self._check_request(request, layer, q[part], out[part].cpu())
+        changed = (self.pool.data.cpu() != self._laid_out(self.known)).flatten(3).any(-1)
+        wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
+        assert not wrong, f"{self}: these (layer, K or V, page) do not hold what belongs there: {wrong[:8]}"
+
+    def _check_request(self, request: Tokens | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
+        where = f"{self}: layer {layer.index}, window {layer.sliding_window}"
+        assert out.isfinite().all(), f"{where}: not finite"
+        if request is None:
+            return
+        k, v = self.known[layer.index][:, self.slots(request, 0, request.num_tokens)]
+        expected = dense_attention(q, k, v, layer.scale, layer.sliding_window)
+        error = (out.double() - expected).abs().max().item()
+        allowed = TOLERANCES[self.spec.dtype]
+        assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
+
+    def __str__(self) -> str:
+        """The case, for messages."""
+        spec = self.spec
+        heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
+        return f"{self.backend_class.__name__}, {spec.dtype}, page size {spec.page_size}, {heads}"
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        """Float32, with values that both dtypes of the spec hold exactly."""
+        values = torch.randn(shape, generator=self.random)
+        return values.to(self.spec.dtype).to(self.spec.kv_dtype).float()
+
+    def _laid_out(self, known: torch.Tensor) -> torch.Tensor:
+        """Shaped and typed like the pool."""
+        pages = known.view(*known.shape[:2], self.num_pages, self.spec.page_size, *known.shape[3:])
+        if self.backend_class.kv_layout == "HND":
+            pages = pages.transpose(3, 4)
+        return pages.to(self.spec.kv_dtype)
+
+
+class DecodeGraph:
+    """Decodes of one batch size, recorded once and replayed with other values.
+
+    On a GPU the replay is a CUDA graph's; elsewhere the captured plan is used again, which is the part that can be tested there.
+    """
+
+    def __init__(self, rig: AttentionRig, batch_size: int) -> None:
+        """Record a batch of nothing but padding."""
+        assert isinstance(rig.backend, GraphCapturable)
+        self.rig, self.backend, self.size = rig, rig.backend, batch_size
+        self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
+        self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
+        self.plan: Any = self.backend.plan_capture(self.batch)
+        self.outputs = self._run()
+        self.graph: torch.cuda.CUDAGraph | None = None
+        if rig.spec.device.type == "cuda":
+            self.graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(self.graph):
+                self.outputs = self._run()
+
+    def _run(self) -> list[torch.Tensor]:
+        rig = self.rig
+        return [
+            rig.backend.forward(*rig.split(fused), layer, self.plan)
+            for fused, layer in zip(self.inputs, rig.layers, strict=True)
+        ]
+
+    def step(self, requests: Sequence[Tokens]) -> None:
+        """One more token for each request, padded to the batch size; checked."""
+        work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
+        now = self.rig.batch(work, self.size)
+        for name in ("rows", "cu_seqlens_q", "seq_lens", "slots"):
+            getattr(self.batch, name).copy_(getattr(now, name))
+        for fused in self.inputs:
+            fused.copy_(self.rig.inputs(now))
+        self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
+        self.backend.plan_replay(self.batch)
+        if self.graph is None:
+            self.outputs = self._run()
+        else:
+            self.graph.replay()
+        self.rig.check(work, now, self.inputs, self.outputs)
