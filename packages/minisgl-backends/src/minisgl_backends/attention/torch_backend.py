@@ -58,8 +58,8 @@ class TorchAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Nothing is."""
-        return []
+        """A pool of another dtype."""
+        return [] if spec.kv_dtype == spec.dtype else [f"the KV pool must hold {spec.dtype}, not {spec.kv_dtype}"]
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)

@@ -62,6 +62,19 @@ class AttentionBackendTests:
             assert isinstance(reasons, list), f"{change}: {reasons!r} is no list"
             assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
 
+    def test_what_it_accepts_works(self) -> None:
+        """Specs that no one declared: the backend refuses them or computes them right."""
+        odd: list[dict[str, Any]] = [
+            {"page_size": 3},
+            {"head_dim": 40},
+            {"num_q_heads": 7, "num_kv_heads": 1},
+            {"kv_dtype": torch.float8_e4m3fn},
+        ]
+        spec = next(iter(self.specs()))
+        for change in odd:
+            if not self.backend.unsupported(replace(spec, **change)):
+                self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
+
     def test_every_shape(self) -> None:
         """Chunks of prompts after decodes, over all head shapes, page sizes and dtypes."""
         for spec in self.specs(every_shape=True):
