@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.errors import ModelFormatError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+}
+
+
+def read(architecture: str = "LlamaForCausalLM", **changes: Any) -> Any:
+    raw = {**LLAMA, "architectures": [architecture], **changes}
+    return model_config({key: value for key, value in raw.items() if value is not ...})
+
+
+def test_plain_llama() -> None:
+    config = read()
+    assert (config.architecture, config.head_dim, config.num_kv_heads) == ("LlamaForCausalLM", 8, 2)
+    assert (config.dtype, config.rms_norm_eps, config.max_position) == ("bfloat16", 1e-5, 1024)
+    assert (config.tie_embeddings, config.qkv_bias, config.o_bias, config.mlp_bias) == (False, False, False, False)
+    assert config.sliding_windows == (None,) * 4
+    assert config.moe is None
+    assert (config.rope.kind, config.rope.theta, config.rope.rotary_dim) == ("default", 10000.0, 8)
+    assert config.raw["vocab_size"] == 100
+
+
+def test_transformers_4_and_5_say_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}
+    four = read(rope_theta=5e5, rope_scaling={"rope_type": "llama3", **scaling})
+    five = read(
+        rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, **scaling}, torch_dtype=..., dtype="bfloat16"
+    )
+    assert four == five
+    assert (four.rope.kind, four.rope.theta, four.rope.factor, four.max_position) == ("llama3", 5e5, 8.0, 1024)
+    older = read(rope_scaling={"type": "linear", "factor": 2.0})
+    assert (older.rope.kind, older.rope.factor, older.max_position) == ("linear", 2.0, 2048)
+
+
+def test_yarn_stretches_the_context() -> None:
+    qwen = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    assert read("Qwen2ForCausalLM", rope_scaling=qwen).max_position == 4096
+    assert read("Qwen2ForCausalLM", rope_scaling=qwen, max_position_embeddings=5120).max_position == 5120
+    implied = read(rope_scaling={"rope_type": "yarn", "original_max_position_embeddings": 256})
+    assert (implied.rope.factor, implied.max_position) == (4.0, 1024)
+    deepseek = read(
+        rope_scaling={**qwen, "mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": None, "beta_fast": None}
+    )
+    assert (deepseek.rope.mscale, deepseek.rope.mscale_all_dim, deepseek.rope.beta_fast) == (1.0, 0.5, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "ids"),
+    [
+        ({}, ()),
+        ({"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": [2, 5]}, (2, 5)),
+        ({"eos_token_id": None}, ()),
+    ],
+)
+def test_eos_ids(changes: dict[str, Any], ids: tuple[int, ...]) -> None:
+    raw = {**LLAMA, **changes}
+    assert model_config(raw).eos_token_ids == ids
+    assert model_config(raw, {"eos_token_id": [2, 9]}).eos_token_ids == tuple(dict.fromkeys((*ids, 2, 9)))
+    assert model_config(raw, {"eos_token_id": 9}).eos_token_ids == (*ids, 9)
+
+
+def test_biases() -> None:
+    assert read(attention_bias=True).qkv_bias
+    assert read(attention_bias=True).o_bias
+    assert read(mlp_bias=True).mlp_bias
+    qwen2 = read("Qwen2ForCausalLM")
+    assert (qwen2.qkv_bias, qwen2.o_bias) == (True, False)
+    qwen3 = read("Qwen3ForCausalLM", attention_bias=True)
+    assert (qwen3.qkv_bias, qwen3.o_bias) == (True, True)
+
+
+def test_defaults_are_those_of_transformers_classes() -> None:
+    assert read("Qwen3ForCausalLM").head_dim == 128
+    assert read("MistralForCausalLM").sliding_windows == (4096,) * 4
+    assert read("MistralForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
+    assert read(num_key_value_heads=...).num_kv_heads == 8
+    assert read(head_dim=None).head_dim == 8
+    assert read(torch_dtype=...).dtype == "float32"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_qwen_windows(architecture: str) -> None:
+    def windows(**changes: Any) -> Any:
+        return read(architecture, **{"sliding_window": 32, "max_window_layers": 3, **changes}).sliding_windows
+
+    assert windows(use_sliding_window=False) == (None,) * 4
+    assert windows(use_sliding_window=True) == (None, None, None, 32)
+    kinds = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    assert windows(use_sliding_window=True, layer_types=kinds) == (32, None, None, 32)
+    assert windows(use_sliding_window=False, layer_types=["full_attention"] * 4) == (None,) * 4
+
+
+def test_experts() -> None:
+    moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+    config = read("Qwen3MoeForCausalLM", **moe, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert (config.moe.num_experts, config.moe.top_k, config.moe.intermediate_size) == (8, 2, 16)
+    assert config.moe.norm_topk_prob
+    assert config.moe.dense_layers == {0, 2, 3}
+    five = {**moe, "num_local_experts": moe["num_experts"]}
+    del five["num_experts"]
+    assert read("Qwen3MoeForCausalLM", **five).moe == read("Qwen3MoeForCausalLM", **moe).moe
+    assert read("Qwen3MoeForCausalLM", **moe).moe.dense_layers == frozenset()
+    assert read("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2).moe.intermediate_size == 128
+
+
+def test_part_of_a_head_may_rotate() -> None:
+    assert read(head_dim=32, partial_rotary_factor=0.5).rope.rotary_dim == 16
+    assert read(head_dim=32, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}).rope.rotary_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": []}, "architectures is missing"),
+        ({"vocab_size": ...}, "vocab_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not a number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 is not a whole number"),
+        ({"intermediate_size": 1.5}, "intermediate_size=1.5 is not a whole number"),
+        ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
+        ({"hidden_size": 65}, "head_dim is missing"),
+        ({"head_dim": 7}, "head_dim=7"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type='longrope'"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters: low_freq_factor is missing"),
+        ({"rope_parameters": {"full_attention": {}, "rope_type": "default"}}, "rope_parameters is not one set"),
+        ({"rope_parameters": {"freq_factors": [1.0], "rope_theta": 1e4}}, "freq_factors has 1 entries, not 4"),
+        ({"layer_types": ["full_attention"]}, "layer_types must hold"),
+        ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set or not used"),
+        ({"num_experts": 4}, "num_experts_per_tok is missing"),
+        ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+        ({"num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size is missing"),
+    ],
+)
+def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelFormatError) as error:
+        model_config({key: value for key, value in {**LLAMA, **changes}.items() if value is not ...})
+    assert message in str(error.value)

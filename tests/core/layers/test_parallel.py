@@ -1,0 +1,168 @@
+"""How dimensions are split, and the layers' parts of their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.layers.base import Layer, Shard, allowed_tp_sizes, check_tp_size
+from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl_core.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
+from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
+
+
+def build_for(communicator: Communicator) -> BuildContext:
+    device = torch.device("cpu")
+    return BuildContext(communicator, Ops(device, torch.float32), device, torch.float32)
+
+
+class OfRank(SingleRank):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+@given(total=st.integers(1, 200), size=st.integers(1, 16))
+def test_shards_cover_a_dimension_once(total: int, size: int) -> None:
+    shards = [Shard.of(total, build_for(OfRank(rank, size))) for rank in range(size)]
+    covered = [i for shard in shards for i in range(total)[shard.index] if shard.num_real]
+    assert covered == list(range(total))
+    assert len({shard.size for shard in shards}) == 1
+    assert shards[0].size * size - total < size
+    for shard in shards:
+        assert shard.is_padded == (shard.size != len(range(total)[shard.index]))
+
+
+@given(num_kv_heads=st.integers(1, 12), group=st.integers(1, 8))
+def test_every_rank_has_the_kv_heads_of_its_queries(num_kv_heads: int, group: int) -> None:
+    num_q_heads, dim = num_kv_heads * group, 2
+    allowed = allowed_tp_sizes(num_q_heads, num_kv_heads)
+    assert 1 in allowed
+    assert num_q_heads in allowed, "one query head a rank always works"
+    for size in allowed:
+        for rank in range(size):
+            layer = QKVParallelLinear(4, dim, num_q_heads, num_kv_heads, build_for(OfRank(rank, size)))
+            _, (_, k), (_, v) = layer.weight_targets("q", "k", "v")
+            kv_rows = range(num_kv_heads * dim)[k.index[0]]
+            assert k.index == v.index
+            first_q = rank * layer.num_q_heads
+            needed = {q // group for q in range(first_q, first_q + layer.num_q_heads)}
+            held = [row // dim for row in kv_rows[::dim]]
+            assert needed <= set(held)
+            assert len(held) == layer.num_kv_heads
+            local_group = layer.num_q_heads // layer.num_kv_heads
+            for local, q in enumerate(range(first_q, first_q + layer.num_q_heads)):
+                assert held[local // local_group] == q // group
+
+
+def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
+    config = model_config(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 8,
+            "hidden_size": 24,
+            "intermediate_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 8,
+        }
+    )
+    for size in (1, 2, 4, 12):
+        check_tp_size(config, size)
+    for size in (3, 5, 6, 24):
+        with pytest.raises(InvalidValueError, match=rf"--tp={size} is not valid: must be one of 1, 2, 4, 12 for this"):
+            check_tp_size(config, size)
+
+
+@pytest.mark.parametrize(("vocab_size", "tp_size"), [(7, 1), (8, 4), (7, 4), (5, 4), (97, 3)])
+def test_embedding_and_head_over_ranks(vocab_size: int, tp_size: int) -> None:
+    """The vocabulary need not divide; a rank may hold none of it."""
+    table = torch.randn(vocab_size, 6, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(vocab_size)
+
+    def run(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        build = build_for(communicator)
+        embedding = VocabParallelEmbedding(vocab_size, 6, build)
+        for _, target in embedding.weight_targets("e"):
+            target.destination.copy_(table[target.index])
+        head = LMHead(vocab_size, 6, build, tied=embedding)
+        head.prepare()
+        rows = embedding(ids)
+        return rows, head(rows)
+
+    for rows, logits in run_ranks(tp_size, run):
+        assert torch.equal(rows, table)
+        assert torch.allclose(logits, table @ table.T, atol=1e-5)
+
+
+def test_a_row_parallel_bias_counts_once() -> None:
+    def run(communicator: Communicator) -> torch.Tensor:
+        layer = RowParallelLinear(4, 3, build_for(communicator), bias=True)
+        for _, target in layer.weight_targets("o"):
+            target.destination.fill_(1)
+        layer.prepare()
+        return layer(torch.ones(2, 4 // communicator.size))
+
+    for size in (1, 2, 4):
+        assert all(torch.equal(out, torch.full((2, 3), 5.0)) for out in run_ranks(size, run))
+
+
+def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
+    kept = []
+
+    class Packing(Ops):
+        def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> object:
+            kept.append(weight.clone())
+            return lambda x: x @ kept[-1].T
+
+    device = torch.device("cpu")
+    build = BuildContext(SingleRank(), Packing(device, torch.float32), device, torch.float32)
+    layer = Linear(3, 2, build)
+    for _, target in layer.weight_targets("a"):
+        target.destination.fill_(2)
+    layer.prepare()
+    assert list(layer.parameters()) == []
+    assert layer.weight is None
+    assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 2), 6.0))
+    layer.prepare()
+    assert len(kept) == 1
+
+
+def test_using_a_layer_before_finalize_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="finalize"):
+        Linear(3, 2, build_for(SingleRank()))(torch.ones(1, 3))
+
+
+def test_a_layer_is_a_module_all_the_same() -> None:
+    class Outer(Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Linear(3, 2, build_for(SingleRank()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x)
+
+    outer = Outer()
+    assert [name for name, _ in outer.named_parameters()] == ["inner.weight"]
+    assert outer.__dict__["inner"] is outer.inner is outer._modules["inner"]
+    outer.inner = replaced = Linear(3, 2, build_for(SingleRank()))
+    assert outer.inner is replaced
+    assert [module for _, module in outer.named_children()] == [replaced]
+
+
+def test_an_error_on_one_rank_ends_all() -> None:
+    def run(communicator: Communicator) -> None:
+        assert isinstance(communicator, ThreadCommunicator)
+        if communicator.rank == 1:
+            raise ValueError("rank 1 is broken")
+        communicator.all_reduce(torch.zeros(1))
+
+    with pytest.raises(ValueError, match="rank 1 is broken"):
+        run_ranks(3, run)

@@ -1,0 +1,103 @@
+"""Frequencies against transformers', and the table past the context that the model was trained for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.layers.rotary import RotaryCache, inverse_frequencies
+
+CONTEXT = 64
+
+
+def config_of(**rope: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=10,
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=4,
+        max_position_embeddings=CONTEXT,
+        architectures=["LlamaForCausalLM"],
+        rope_scaling=rope,
+        rope_theta=500.0,
+    )
+
+
+def build(dtype: torch.dtype = torch.float32) -> BuildContext:
+    device = torch.device("cpu")
+    return BuildContext(SingleRank(), Ops(device, dtype), device, dtype)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 3.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "beta_fast": 8, "beta_slow": 0.5},
+        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "attention_factor": 1.3},
+        {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "original_max_position_embeddings": 32,
+            "mscale": 0.7,
+            "mscale_all_dim": 0.2,
+        },
+    ],
+    ids=lambda rope: "-".join(str(value) for value in rope.values()),
+)
+def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
+    config = config_of(**rope)
+    expected, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+    frequencies, my_scale = inverse_frequencies(model_config(config.to_dict()).rope)
+    assert torch.allclose(frequencies, expected, rtol=1e-6, atol=0)
+    assert my_scale == pytest.approx(scale, rel=1e-6)
+    plain, _ = inverse_frequencies(model_config(config_of(rope_type="default").to_dict()).rope)
+    assert not torch.allclose(frequencies, plain)
+
+
+def test_table_is_cos_and_sin_of_the_angles() -> None:
+    rope = model_config(config_of(rope_type="default").to_dict()).rope
+    positions = torch.tensor([0, 3, 63, 3])
+    cos, sin = RotaryCache(rope, CONTEXT, build())(positions)
+    for row, position in enumerate(positions.tolist()):
+        for pair in range(8):
+            angle = position / 500.0 ** (2 * pair / 16)
+            assert cos[row, pair] == pytest.approx(math.cos(angle), abs=1e-5)
+            assert sin[row, pair] == pytest.approx(math.sin(angle), abs=1e-5)
+
+
+def test_half_precision_is_rounded_once() -> None:
+    rope = model_config(config_of(rope_type="default").to_dict()).rope
+    positions = torch.arange(CONTEXT)
+    exact, _ = RotaryCache(rope, CONTEXT, build())(positions)
+    half, _ = RotaryCache(rope, CONTEXT, build(torch.bfloat16))(positions)
+    assert torch.equal(half, exact.bfloat16())
+
+
+def test_dynamic_is_plain_within_the_context_and_late_tokens_have_their_own_base() -> None:
+    config = config_of(rope_type="dynamic", factor=4.0)
+    mine = model_config(config.to_dict())
+    assert mine.max_position == 4 * CONTEXT
+    cos, sin = RotaryCache(mine.rope, mine.max_position, build())(torch.arange(4 * CONTEXT))
+    plain = RotaryCache(model_config(config_of(rope_type="default").to_dict()).rope, CONTEXT, build())
+    assert torch.equal(cos[:CONTEXT], plain.cos)
+    for position in (CONTEXT, 100, 255):
+        expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=position + 1)
+        assert torch.allclose(cos[position], (expected * position).cos(), atol=1e-4)
+        assert torch.allclose(sin[position], (expected * position).sin(), atol=1e-4)
