@@ -94,6 +94,9 @@ class SchedulerOptions:
         "Prepare a step only when the one before is done; auto overlaps where the device runs beside the host.",
         env=("MINISGL_DISABLE_OVERLAP_SCHEDULING",),
     )
+    cuda_graph_max_bs: int | str = option(
+        AUTO, "Largest decode batch that is recorded as a graph; 0 records none.", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Choice, Resolved, attention_spec, resolve
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, GraphCapturable
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
@@ -25,6 +25,7 @@ from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.loader import load_weights
 from minisgl_core.engine.memory import plan_pool
 from minisgl_core.errors import InvalidValueError, PluginError, ProviderLoadError, ProviderUnsupportedError
@@ -133,6 +134,9 @@ def build_engine(
         )
         attention = _attention(backends, spec, KVPool(pool_spec), table)
         engine = Engine(platform, communicator, model, attention, table, ops, num_rows)
+        graphs = _graphs(config, platform, backends[-1])
+        if graphs:
+            engine.record_graphs(graphs, progress and rank == 0)
         platform.synchronize()
     info = _info(checkpoint, resolved, pool_spec.num_pages, max_seq_len, hardware)
     return BuiltEngine(engine, config, checkpoint, pool_spec.num_pages, max_seq_len, info)
@@ -197,6 +201,20 @@ def _join(
     if first != digest:
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
     return communicator
+
+
+def _graphs(config: EngineConfig, platform: Platform, decode: type[AttentionBackend]) -> list[int]:
+    """Batch sizes of decode steps to record."""
+    wanted = config.scheduler.cuda_graph_max_bs
+    name = config.backends.attn.split(",")[-1]
+    reasons = [] if platform.supports_graphs else [f"the platform {platform.name} has no graphs"]
+    reasons += [] if issubclass(decode, GraphCapturable) else [f"the attention backend {name} cannot be recorded"]
+    if reasons and wanted not in (AUTO, 0):
+        raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
+    if reasons or wanted == 0:
+        return []
+    limit = config.scheduler.max_running_requests
+    return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
 
 def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:

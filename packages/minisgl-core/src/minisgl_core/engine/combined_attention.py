@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionLayer,
+    AttentionSpec,
+    GraphCapturable,
+)
 from minisgl_core.kv.pool import KVPool
 
 
@@ -39,6 +45,16 @@ class CombinedAttention(AttentionBackend):
         decode = self._decode.plan(batch.decodes()) if num_decodes else None
         prefill = self._prefill.plan(batch.prefills()) if num_decodes < batch.num_requests else None
         return num_decodes, decode, prefill
+
+    def plan_capture(self, batch: AttentionBatch) -> Any:
+        """Graphs hold decodes alone."""
+        assert isinstance(self._decode, GraphCapturable)
+        return batch.num_decodes, self._decode.plan_capture(batch), None
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        """See `GraphCapturable`."""
+        assert isinstance(self._decode, GraphCapturable)
+        self._decode.plan_replay(batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any

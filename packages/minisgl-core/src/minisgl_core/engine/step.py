@@ -35,6 +35,12 @@ class StepInputs:
     logits_index: torch.Tensor
 
 
+def update_table(plan: BatchPlan, platform: Platform, table: PageTable) -> None:
+    """Write the plan's new page-table entries."""
+    if len(plan.new_pages):
+        table.write(*platform.to_device(plan.new_pages).chunk(3))
+
+
 def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
     """Bring a plan to the device in one copy, bring the page table up to date, and fill in the tokens that only it knows.
 
