@@ -64,7 +64,7 @@ def _names(prefix: str, path: Path) -> Iterator[str]:
 
 def _describe(prefix: str, node: ast.stmt) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        if not node.name.startswith("_") or node.name in ("__init__", "__call__"):
+        if not node.name.startswith(("_", "test_")) or node.name in ("__init__", "__call__"):
             yield f"{prefix}.{node.name}({_arguments(node.args)})"
     elif isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
         yield f"{prefix}.{node.name}({', '.join(ast.unparse(base) for base in node.bases)})"

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from public_api import public_api
 
@@ -37,8 +42,11 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(module: str, *, at_import_only: bool = False) -> Iterator[str]:
-    """Dotted names that a module imports; `at_import_only` leaves out functions' bodies and type checking."""
+def imported(module: str, *, at_run_time: bool = False, at_import_only: bool = False) -> Iterator[str]:
+    """Dotted names that a module imports.
+
+    `at_run_time` leaves out what only type checkers see, `at_import_only` functions' bodies as well.
+    """
     path = modules()[module]
     nodes: list[ast.AST] = [ast.parse(path.read_text())]
     while nodes:
@@ -54,7 +62,7 @@ def imported(module: str, *, at_import_only: bool = False) -> Iterator[str]:
             yield from (f"{base}.{alias.name}" for alias in node.names if f"{base}.{alias.name}" in modules())
         elif at_import_only and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        elif at_import_only and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif (at_run_time or at_import_only) and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             nodes.extend(node.orelse)
         else:
             nodes.extend(ast.iter_child_nodes(node))
@@ -157,3 +165,25 @@ def test_every_folder_of_modules_is_a_package() -> None:
     """A folder without __init__.py imports all the same, but is left out where one looks for packages."""
     folders = {path.parent for path in modules().values()}
     assert [str(folder.relative_to(ROOT)) for folder in sorted(folders) if not (folder / "__init__.py").exists()] == []
+
+
+@pytest.mark.parametrize("project", PROJECTS, ids=PROJECT_IDS)
+def test_what_is_imported_is_required(project: Path) -> None:
+    """By the package itself or by one of its extras, not by luck through another package's requirements."""
+    metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+    extras = metadata.get("optional-dependencies", {}).values()
+    required = {
+        canonicalize_name(Requirement(text).name) for text in [*metadata["dependencies"], *itertools.chain(*extras)]
+    }
+    distributions = packages_distributions()
+    missing = {}
+    for module in modules():
+        if module.partition(".")[0] != project.name.replace("-", "_"):
+            continue
+        for name in imported(module, at_run_time=True):
+            top = name.partition(".")[0]
+            if top in sys.stdlib_module_names or top in MAY_IMPORT[module.partition(".")[0]]:
+                continue
+            if not required.intersection(canonicalize_name(found) for found in distributions.get(top, [top])):
+                missing[top] = module
+    assert not missing

@@ -9,9 +9,10 @@ _REQUIREMENTS = {
     ("attention", "trtllm"): "minisgl-backends[fi]",
     ("attention", "fa"): "minisgl-backends[fa]",
     ("attention", "fa4"): "minisgl-backends[fa4]",
-    **{("attention", name): "minisgl-backends" for name in ("torch", "triton")},
+    ("attention", "torch"): "minisgl-backends",
     **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
-    **{("moe", name): "minisgl-backends" for name in ("torch", "triton")},
+    ("moe", "torch"): "minisgl-backends",
+    **{(kind, "triton"): "minisgl-backends[triton]" for kind in ("attention", "moe", "ops")},
     **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},
     **{("weights", name): "minisgl-models" for name in ("safetensors", "gguf", "dummy")},
     **{
