@@ -86,7 +86,7 @@ def _looks_like_path(model: str) -> bool:
 
 
 def _from_huggingface(model: str, revision: str | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import constants, errors, snapshot_download
 
     try:
         folder = snapshot_download(
@@ -100,8 +100,10 @@ def _from_huggingface(model: str, revision: str | None) -> Path:
         why = "the hub has no such model, or it is private and you are not logged in (hf auth login)"
     except errors.RevisionNotFoundError:
         why = f"the hub has no revision {revision!r} of it"
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        why = "it is not in the local cache, and the hub cannot be reached"
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        cause = _one_line(error.__cause__ or error)
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"the hub cannot be reached ({cause})"
+        why = "it is not in the local cache, and " + why
     except (OSError, errors.EntryNotFoundError) as error:
         why = "the hub does not answer as expected: " + _one_line(error)
     else:
@@ -123,6 +125,6 @@ def _from_modelscope(model: str, revision: str | None) -> Path:
         raise ModelNotFoundError(f"--model={model!r}: ModelScope does not hand it out: {_one_line(error)}") from None
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: BaseException) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else text[:297] + "..."
