@@ -1,0 +1,159 @@
+"""Kernels for CPUs: matrices packed for oneDNN once at load, activations fused into the products.
+
+The packed products are those that torch.compile's CPU backend emits (`mkldnn::_linear_pointwise`).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.ops import LinearOp, Ops
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_PACK_ROWS = 16
+"""Rows of x that the packed layout is chosen for; products of other sizes use the same layout."""
+
+
+class PackedLinear:
+    """``x @ weight.T + bias`` with the weight in oneDNN's blocked layout.
+
+    One row is a matter of reading the matrix once, in order; for that the plain weight is kept in bfloat16 and torch's own
+    product of a matrix and a vector is used, which reads it faster than oneDNN does.
+    """
+
+    __slots__ = ("_bias", "_packed", "_product", "_vector", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self._bias = weight, bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._vector = weight.dtype == torch.bfloat16
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._vector and len(x) == 1:
+            return _one_row(x, self.weight, self._bias)
+        out: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
+        return out
+
+
+class PackedGated:
+    """``silu(x @ gate.T) * (x @ up.T)``; the activation and the product run inside the matrix products."""
+
+    __slots__ = ("_both", "_gate", "_product", "_times", "_up")
+
+    def __init__(self, both: PackedLinear) -> None:
+        gate, up = both.weight.chunk(2)
+        self._both = both
+        self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous(), _PACK_ROWS)
+        self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous(), _PACK_ROWS)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._times = torch.ops.mkldnn._linear_pointwise.binary
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            gate, up = self._both(x).chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
+        gate = self._product(x, self._gate, None, "swish", [], "")
+        out: torch.Tensor = self._times(x, gate, self._up, None, "mul")
+        return out
+
+
+class OneDnnOps(Ops):
+    """Packed products; norms and rotation in few calls, since a call costs microseconds."""
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Needs a CPU, a torch that was built with oneDNN, and a dtype that oneDNN is quick in."""
+        reasons = []
+        if device.type != "cpu":
+            reasons.append(f"oneDNN is for CPUs, not for {device.type}")
+        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+            reasons.append("this build of torch has no oneDNN")
+        if dtype not in _DTYPES:
+            reasons.append(f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}")
+        elif dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            reasons.append("oneDNN has no bfloat16 on this processor")
+        return reasons
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._cos: torch.Tensor | None = None
+        self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
+        self._norm_constants: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Pack."""
+        return PackedLinear(weight, bias)
+
+    def gated(self, gate_up: LinearOp) -> LinearOp:
+        """Pack the halves each by itself."""
+        if not isinstance(gate_up, PackedLinear) or gate_up._bias is not None:
+            return super().gated(gate_up)
+        return PackedGated(gate_up)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """torch's fused norm; a single row by its 2-norm, which takes fewer passes."""
+        size = x.shape[-1]
+        if x.dim() == 2 and len(x) == 1:
+            # 1 / sqrt(mean(x^2) + eps) = sqrt(size) / hypot(norm(x), sqrt(size * eps))
+            root, floor = self._constants(size, eps)
+            scale = root / torch.hypot(torch.linalg.vector_norm(x, dtype=torch.float32), floor)
+            return torch.mul(x, scale).mul_(weight)
+        return F.rms_norm(x, (size,), None, eps).mul_(weight)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.add_rms_norm`; the sum is written over `x`."""
+        total = x.add_(residual)
+        return self.rms_norm(total, weight, eps), total
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both at once where they lie side by side, as parts of one projection's output do."""
+        half = cos.shape[-1]
+        if 2 * half != q.shape[-1]:
+            return super().rotary(q, k, cos, sin)
+        if cos is not self._cos:  # a step's layers share them
+            self._cos = cos
+            self._tables = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
+        straight, crossed = self._tables
+        num_q = q.shape[1]
+        if _is_followed_by(q, k):
+            both = q.as_strided((q.shape[0], num_q + k.shape[1], q.shape[2]), q.stride())
+            both = torch.addcmul(both * straight, torch.roll(both, half, -1), crossed)
+            return both[:, :num_q], both[:, num_q:]
+        return (
+            torch.addcmul(q * straight, torch.roll(q, half, -1), crossed),
+            torch.addcmul(k * straight, torch.roll(k, half, -1), crossed),
+        )
+
+    def _constants(self, size: int, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._norm_constants.get((size, eps))
+        if found is None:
+            found = torch.tensor(math.sqrt(size)), torch.tensor(math.sqrt(size * eps))
+            self._norm_constants[size, eps] = found
+        return found
+
+
+def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether k's heads lie behind q's in one tensor."""
+    return (
+        q.stride() == k.stride()
+        and k.storage_offset() - q.storage_offset() == q.shape[1] * q.stride(1)
+        and q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    )
+
+
+def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    set_enabled: Any = torch._C._set_mkldnn_enabled
+    set_enabled(False)
+    try:
+        return F.linear(x, weight, bias)
+    finally:
+        set_enabled(True)
