@@ -6,27 +6,28 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
+import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.build import build_engine
-from minisgl_core.engine.loop import EngineLoop
-from minisgl_core.engine.worker import make_loop, rendezvous, run_worker
+from minisgl_core.engine.ranks import OtherRanks
+from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, MinisglError
-from minisgl_core.ipc import Endpoints, Sender, send_all
-from minisgl_core.messages import EngineInfo, Stop, Submit, TokenLogprobs, TokenOut
+from minisgl_core.messages import Submit, TokenLogprobs, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import Supervisor
+from minisgl_core.process import GRACE_S
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.text.detokenizer import IncrementalDetokenizer
-from minisgl_core.text.prompt import encode_chat, encode_prompt
+from minisgl_core.scheduler.scheduler import SchedulerStats
+from minisgl_core.text.detokenizer import OutputText
+from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -59,32 +60,42 @@ class GenerationOutput:
 
 @dataclass(slots=True)
 class _Running:
-    """An output in the making."""
+    """An output in the making.
+
+    Attributes:
+        output: filled in as it goes.
+        decoder: turns its tokens into text.
+        decodes_at_once: text is made of each token as it comes, as a stream and stop texts need it; otherwise at the end.
+        fresh: text that a stream has not passed on yet.
+        done: nothing more will come.
+    """
 
     output: GenerationOutput
-    detokenizer: IncrementalDetokenizer
-    stop_token_ids: tuple[int, ...]
+    decoder: OutputText
+    decodes_at_once: bool
+    fresh: str = ""
     done: bool = False
 
-    def add(self, new: TokenOut) -> tuple[str, bool]:
-        """Take in tokens; returns (new text, whether a stop text ended it early)."""
+    def add(self, new: TokenOut) -> bool:
+        """Take in tokens; returns whether a stop text ended the output before the scheduler knew."""
         output = self.output
         output.token_ids += new.token_ids
         output.cached_tokens = new.num_cached_tokens
         if new.logprobs is not None:
-            output.logprobs = [*(output.logprobs or []), *new.logprobs]
+            output.logprobs = output.logprobs or []
+            output.logprobs += new.logprobs
         if new.prompt_logprobs is not None:
             output.prompt_logprobs = new.prompt_logprobs
-        shown = new.token_ids if new.stop_token_id is None else new.token_ids[:-1]
-        text, match = self.detokenizer.push(shown, new.finish_reason is not None)
-        output.text += text
-        if match is not None:
-            output.finish_reason, output.stop_reason = "stop", match
-        elif new.finish_reason is not None:
-            output.finish_reason = new.finish_reason
-            output.stop_reason = new.stop_token_id if new.stop_token_id in self.stop_token_ids else None
-        self.done = match is not None or new.finish_reason is not None
-        return text, match is not None and new.finish_reason is None
+        if not self.decodes_at_once:
+            if new.finish_reason is None:
+                return False
+            new = msgspec.structs.replace(new, token_ids=output.token_ids)
+        piece = self.decoder.push(new)
+        output.text += piece.text
+        self.fresh += piece.text
+        if piece.finish_reason is not None:
+            output.finish_reason, output.stop_reason, self.done = piece.finish_reason, piece.stop_reason, True
+        return piece.is_early
 
 
 class LLM:
@@ -94,7 +105,9 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.text)
 
-    Several can live in one process. Not for use by several threads at once.
+    Several can live in one process. Not for use by several threads at once; streams may be open while it does other work.
+    With ``tp`` above 1 it starts a process for each further rank, so a script needs the ``if __name__ == "__main__":`` that
+    Python's multiprocessing asks for.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
@@ -111,40 +124,35 @@ class LLM:
         registry = Registry.from_environment()
         hooks = Hooks(registry)
         self._names = count()
-        self._stack = ExitStack()
-        self._supervisor: Supervisor | None = None
-        try:
-            self._loop, self.info, self.tokenizer = self._start(config, registry, hooks)
-        except BaseException:
-            self._stack.close()
-            raise
-
-    def _start(self, config: EngineConfig, registry: Registry, hooks: Hooks) -> tuple[EngineLoop, EngineInfo, Any]:
-        size, init_method = config.parallel.tp, ""
-        followers: list[Sender] = []
-        if size > 1:
-            endpoints = self._stack.enter_context(Endpoints.create(num_ranks=size))
-            init_method = rendezvous(endpoints)
-            self._supervisor = Supervisor(endpoints.directory)
-            self._stack.callback(self._supervisor.terminate)
-            for rank in range(1, size):
-                self._supervisor.start(f"scheduler rank {rank}", run_worker, config, rank, endpoints)
-            followers = [self._stack.enter_context(Sender(address)) for address in endpoints.rank_in[1:]]
-        built = build_engine(config, registry, hooks, 0, init_method)
-        self._stack.callback(built.engine.close)
-        if self._supervisor is not None:
-            self._supervisor.wait_ready()
-            self._stack.callback(send_all, followers, Stop())
-        if hooks.engine_started is not None:
-            hooks.engine_started(info=built.info)
-        if hooks.engine_stopped is not None:
-            self._stack.callback(hooks.engine_stopped)
-        return make_loop(built, registry, hooks, followers), built.info, built.checkpoint.source.tokenizer()
+        self._running: dict[str, _Running] = {}
+        self._others: OtherRanks | None = None
+        with ExitStack() as stack:
+            if config.parallel.tp == 1:
+                built = build_engine(config, registry, hooks)
+            else:
+                others = self._others = OtherRanks(config)
+                stack.callback(others.close)
+                built = others.join(lambda: build_engine(config, registry, hooks, 0, others.init_method))
+            if hooks.engine_stopped is not None:
+                stack.callback(hooks.engine_stopped)
+            stack.callback(built.engine.close)
+            self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
+            followers = self._others.followers if self._others else []
+            self._new_loop = partial(make_loop, built, registry, hooks, followers)
+            self._loop = self._new_loop()
+            if hooks.engine_started is not None:
+                hooks.engine_started(info=built.info)
+            self._stack, self._is_open = stack.pop_all(), True
 
     @property
     def default_sampling(self) -> SamplingParams:
         """What `generate` uses where it is given no sampling: the model's generation_config."""
         return SamplingParams(**self.info.default_sampling)
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Counters since the start, or since a step that failed."""
+        return self._loop.scheduler.stats
 
     def generate(
         self,
@@ -165,17 +173,18 @@ class LLM:
 
         Raises:
             InvalidValueError: a prompt or a parameter is not valid; nothing has been generated then.
+            WorkerDiedError: another rank has ended; so has this object then.
         """
-        several = not isinstance(prompts, str) and not (prompts and isinstance(prompts[0], int))
-        listed: list[Any] = list(prompts) if several else [prompts]
+        listed = list_prompts(prompts)
         wanted = sampling or self.default_sampling
         each = [wanted] * len(listed) if isinstance(wanted, SamplingParams) else list(wanted)
         if len(each) != len(listed):
             raise InvalidValueError(
                 "sampling", f"{len(each)} entries", f"one, or {len(listed)}: as many as there are prompts"
             )
-        encoded = [encode_prompt(self.tokenizer, p) if isinstance(p, str) else list(p) for p in listed]
-        work = [(ids, one) for ids, params in zip(encoded, each, strict=True) for one in params.split()]
+        work = [
+            self._checked(prompt, one) for prompt, params in zip(listed, each, strict=True) for one in params.split()
+        ]
         return self._run(work, progress and len(work) > 1)
 
     def chat(
@@ -193,10 +202,11 @@ class LLM:
         return self.generate(prompts, sampling, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, piece by piece; closing the iterator aborts."""
-        ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-        [params] = (sampling or self.default_sampling).split()
-        return self._stream(ids, params)
+        """Continue one prompt, piece by piece; closing the iterator aborts. Errors are those of `generate`."""
+        params = sampling or self.default_sampling
+        if params.n != 1:
+            raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
+        return self._stream(*self._checked(prompt, params))
 
     def stream_chat(
         self,
@@ -208,71 +218,109 @@ class LLM:
         """Answer one conversation, piece by piece; closing the iterator aborts."""
         return self.stream(encode_chat(self.tokenizer, messages, dict(chat_template_kwargs or {})), sampling)
 
-    def _stream(self, ids: list[int], params: SamplingParams) -> Iterator[str]:
-        with self._requests() as running:
-            name = self._submit(ids, params, running)
-            while name in running:
-                text = self._step(running).get(name, "")
-                if text:
-                    yield text
+    def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
+        """The request, without a name yet."""
+        if not self._is_open:
+            raise MinisglError("this LLM is closed")
+        ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        submit = Submit(request_id="", token_ids=token_array(ids), sampling=params)
+        self._loop.scheduler.validate(submit)
+        return submit, params
 
-    def _run(self, work: list[tuple[list[int], SamplingParams]], progress: bool) -> list[GenerationOutput]:
-        scheduler = self._loop.scheduler
-        for ids, params in work:
-            scheduler.validate(_as_submit("", ids, params))
-        todo = deque(work)
+    def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
+        with self._requests() as names:
+            running = self._submit(submit, names, decodes_at_once=True)
+            while not running.done or running.fresh:
+                if running.fresh:
+                    text, running.fresh = running.fresh, ""
+                    yield text
+                else:
+                    self._step()
+            if running.output.finish_reason == "abort":
+                raise MinisglError("the stream cannot go on: a step failed, or the LLM was closed")
+
+    def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
+        todo, scheduler = deque(work), self._loop.scheduler
         console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
-        with self._requests() as running, bar:
+        with self._requests() as names, bar:
             task = bar.add_task("Generating", total=len(work))
             outputs: list[GenerationOutput] = []
-            while todo or running:
+            num_done = 0
+            while num_done < len(work):
                 while todo and scheduler.num_waiting < scheduler.limits.max_queued:
-                    name = self._submit(*todo.popleft(), running)
-                    outputs.append(running[name].output)
-                self._step(running)
-                bar.update(task, completed=len(outputs) - len(running))
+                    submit, params = todo.popleft()
+                    outputs.append(self._submit(submit, names, decodes_at_once=bool(params.stop)).output)
+                num_done += sum(name in names for name in self._step())
+                bar.update(task, completed=num_done)
             return outputs
 
     @contextmanager
-    def _requests(self) -> Iterator[dict[str, _Running]]:
-        """Requests by id until they are done; whatever is left at the end is aborted."""
-        running: dict[str, _Running] = {}
+    def _requests(self) -> Iterator[dict[str, None]]:
+        """Names of the requests that the block submits; what still runs at its end is aborted."""
+        names: dict[str, None] = {}
         try:
-            yield running
+            yield names
         finally:
-            for name in running:
-                self._loop.scheduler.abort(name)
+            for name in names:
+                if self._running.pop(name, None) is not None:
+                    self._loop.scheduler.abort(name)
             # Steps in flight hold pages; with nobody else to run them, they are processed here.
-            while self._loop.has_work and not self._loop.scheduler.request_ids():
-                self._loop.step()
+            while self._is_open and self._loop.has_work and not self._running:
+                self._step()
 
-    def _submit(self, ids: list[int], params: SamplingParams, running: dict[str, _Running]) -> str:
+    def _submit(self, submit: Submit, names: dict[str, None], decodes_at_once: bool) -> _Running:
         name = str(next(self._names))
-        self._loop.scheduler.submit(_as_submit(name, ids, params))
-        detokenizer = IncrementalDetokenizer(self.tokenizer, params.skip_special_tokens, params.stop)
-        running[name] = _Running(GenerationOutput(ids), detokenizer, params.stop_token_ids)
-        return name
+        self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
+        names[name] = None
+        output = GenerationOutput(submit.token_ids.tolist())
+        running = _Running(output, OutputText(self.tokenizer, submit.sampling), decodes_at_once)
+        self._running[name] = running
+        return running
 
-    def _step(self, running: dict[str, _Running]) -> dict[str, str]:
-        """One step of the engine; returns the new text of each of `running`."""
-        if self._supervisor is not None:
-            self._supervisor.wait(timeout_s=0)
-        texts: dict[str, str] = {}
-        for _, new in self._loop.step():
-            each = running.get(new.request_id)
-            if each is None:
-                continue
-            texts[new.request_id], stopped = each.add(new)
-            if stopped:
-                self._loop.scheduler.abort(new.request_id)
-            if each.done:
-                del running[new.request_id]
-        return texts
+    def _step(self) -> list[str]:
+        """One step of the engine, for all requests; returns the names of those that it ended."""
+        ended = []
+        try:
+            if self._others is not None:
+                self._others.check()
+            for _, new in self._loop.step():
+                name = new.request_id
+                running = self._running.get(name)
+                if running is None:
+                    continue
+                if running.add(new):
+                    self._loop.scheduler.abort(name)
+                if running.done:
+                    del self._running[name]
+                    ended.append(name)
+        except BaseException as error:
+            self._recover(error)
+            raise
+        return ended
+
+    def _recover(self, error: BaseException) -> None:
+        """A step ended anywhere: every request is lost. One rank starts again with an empty cache; several no longer agree."""
+        self._abandon()
+        if self._others is None:
+            self._loop = self._new_loop()
+            return
+        try:
+            if isinstance(error, RuntimeError):
+                self._others.check(GRACE_S)  # a collective failed, most likely as another rank ended: say so instead
+        finally:
+            self.close()
+
+    def _abandon(self) -> None:
+        for running in self._running.values():
+            running.output.finish_reason, running.done = "abort", True
+        self._running.clear()
 
     def close(self) -> None:
         """Free the model and end the other ranks. Safe to call twice."""
+        self._is_open = False
+        self._abandon()
         self._stack.close()
 
     def __enter__(self) -> Self:
@@ -282,14 +330,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _as_submit(name: str, ids: list[int], params: SamplingParams) -> Submit:
-    try:
-        token_ids = np.array(ids, dtype=np.int32)
-    except (ValueError, TypeError, OverflowError):
-        raise InvalidValueError("prompt", ids, "a text or a list of token ids") from None
-    return Submit(request_id=name, token_ids=token_ids, sampling=params)
 
 
 __all__ = ["LLM", "GenerationOutput", "MinisglError", "SamplingParams"]

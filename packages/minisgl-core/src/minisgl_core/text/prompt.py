@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import TemplateError
 
 from minisgl_core.errors import InvalidValueError
@@ -15,6 +18,34 @@ _RESERVED = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "conversation"}
 )
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """One prompt (a text or a list of token ids) or several, as a list of prompts.
+
+    Raises:
+        InvalidValueError: it is neither.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidValueError("prompts", prompts, "a text, a list of token ids, or a list of those")
+    return [prompts] if prompts and isinstance(prompts[0], Integral) else list(prompts)
+
+
+def token_array(ids: Any) -> npt.NDArray[np.int32]:
+    """A list of token ids as an array; what does not fit becomes an id that no vocabulary has.
+
+    Raises:
+        InvalidValueError: it is no list of whole numbers.
+    """
+    try:
+        array = np.array(ids)
+    except ValueError:  # lists of different lengths
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
+        raise InvalidValueError("prompt", ids, "a text or a list of token ids")
+    return array.astype(np.int64).clip(-1, 2**31 - 1).astype(np.int32)
 
 
 def encode_prompt(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:

@@ -1,0 +1,307 @@
+"""`LLM` on a tiny random Llama; what it generates is compared with transformers."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import tiny_folder
+import torch
+
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import InvalidValueError, MinisglError, ModelNotFoundError
+
+PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44], [5, 9, 3]]
+
+
+def new_llm(**options: Any) -> LLM:
+    fixed = {"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200, "page_size": 4}
+    return LLM(tiny_folder.llama(), **fixed | options)
+
+
+def greedy(max_tokens: int, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **{"ignore_eos": True} | more)
+
+
+def assert_nothing_in_use(llm: LLM) -> None:
+    assert not llm._loop.has_work
+    assert not llm._running
+    tiny.assert_nothing_in_use(llm._loop)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with new_llm() as made:
+        yield made
+        assert_nothing_in_use(made)
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    lengths = [12, 1, 7, 3, 20, 5]
+    outputs = llm.generate(PROMPTS, [greedy(length) for length in lengths])
+    for prompt, length, output in zip(PROMPTS, lengths, outputs, strict=True):
+        assert output.prompt_token_ids == prompt
+        assert tuple(output.token_ids) == tiny.greedy(tuple(prompt), length)
+        assert output.text == tiny_folder.words(output.token_ids)
+        assert (output.finish_reason, output.stop_reason) == ("length", None)
+
+
+def test_one_prompt_as_text_or_tokens(llm: LLM) -> None:
+    [by_text] = llm.generate("w5 w9 w3", greedy(4))
+    [by_tokens] = llm.generate([5, 9, 3], greedy(4))
+    [by_numpy] = llm.generate([np.int64(5), np.int64(9), np.int64(3)], greedy(4))
+    assert by_text == by_tokens == by_numpy
+    assert by_text.prompt_token_ids == [5, 9, 3]
+    assert llm.generate([]) == []
+
+
+def test_a_chat_goes_through_the_template(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "w5 w7"}]
+    [one] = llm.chat(chat, greedy(3))
+    assert one.prompt_token_ids == [5, 7, 9]
+    assert [each.prompt_token_ids for each in llm.chat([chat, chat[:1]], greedy(1))] == [[5, 7, 9]] * 2
+    assert "".join(llm.stream_chat(chat, greedy(3))) == one.text
+
+
+def test_more_prompts_than_the_queue_holds() -> None:
+    with new_llm(max_queued_requests=2, max_running_requests=3) as llm:
+        outputs = llm.generate([[3 + i] for i in range(15)], greedy(3))
+        assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy((3 + i,), 3) for i in range(15)]
+        assert_nothing_in_use(llm)
+
+
+def test_several_outputs_a_prompt_follow_each_other(llm: LLM) -> None:
+    sampling = SamplingParams(n=3, seed=11, max_tokens=8, ignore_eos=True)
+    outputs = llm.generate(PROMPTS[:2], [sampling, greedy(8, n=2)])
+    assert [output.prompt_token_ids for output in outputs] == [PROMPTS[0]] * 3 + [PROMPTS[1]] * 2
+    assert len({tuple(output.token_ids) for output in outputs[:3]}) == 3
+    assert outputs[3].token_ids == outputs[4].token_ids == list(tiny.greedy(tuple(PROMPTS[1]), 8))
+    again = llm.generate(PROMPTS[0], sampling)
+    assert [output.token_ids for output in again] == [output.token_ids for output in outputs[:3]]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_prefill_length": 3}, {"cache": "naive", "disable_overlap": False}])
+def test_logprobs_are_the_log_softmax_of_transformers(options: dict[str, Any]) -> None:
+    sampling = greedy(6, logprobs=5, prompt_logprobs=3)
+    with new_llm(**options) as llm:
+        llm.generate(PROMPTS, greedy(6))  # fills the prefix cache
+        cached = llm.generate(PROMPTS, greedy(6, logprobs=5))
+        outputs = llm.generate(PROMPTS, sampling)
+        assert (sum(output.cached_tokens for output in cached) > 0) == (options.get("cache") != "naive")
+        assert_nothing_in_use(llm)
+    for prompt, output, after_hit in zip(PROMPTS, outputs, cached, strict=True):
+        with torch.inference_mode():
+            logits = tiny.reference_model()(torch.tensor([prompt + output.token_ids])).logits[0]
+        expected = logits.double().log_softmax(-1)
+        assert output.prompt_logprobs is not None
+        assert output.logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        places = [*output.prompt_logprobs[1:], *output.logprobs]
+        assert after_hit.prompt_logprobs is None
+        assert after_hit.logprobs is not None
+        assert len(places) == len(prompt) + 5
+        check_logprobs(places, expected, prompt[1:] + output.token_ids, [3] * (len(prompt) - 1) + [5] * 6)
+        check_logprobs(after_hit.logprobs, expected[len(prompt) - 1 :], output.token_ids, [5] * 6)
+
+
+def check_logprobs(places: list[Any], expected: torch.Tensor, token_ids: list[int], num_top: list[int]) -> None:
+    for place, row, token, count in zip(places, expected, token_ids, num_top, strict=False):
+        assert place.token.token_id == token
+        assert place.token.logprob == pytest.approx(float(row[token]), abs=1e-3)
+        assert place.token.rank == 1 + int((row > row[token]).sum())
+        best = row.topk(count)
+        assert [entry.token_id for entry in place.top] == best.indices.tolist()
+        assert [entry.logprob for entry in place.top] == pytest.approx(best.values.tolist(), abs=1e-3)
+        assert [entry.rank for entry in place.top] == list(range(1, count + 1))
+
+
+def test_stop_texts_end_the_output_before_them(llm: LLM) -> None:
+    tokens = list(tiny.greedy(tuple(PROMPTS[2]), 20))
+    text = tiny_folder.words(tokens)
+    across = text[len(tiny_folder.words(tokens[:4])) - 1 :][:4]  # begins inside one word and ends inside the next
+    first = text.index(across)
+    [stopped, other] = llm.generate(PROMPTS[2:4], greedy(20, stop=("never", across)))
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == (text[:first], "stop", across)
+    assert stopped.token_ids == tokens[: len(stopped.token_ids)]
+    assert across in tiny_folder.words(stopped.token_ids)
+    assert across not in tiny_folder.words(stopped.token_ids[:-1])
+    assert tuple(other.token_ids) == tiny.greedy(tuple(PROMPTS[3]), 20)[: len(other.token_ids)]
+    assert "".join(llm.stream(PROMPTS[2], greedy(20, stop=across))) == text[:first]
+
+
+def test_stop_tokens_and_the_models_own_end(llm: LLM) -> None:
+    tokens = list(tiny.greedy(tuple(PROMPTS[2]), 20))
+    stop = tokens[5]
+    end = tokens.index(stop)
+    [output] = llm.generate(PROMPTS[2], greedy(20, stop_token_ids=(stop,)))
+    assert output.token_ids == tokens[: end + 1]
+    assert output.text == tiny_folder.words(tokens[:end])
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    [biased] = llm.generate(PROMPTS[2], greedy(20, ignore_eos=False, logit_bias={tiny.EOS: 100}))
+    assert (biased.token_ids, biased.text) == ([tiny.EOS], "")
+    assert (biased.finish_reason, biased.stop_reason) == ("stop", None)
+
+
+def test_a_seed_gives_the_same_text_whatever_else_runs(llm: LLM) -> None:
+    seeded = SamplingParams(temperature=0.9, seed=4, top_p=0.9, max_tokens=12, ignore_eos=True)
+    unseeded = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
+    [alone] = llm.generate(PROMPTS[0], seeded)
+    others = llm.generate(PROMPTS, [seeded, unseeded, unseeded, seeded, greedy(3), unseeded])
+    assert others[0].token_ids == alone.token_ids
+    assert others[3].token_ids != alone.token_ids, "another prompt"
+    with new_llm(page_size=1, max_prefill_length=2, cache="naive") as other:
+        assert other.generate(PROMPTS, [seeded] + [unseeded] * 5)[0].token_ids == alone.token_ids
+    drawn = {tuple(output.token_ids) for output in llm.generate([PROMPTS[0]] * 3, unseeded)}
+    assert len(drawn) == 3, "without a seed, every output is another"
+
+
+def test_streams_and_other_work_take_turns(llm: LLM) -> None:
+    expected = [tiny_folder.words(list(tiny.greedy(tuple(prompt), 9))) for prompt in PROMPTS]
+    one, two = llm.stream(PROMPTS[0], greedy(9)), llm.stream(PROMPTS[1], greedy(9))
+    pieces = [next(one), next(two)]
+    pieces[0] += next(one)
+    assert [output.text for output in llm.generate(PROMPTS[2:], greedy(9))] == expected[2:]
+    assert pieces[0] + "".join(one) == expected[0]
+    assert pieces[1] + "".join(two) == expected[1]
+
+
+def test_a_stream_closed_midway_frees_everything(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[2], greedy(30))
+    next(stream)
+    assert llm._loop.scheduler.num_running == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert_nothing_in_use(llm)
+    never_started = llm.stream(PROMPTS[2], greedy(30))
+    del never_started
+    assert_nothing_in_use(llm)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    with new_llm(disable_overlap=not overlap) as llm:
+        stream = llm.stream(PROMPTS[1], greedy(30))
+        next(stream)
+        launch, calls = llm._loop.engine.launch, 0
+
+        def interrupted(plan: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                raise KeyboardInterrupt
+            return launch(plan)
+
+        monkeypatch.setattr(llm._loop.engine, "launch", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, greedy(30))
+        assert_nothing_in_use(llm)
+        with pytest.raises(MinisglError, match="cannot go on"):
+            list(stream)
+        outputs = llm.generate(PROMPTS, greedy(5))
+        assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(p), 5) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "sampling", "name"),
+    [
+        ("", greedy(1), "prompt"),
+        ([[]], greedy(1), "prompt"),
+        ([[5], [tiny.VOCAB_SIZE]], greedy(1), "prompt"),
+        ([[5], [-1]], greedy(1), "prompt"),
+        ([2**40], greedy(1), "prompt"),
+        ([2**70], greedy(1), "prompt"),
+        ([[1.5, 2.0]], greedy(1), "prompt"),
+        ([True], greedy(1), "prompt"),
+        ([["w5"]], greedy(1), "prompt"),
+        ([[[5]]], greedy(1), "prompt"),
+        ([None], greedy(1), "prompt"),
+        (7, greedy(1), "prompts"),
+        (None, greedy(1), "prompts"),
+        ([[5] * 250], greedy(10), "max_tokens"),
+        ([[5] * 256], greedy(1), "prompt"),
+        ([[5], [6]], [greedy(1)], "sampling"),
+        ([[5]], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
+    ],
+)
+def test_what_is_not_valid_is_named_and_nothing_runs(llm: LLM, prompts: Any, sampling: Any, name: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        llm.generate(prompts, sampling)
+    assert caught.value.name == name
+    assert llm.stats.num_steps == 0
+
+
+def test_streams_refuse_at_once(llm: LLM) -> None:
+    for prompt, sampling, name in (("", greedy(1), "prompt"), ("w5", greedy(2, n=2), "n")):
+        with pytest.raises(InvalidValueError) as caught:
+            llm.stream(prompt, sampling)
+        assert caught.value.name == name
+
+
+def test_options_and_models_that_do_not_exist() -> None:
+    with pytest.raises(InvalidValueError, match="page_size"):
+        LLM(tiny_folder.llama(), pagesize=4)
+    with pytest.raises(InvalidValueError, match="page_size=0"):
+        new_llm(page_size=0)
+    with pytest.raises(ModelNotFoundError, match="no such file"):
+        LLM("./nowhere")
+
+
+def test_several_in_one_process() -> None:
+    expected = [tiny.greedy(tuple(prompt), 8) for prompt in PROMPTS]
+    with new_llm(page_size=1) as one, new_llm(page_size=16, cache="naive") as two:
+        stream = one.stream(PROMPTS[2], greedy(8))
+        pieces = next(stream)
+        for llm in (two, one, two):
+            assert [tuple(output.token_ids) for output in llm.generate(PROMPTS, greedy(8))] == expected
+        two.close()
+        assert pieces + "".join(stream) == tiny_folder.words(list(expected[2]))
+        assert_nothing_in_use(one)
+
+
+def test_close_frees_the_model_and_may_come_twice() -> None:
+    llm = new_llm()
+    stream = llm.stream(PROMPTS[0], greedy(20))
+    next(stream)
+    engine = llm._loop.engine
+    freed = [weakref.ref(engine.model), weakref.ref(engine.attention.pool)]
+    del engine
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert [ref() for ref in freed] == [None, None]
+    with pytest.raises(MinisglError, match="closed"):
+        llm.generate(PROMPTS, greedy(1))
+    with pytest.raises(MinisglError, match="closed"):
+        list(stream)
+
+
+def test_the_context_manager_closes_after_an_error() -> None:
+    with pytest.raises(ZeroDivisionError), new_llm() as llm:
+        _ = 1 / 0
+    with pytest.raises(MinisglError, match="closed"):
+        llm.generate("w5")
+
+
+def test_the_models_generation_config_is_the_default(tmp_path: Any) -> None:
+    import json
+    import shutil
+
+    shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
+    config = {"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [2, 17]}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    with LLM(str(tmp_path), dtype="float32", num_pages=50) as llm:
+        assert llm.default_sampling == SamplingParams(temperature=0.25, top_k=7)
+        [output] = llm.generate([[5, 6]], greedy(9, ignore_eos=False, logit_bias={17: 100}))
+        assert (output.token_ids, output.finish_reason, output.stop_reason) == ([17], "stop", None)
+        assert len(llm.generate([[5, 6]])[0].token_ids) <= 128
+
+
+def test_stats_count(llm: LLM) -> None:
+    llm.generate(PROMPTS, greedy(4))
+    assert llm.stats.num_finished == len(PROMPTS)
+    assert llm.stats.num_output_tokens == 4 * len(PROMPTS)
+    assert llm.stats.num_prompt_tokens == sum(map(len, PROMPTS))

@@ -1,0 +1,108 @@
+"""`LLM` with several tensor-parallel ranks: the same tokens as with one, and no rank outlives another."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+import tiny_folder
+
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import InvalidValueError, MinisglError, WorkerDiedError
+
+PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44]]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
+DEADLINE_S = 10.0
+
+
+def new_llm(model: str, tp: int, **options: Any) -> LLM:
+    return LLM(model, tp=tp, dtype="float32", platform="cpu", ops="torch", num_pages=100, **options)
+
+
+def children() -> list[psutil.Process]:
+    """Processes that this one started, without Python's resource tracker."""
+    found = psutil.Process().children(recursive=True)
+    return [child for child in found if child.is_running() and "resource_tracker" not in " ".join(child.cmdline())]
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("model", [tiny_folder.llama, tiny_folder.qwen3_moe])
+def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int) -> None:
+    with new_llm(model(), 1) as alone:
+        expected = [output.token_ids for output in alone.generate(PROMPTS, GREEDY)]
+    with new_llm(model(), tp, disable_overlap=tp == 2) as llm:
+        assert len(children()) == tp - 1
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+        assert "".join(llm.stream(PROMPTS[0], GREEDY)) == tiny_folder.words(expected[0])
+        assert [output.token_ids for output in llm.generate(PROMPTS, GREEDY)] == expected
+    assert children() == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("in_a_step", [False, True])
+def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
+    overlap: bool, in_a_step: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = new_llm(tiny_folder.llama(), 2, disable_overlap=not overlap)
+    stream = llm.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    [follower] = children()
+    launch = llm._loop.engine.launch
+
+    def kill_and_launch(plan: Any) -> Any:
+        follower.kill()
+        return launch(plan)
+
+    if in_a_step:  # rank 0 then waits in a collective for a rank that is gone
+        monkeypatch.setattr(llm._loop.engine, "launch", kill_and_launch)
+    else:
+        follower.kill()
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
+        list(stream)
+    assert time.monotonic() - started < DEADLINE_S
+    assert children() == []
+    with pytest.raises(MinisglError, match="closed"):
+        llm.generate(PROMPTS, GREEDY)
+    llm.close()
+
+
+@pytest.mark.slow
+def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 meets the others in a wait that a rank which has ended would never end."""
+    monkeypatch.setattr("minisgl_core.engine.ranks.run_worker", print)
+    started = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' ended unexpectedly"):
+        new_llm(tiny_folder.llama(), 2)
+    assert time.monotonic() - started < 6 * DEADLINE_S
+    assert children() == []
+
+
+def test_a_size_that_does_not_fit_starts_nothing() -> None:
+    with pytest.raises(InvalidValueError, match=r"--tp=3 is not valid: must be one of 1, 2, 4"):
+        new_llm(tiny_folder.llama(), 3)
+    assert children() == []
+
+
+@pytest.mark.slow
+def test_a_script_without_a_main_guard_ends_with_an_error(tmp_path: Any) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text(
+        f"from minisgl_core import LLM\nLLM({tiny_folder.llama()!r}, tp=2, platform='cpu', num_pages=9)\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "WorkerDiedError: The process 'scheduler rank 1' ended" in done.stderr
+    assert '__name__ == "__main__"' in done.stderr or "__name__ == '__main__'" in done.stderr
