@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,9 @@ import pytest
 class Server:
     """A ``minisgl launch`` in a process of its own, on a port that it chooses."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **(env or {})}
+        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets}
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
             [Path(sys.executable).with_name("minisgl"), "launch", "--port", "0", *flags],
@@ -76,6 +76,20 @@ def server(smollm2_path: Path) -> Iterator[Server]:
     made.close()
 
 
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Server]]:
+    """Launches servers with the flags given and ends them after the test."""
+    servers: list[Server] = []
+
+    def make(*flags: str) -> Server:
+        servers.append(Server(*flags))
+        return servers[-1]
+
+    yield make
+    for each in servers:
+        each.close()
+
+
 @pytest.fixture(scope="session")
 def client(server: Server) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=250) as made:
@@ -102,7 +116,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer:
         num_hidden_layers=1,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=2048,
+        max_position_embeddings=16384,
         eos_token_id=2,
         bos_token_id=1,
     )

@@ -1,0 +1,202 @@
+"""Starting, failing and ending a server; on a tiny model, each test its own launch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import stat
+import subprocess
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def start(launch: Launch, tiny_checkpoint: Path) -> Launch:
+    """Launches a server of the tiny model."""
+    return partial(launch, "--model", str(tiny_checkpoint), "--num-pages", "1100")
+
+
+def endless(**options: Any) -> dict[str, Any]:
+    """A request that runs for the whole context."""
+    return {"prompt": "Hi", "max_tokens": 16000, "ignore_eos": True, "temperature": 0, **options}
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    """The chunks of a stream; ``[DONE]`` as text."""
+    for line in response.iter_lines():
+        if line:
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+def assert_gone(processes: Iterable[psutil.Process]) -> None:
+    """Python's resource tracker is among them and ends a moment after the launcher."""
+    _, alive = psutil.wait_procs(list(processes), timeout=20)
+    assert not alive
+
+
+def test_the_banner_and_its_curl_line(start: Launch) -> None:
+    server = start("--served-model-name", "tiny", "--attn", "torch", "--drain-timeout", "1").wait_started()
+    assert "LlamaForCausalLM" in server.banner
+    attention = next(line for line in server.banner.splitlines() if line.startswith("attn"))
+    assert attention.split()[1] == "torch"
+    curl = shlex.split(server.banner.splitlines()[-1])
+    answer = subprocess.run([*curl, "--silent", "--fail"], capture_output=True, check=True, text=True).stdout
+    assert json.loads(answer)["model"] == "tiny"
+    titles = server.children().keys()
+    assert titles >= {"scheduler rank 0", "tokenizer 0", "api"}
+    [directory] = Path(server.sockets).iterdir()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
+    children = list(server.children().values())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait_ended() == 0
+    assert_gone(children)
+
+
+def test_sigterm_lets_running_requests_finish(start: Launch) -> None:
+    server = start("--drain-timeout", "60").wait_started()
+    body = endless(stream=True, max_tokens=600)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=100) as response:
+        chunks = events(response)
+        next(chunks)
+        server.process.send_signal(signal.SIGTERM)
+        rest = list(chunks)
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["choices"][0]["finish_reason"] == "length"
+    assert server.wait_ended() == 0
+    assert server.stderr() == ""
+
+
+def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None:
+    server = start("--drain-timeout", "300").wait_started()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(stream=True), timeout=100) as answer:
+        chunks = events(answer)
+        next(chunks)
+        server.process.send_signal(signal.SIGINT)
+        while True:  # until it takes nothing new
+            try:
+                socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))).close()
+            except OSError:
+                break
+        server.process.send_signal(signal.SIGINT)
+        server.wait_ended()
+
+
+@pytest.mark.parametrize("victim", ["scheduler rank 0", "tokenizer 0", "api"])
+def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
+    server = start().wait_started()
+    children = server.children()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(stream=True), timeout=100) as answer:
+        chunks = events(answer)
+        next(chunks)
+        children[victim].kill()
+        if victim == "api":
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(chunks)
+        else:
+            *_, last = chunks
+            assert last["error"]["code"] == "engine_stopped"
+    assert server.wait_ended() == 1
+    assert f"'{victim}' was killed by SIGKILL" in server.stderr()
+    assert_gone(children.values())
+
+
+def test_a_killed_launcher_leaves_nothing(start: Launch) -> None:
+    server = start().wait_started()
+    children = list(server.children().values())
+    server.process.kill()
+    server.process.wait()
+    assert_gone(children)
+    assert os.listdir(server.sockets) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--attn", "torhc"), ("--attn", "torhc", "torch")),
+        (("--model", "/no/such/folder"), ("--model", "/no/such/folder")),
+        (("--page-size", "0"), ("--page-size", "at least 1")),
+        (("--num-tokenizers", "0"), ("--num-tokenizers", "at least 1")),
+    ],
+)
+def test_what_is_wrong_at_the_start_is_told_in_a_line(
+    launch: Launch, flags: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    server = launch(*flags)
+    assert server.wait_ended() == 2
+    message = server.stderr().strip()
+    assert message.count("\n") == 0
+    assert message.startswith("minisgl: ")
+    for word in words:
+        assert word in message
+
+
+def test_a_failure_of_the_engine_at_the_start_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 10}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    server = launch("--model", str(tmp_path))
+    assert server.wait_ended() == 1
+    assert "scheduler rank 0" in server.stderr()
+
+
+def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(start: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = start("--port", str(port))
+        assert server.wait_ended() == 2
+    assert f"127.0.0.1:{port}" in server.stderr()
+
+
+def test_requests_before_the_engine_is_ready_get_503(start: Launch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = start("--port", str(port))
+    url = f"http://127.0.0.1:{port}"
+    statuses: list[int] = []
+    while 200 not in statuses:
+        try:
+            answer = httpx.get(f"{url}/health", timeout=60)
+        except httpx.TransportError:
+            assert server.process.poll() is None
+            continue
+        statuses.append(answer.status_code)
+        if answer.status_code == 503:
+            assert answer.json()["error"]["code"] == "not_ready"
+            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
+            assert refused.status_code in (503, 200)
+    assert 503 in statuses
+    assert set(statuses) == {200, 503}
+    server.wait_started()
+
+
+def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: Launch) -> None:
+    server = start("--max-running-requests", "1", "--max-queued-requests", "1").wait_started()
+    url = f"{server.url}/v1/completions"
+    with httpx.Client(timeout=100) as client:
+        with client.stream("POST", url, json=endless(stream=True)) as running:
+            chunks = events(running)
+            next(chunks)
+            body = json.dumps(endless()).encode()
+            with socket.create_connection((running.url.host, running.url.port)) as waiting:
+                waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+                waiting.sendall(body)
+                refused = client.post(url, json=endless())
+                assert refused.status_code == 429
+                assert refused.json()["error"]["code"] == "queue_full"
+        # Both clients have hung up, one with its request running and one with it waiting; else this would wait for long.
+        while (answer := client.post(url, json={"prompt": "Hi", "max_tokens": 1})).status_code == 429:
+            pass
+        assert answer.status_code == 200
+    assert server.stderr() == ""
