@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import transformers
 from transformers import AutoConfig
 
+from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
@@ -162,6 +163,10 @@ class TestQwen3Moe(Small):
         "head_dim": 16,
     }
     changes: ClassVar = {**experts, "norm_topk_prob": True}
+
+
+class TestQwen3MoeByTheShippedKernel(TestQwen3Moe):
+    moe_kernel = TorchMoe
 
 
 class TestQwen3MoeWithDenseLayers(TestQwen3Moe):

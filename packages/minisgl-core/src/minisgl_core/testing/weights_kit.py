@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -32,16 +33,17 @@ class WeightSourceTests:
         raise NotImplementedError
         yield
 
-    def test_it_knows_its_files_and_no_others(self, tmp_path: Path) -> None:
+    def test_it_knows_its_files_and_no_others(self) -> None:
         """`unsupported` is empty for the checkpoint; an empty folder, an empty file and nothing at all give reasons."""
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "file").touch()
         with self.make_checkpoint() as (path, _):
             assert self.source_class.unsupported(path) == []
-        for name in ("folder", "file", "nothing"):
-            reasons = self.source_class.unsupported(tmp_path / name)
-            assert reasons, name
-            assert all(isinstance(reason, str) and reason for reason in reasons)
+        with TemporaryDirectory() as folder:
+            (Path(folder) / "folder").mkdir()
+            (Path(folder) / "file").touch()
+            for name in ("folder", "file", "nothing"):
+                reasons = self.source_class.unsupported(Path(folder) / name)
+                assert reasons, name
+                assert all(isinstance(reason, str) and reason for reason in reasons)
 
     def test_config_can_be_read(self) -> None:
         """By the same rules as a ``config.json``; reading it twice gives the same."""
