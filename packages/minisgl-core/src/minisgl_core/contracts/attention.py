@@ -179,8 +179,8 @@ class GraphCapturable(Protocol):
 
     For every captured batch size, `plan_capture` is called once and its result is used while `forward` is recorded. Before a
     replay the captured batch's tensors are overwritten with the step's values, and `plan_replay`, which gets those tensors
-    and new host arrays, brings up to date in place what else the recorded kernels read. A batch is padded to the captured
-    size with decodes of row 0, one token long, at slot 0.
+    and new host arrays, brings up to date in place what else the recorded kernels read. `slots` are overwritten by the
+    replay itself, before `forward`. A batch is padded to the captured size with decodes of row 0, one token long, at slot 0.
     """
 
     def plan_capture(self, batch: AttentionBatch) -> Any:

@@ -275,12 +275,13 @@ class DecodeGraph:
         """One more token for each request, padded to the batch size; checked."""
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
-        for name in ("rows", "cu_seqlens_q", "seq_lens", "slots"):
+        for name in ("rows", "cu_seqlens_q", "seq_lens"):
             getattr(self.batch, name).copy_(getattr(now, name))
         for fused in self.inputs:
             fused.copy_(self.rig.inputs(now))
         self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
         self.backend.plan_replay(self.batch)
+        self.batch.slots.copy_(now.slots)
         if self.graph is None:
             self.outputs = self._run()
         else:

@@ -1,0 +1,52 @@
+"""What backends need, as reasons why it is not there: one sentence each, empty where nothing is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionSpec
+
+
+def package_missing(module: str, requirement: str) -> list[str]:
+    """Whether a top-level module can be found; `requirement` is what pip installs it by. Imports nothing."""
+    if importlib.util.find_spec(module) is not None:
+        return []
+    command = f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
+    return [f"{module} is not installed ({command})"]
+
+
+def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> list[str]:
+    """Whether `device` is an NVIDIA GPU of this compute capability or a later one."""
+    if device.type != "cuda":
+        return [f"it needs an NVIDIA GPU, not {device.type}"]
+    if not torch.cuda.is_available():
+        return ["torch finds no NVIDIA GPU or no driver for it"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= min_capability:
+        return []
+    wanted = ".".join(map(str, min_capability))
+    return [f"it needs compute capability {wanted} or later, and this GPU has {'.'.join(map(str, capability))}"]
+
+
+def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> list[str]:
+    """Whether queries are of an allowed dtype, and the pool of the same."""
+    reasons = []
+    if spec.dtype not in allowed:
+        reasons.append(f"it computes in {' or '.join(map(_name, allowed))}, not {_name(spec.dtype)}")
+    if spec.kv_dtype != spec.dtype:
+        reasons.append(f"the KV pool must hold {_name(spec.dtype)}, not {_name(spec.kv_dtype)}")
+    return reasons
+
+
+def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[str]:
+    """Whether the head dimension is one of these."""
+    if spec.head_dim in allowed:
+        return []
+    return [f"it has kernels for heads of {', '.join(map(str, allowed))}, not {spec.head_dim}"]
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

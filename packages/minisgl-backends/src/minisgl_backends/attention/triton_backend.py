@@ -1,0 +1,113 @@
+"""Paged attention in Triton: needs nothing but torch and triton."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from minisgl_backends.attention.requirements import (
+    dtypes_unsupported,
+    gpu_missing,
+    head_dim_unsupported,
+    package_missing,
+)
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.kv.pool import KVPool
+
+if TYPE_CHECKING:
+    from minisgl_backends.kernels.paged_attention import DecodeScratch
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_HEAD_DIMS = (16, 32, 64, 128, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step.
+
+    Attributes:
+        batch: all requests.
+        scratch: for its decodes; None where it has none.
+        prefills: the other requests; None where there are none.
+        tiles: of the prefills' queries, int32 [tiles, 2].
+    """
+
+    batch: AttentionBatch
+    scratch: DecodeScratch | None
+    prefills: AttentionBatch | None = None
+    tiles: torch.Tensor | None = None
+
+
+class TritonAttention(AttentionBackend):
+    """Decodes with split keys, prefills by tiles; see `minisgl_backends.kernels.paged_attention`.
+
+    Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        """Names what is missing of triton, a GPU, a dtype and a head dimension; does not import triton."""
+        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and spec.device.type == "cpu"
+        return [
+            *package_missing("triton", "minisgl-backends[triton]"),
+            *([] if is_interpreted else gpu_missing(spec.device)),
+            *dtypes_unsupported(spec, _DTYPES),
+            *head_dim_unsupported(spec, _HEAD_DIMS),
+        ]
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+        super().__init__(spec, pool, page_table)
+        from minisgl_backends.kernels import paged, paged_attention  # not before: asking must not need triton
+
+        self._store_kv, self._kernels = paged.store_kv, paged_attention
+
+    def plan(self, batch: AttentionBatch) -> _Plan:
+        """Cut the prefills' queries into tiles; make room for the decodes' splits."""
+        n = batch.num_decodes
+        scratch = self._scratch(n, int(batch.seq_lens_host[:n].max())) if n else None
+        if n == batch.num_requests:
+            return _Plan(batch, scratch)
+        prefills = batch.prefills()
+        return _Plan(batch, scratch, prefills, self._tiles(prefills))
+
+    def plan_capture(self, batch: AttentionBatch) -> _Plan:
+        """As many splits as the longest sequence may need; how they are used is decided on the device."""
+        return _Plan(batch, self._scratch(batch.num_requests, self.spec.max_seq_len))
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        """The kernels read the captured batch's own tensors."""
+
+    def _scratch(self, num_requests: int, longest: int) -> DecodeScratch:
+        spec = self.spec
+        heads = (spec.num_q_heads, spec.num_kv_heads)
+        return self._kernels.DecodeScratch.make(num_requests, *heads, spec.head_dim, longest, spec.device)
+
+    def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
+        size = self._kernels.prefill_tile_size(self.spec.head_dim, self.spec.dtype)
+        pairs = prefills.q_lens_host.astype(np.int64) * (self.spec.num_q_heads // self.spec.num_kv_heads)
+        counts = -(-pairs // size)
+        requests = np.repeat(np.arange(len(counts)), counts)
+        firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
+        tiles = np.stack((requests, firsts), axis=1).astype(np.int32)
+        return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)  # long ones tend to be last
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        self._store_kv(k, v, k_pages, v_pages, plan.batch.slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        n = plan.batch.num_decodes
+        of_layer = (layer.scale, layer.sliding_window)
+        if plan.scratch is not None:
+            of_decodes = (self.page_table, plan.batch.rows, plan.batch.seq_lens, out, plan.scratch)
+            self._kernels.decode(q[:n], k_pages, v_pages, *of_decodes, *of_layer, self.spec.max_batch)
+        if plan.prefills is not None and plan.tiles is not None:
+            of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
+            self._kernels.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, *of_layer)
+        return out
