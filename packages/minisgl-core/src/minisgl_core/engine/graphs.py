@@ -36,12 +36,14 @@ class _Recorded:
     Attributes:
         inputs: rows, token ids, positions, sequence lengths; int32 [4 * B].
         batch: views of the inputs, for the attention backend.
+        attend: holds the backend's plan, whose buffers the graph reads.
         graph: replayed with ``replay()``.
         hidden: its result, [B, hidden_size].
     """
 
     inputs: torch.Tensor
     batch: AttentionBatch
+    attend: BoundAttention
     graph: Any
     hidden: torch.Tensor
 
@@ -124,4 +126,4 @@ class DecodeGraphs:
         run()  # compiles kernels, and lets libraries allocate their workspaces
         self._platform.synchronize()
         graph, hidden = self._platform.capture_graph(run, pool)
-        return _Recorded(inputs.view(-1), batch, graph, hidden)
+        return _Recorded(inputs.view(-1), batch, attend, graph, hidden)
