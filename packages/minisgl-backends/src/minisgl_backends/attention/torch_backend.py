@@ -108,11 +108,11 @@ class TorchAttention(AttentionBackend):
         """See `AttentionBackend.forward`."""
         self.pool.store(layer.index, k, v, plan.store_index)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._attend(q, layer, plan.groups[0]).view(q.shape)
+            return self._attend(q, layer, plan.groups[0]).reshape(q.shape)
         out = torch.empty_like(q)
         for group in plan.groups:
             assert group.tokens is not None
-            found = self._attend(q.index_select(0, group.tokens), layer, group).view(-1, *q.shape[1:])
+            found = self._attend(q.index_select(0, group.tokens), layer, group).reshape(-1, *q.shape[1:])
             if group.kept is None:
                 out.index_copy_(0, group.tokens, found)
             else:
