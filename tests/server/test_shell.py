@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
+"""A prompt begins by switching the terminal's bracketed paste on and ends by switching it off."""
+MINISGL = str(Path(sys.executable).with_name("minisgl"))
+
+
+class Terminal:
+    """A ``minisgl shell`` on a terminal of its own."""
+
+    def __init__(self, home: Path, *flags: str) -> None:
+        environ = {**os.environ, "XDG_STATE_HOME": str(home), "PROMPT_TOOLKIT_NO_CPR": "1", "TERM": "xterm"}
+        self._pid, self._fd = pty.fork()
+        if self._pid == 0:
+            os.execve(MINISGL, ["minisgl", "shell", *flags], environ)
+        self.screen = ""
+
+    def type(self, keys: str) -> None:
+        os.write(self._fd, keys.encode())
+
+    def wait_for(self, pattern: str) -> str:
+        """Read until the screen shows `pattern` after what was waited for before; returns what came up to it."""
+        while not (found := re.search(pattern, self.screen, re.DOTALL)):
+            self.screen += os.read(self._fd, 65536).decode(errors="replace")
+        before, self.screen = self.screen[: found.start()], self.screen[found.end() :]
+        return before
+
+    def status(self) -> int:
+        try:
+            while os.read(self._fd, 65536):
+                pass
+        except OSError:
+            pass  # how Linux tells the end of a terminal
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+
+
+@pytest.fixture(params=["in process", "over a server"])
+def flags(request: pytest.FixtureRequest, tiny_checkpoint: Path) -> Iterator[list[str]]:
+    if request.param == "in process":
+        yield ["--model", str(tiny_checkpoint), "--num-pages", "1100"]
+    else:
+        launch: Callable[..., Any] = request.getfixturevalue("launch")
+        server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100").wait_started()
+        yield ["--url", server.url]
+
+
+def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
+    """A random model answers without end, so that Ctrl-C finds it answering."""
+    terminal = Terminal(tmp_path, *flags)
+    terminal.wait_for("/help lists the commands")
+    terminal.wait_for(PROMPT)
+    for turn in range(2):
+        terminal.type(f"Tell me more, {turn}\r")
+        terminal.wait_for(ANSWER + ".{100}")
+        terminal.type("\x03")
+        terminal.wait_for(PROMPT)
+    terminal.type("half a line\x03")
+    terminal.wait_for(PROMPT)
+    terminal.type("/help\r")
+    terminal.wait_for("forget the conversation")
+    terminal.wait_for(PROMPT)
+    terminal.type("/reset\r")
+    terminal.wait_for(PROMPT)
+    terminal.type("\x04")
+    assert terminal.status() == 0
+    history = (tmp_path / "minisgl" / "shell_history").read_text()
+    assert history.count("Tell me more") == 2
+
+
+def shell(*flags: str, text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [MINISGL, "shell", *flags], input=text, capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+def test_in_a_pipe_each_line_is_a_message(server: Any) -> None:
+    done = shell(
+        "--url", f"{server.url}/v1", "--system", "Answer with one word.", text="Hi\n\n/nope\nHi\n/exit\nnever\n"
+    )
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) >= 2
+    assert done.stderr == "No such command: /nope. /help lists them.\n"
+
+
+def test_bad_addresses_and_flags(server: Any) -> None:
+    nobody = shell("--url", "http://127.0.0.1:1", text="Hi\n")
+    assert nobody.returncode == 2
+    assert "--url" in nobody.stderr
+    both = shell("--url", server.url, "--page-size", "16", text="Hi\n")
+    assert both.returncode == 2
+    assert "--page-size" in both.stderr
