@@ -1,0 +1,194 @@
+"""The FlashAttention packages, each behind one call. Nothing of them is imported before `FlashVersion.load`.
+
+Shape legend: T queries of B requests, Hq and Hkv heads, D head dimension, P pages of S tokens, M pages of a request.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionSpec
+
+
+@dataclass(frozen=True, slots=True)
+class FlashInputs:
+    """What does not change from layer to layer.
+
+    Attributes:
+        pages: of each request, int32 [B, M].
+        cu_seqlens_q: int32 [B + 1].
+        seq_lens: int32 [B].
+        cu_seqlens_k: `seq_lens` summed up, int32 [B + 1]; None where the version does not read it.
+        max_q: most queries of a request.
+        max_k: most tokens of a request.
+    """
+
+    pages: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_k: torch.Tensor | None
+    max_q: int
+    max_k: int
+
+
+class FlashKernel(Protocol):
+    """q [T, Hq, D], k_pages and v_pages [P, S, Hkv, D] to [T, Hq, D]; causal, aligned to each request's last token."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        inputs: FlashInputs,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor: ...
+
+
+def _version_2() -> FlashKernel:
+    from flash_attn import flash_attn_varlen_func
+
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+        return flash_attn_varlen_func(
+            q,
+            k_pages,
+            v_pages,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            cu_seqlens_k=inputs.cu_seqlens_k,
+            max_seqlen_q=inputs.max_q,
+            max_seqlen_k=inputs.max_k,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_before_and_after(window),
+            block_table=inputs.pages,
+        )
+
+    return run
+
+
+def _version_3() -> FlashKernel:
+    from flash_attn_interface import flash_attn_with_kvcache
+
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+        return flash_attn_with_kvcache(
+            q,
+            k_pages,
+            v_pages,
+            cache_seqlens=inputs.seq_lens,
+            page_table=inputs.pages,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_q,
+            softmax_scale=scale,
+            causal=True,
+            window_size=_before_and_after(window),
+        )
+
+    return run
+
+
+def _version_3_of_vllm() -> FlashKernel:
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+        return flash_attn_varlen_func(
+            q,
+            k_pages,
+            v_pages,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_q,
+            seqused_k=inputs.seq_lens,
+            max_seqlen_k=inputs.max_k,
+            softmax_scale=scale,
+            causal=True,
+            window_size=list(_before_and_after(window)),
+            block_table=inputs.pages,
+            fa_version=3,
+        )
+
+    return run
+
+
+def _version_4() -> FlashKernel:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+        out, _ = flash_attn_varlen_func(
+            q,
+            k_pages,
+            v_pages,
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            max_seqlen_q=inputs.max_q,
+            seqused_k=inputs.seq_lens,
+            max_seqlen_k=inputs.max_k,
+            page_table=inputs.pages,
+            softmax_scale=scale,
+            causal=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+        )
+        return out
+
+    return run
+
+
+def _before_and_after(window: int | None) -> tuple[int, int]:
+    """How many tokens before and after its own a query attends to; -1 for any number."""
+    return (-1, -1) if window is None else (window - 1, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FlashVersion:
+    """One package.
+
+    Attributes:
+        number: FlashAttention's major version.
+        module: what is imported.
+        file: part of a file's name that tells that the module is there.
+        majors: of the compute capabilities that it has kernels for.
+        load: imports it.
+        page_multiple: what page sizes must be a multiple of.
+        needs_cu_seqlens_k: see `FlashInputs`.
+    """
+
+    number: int
+    module: str
+    file: str
+    majors: tuple[int, ...]
+    load: Callable[[], FlashKernel]
+    page_multiple: int = 1
+    needs_cu_seqlens_k: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.number} ({self.module})"
+
+    def is_installed(self) -> bool:
+        """Whether its files are there. Parents are not imported: `flash_attn` and `vllm` load all they have."""
+        top, *inner = self.module.split(".")
+        found = importlib.util.find_spec(top)
+        if found is None:
+            return False
+        folders = found.submodule_search_locations or [str(Path(found.origin or "").parent)]
+        return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
+
+    def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
+        """Why it cannot serve a spec on a GPU of this compute capability."""
+        reasons = []
+        if major not in self.majors:
+            reasons.append(f"version {self} has no kernels for compute capability {major}.x")
+        if spec.page_size % self.page_multiple:
+            reasons.append(f"version {self} takes page sizes that are multiples of {self.page_multiple}")
+        return reasons
+
+
+VERSIONS = (
+    FlashVersion(3, "flash_attn_interface", "flash_attn_interface.py", (9,), _version_3),
+    FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _version_3_of_vllm),
+    FlashVersion(4, "flash_attn.cute", "interface.py", (9, 10, 11), _version_4),
+    FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _version_2, 256, True),
+)
+"""The fastest first, where several have kernels for a GPU."""

@@ -1,0 +1,167 @@
+"""Every attention backend on a GPU. With pytest-xdist: ``pytest -m gpu tests/backends/attention -n 8 --dist loadscope``.
+
+What is not installed is skipped with the reason. FlashInfer and FlashAttention 4 compile what they have not compiled before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl_backends.attention.flash_backend import FlashAttention
+from minisgl_backends.attention.flash_versions import VERSIONS
+from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
+from minisgl_backends.attention.torch_backend import TorchAttention
+from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
+from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.testing.attention_kit import AttentionBackendTests
+from minisgl_core.testing.attention_rig import dense_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+class OnGpu(AttentionBackendTests):
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+    head_shapes = ((16, 8, 128), (3, 3, 128), (6, 2, 128), (8, 1, 128))
+
+
+class TestTorch(OnGpu):
+    backend = TorchAttention
+
+
+class TestTriton(OnGpu):
+    backend = TritonAttention
+
+    def test_other_sizes(self) -> None:
+        for shape, page_size, dtype in (
+            ((9, 3, 64), 256, torch.float32),
+            ((40, 8, 128), 64, torch.float16),
+            ((2, 1, 256), 16, torch.bfloat16),
+            ((64, 1, 64), 1, torch.bfloat16),
+        ):
+            self.run(self.spec(shape, page_size, dtype), decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+
+
+class TestFlashInfer(OnGpu):
+    backend = FlashInferAttention
+    page_sizes = (1, 16, 64)
+
+
+class TestFlashInferOfSmallHeads(OnGpu):
+    backend = FlashInferAttention
+    head_shapes = ((9, 3, 64),)
+
+
+class FlashAttention2(FlashAttention):
+    versions = tuple(version for version in VERSIONS if version.number == 2)
+
+
+class FlashAttention3(FlashAttention):
+    versions = tuple(version for version in VERSIONS if version.number == 3)
+
+
+class FlashAttention4(FlashAttention):
+    versions = tuple(version for version in VERSIONS if version.number == 4)
+
+
+class TestFlashAttention2(OnGpu):
+    backend = FlashAttention2
+    page_sizes = (256,)
+
+
+class TestFlashAttention3(OnGpu):
+    backend = FlashAttention3
+    page_sizes = (1, 16, 128)
+    head_shapes = (*OnGpu.head_shapes, (9, 3, 64))
+
+
+class TestFlashAttention4(OnGpu):
+    """Its kernels are compiled for each ratio of heads, which takes long: two of them."""
+
+    backend = FlashAttention4
+    page_sizes = (16, 128)
+    head_shapes = ((16, 8, 128), (6, 2, 128))
+
+
+class FlashThenFlashInfer(CombinedAttention):
+    """``--attn fa,fi``."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return FlashAttention.unsupported(spec) + FlashInferAttention.unsupported(spec)
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+        parts = [backend(spec, pool, page_table) for backend in (FlashAttention, FlashInferAttention)]
+        super().__init__(spec, pool, page_table, *parts)
+
+
+class TestFlashThenFlashInfer(OnGpu):
+    backend = FlashThenFlashInfer
+    page_sizes = (16,)
+    head_shapes = ((16, 8, 128),)
+
+
+EACH_BACKEND = pytest.mark.parametrize(
+    "backend", [TritonAttention, FlashInferAttention, FlashAttention3, FlashAttention4]
+)
+
+
+@EACH_BACKEND
+def test_no_step_waits_for_the_device(backend: type[AttentionBackend]) -> None:
+    kit = OnGpu()
+    spec = kit.spec((16, 8, 128), 16, torch.bfloat16)
+    if reasons := backend.unsupported(spec):
+        pytest.skip("; ".join(reasons))
+    kit.backend = backend
+    rig = kit.rig(spec, 3, 200)
+    decode, prefill = rig.request(60, 200), rig.request(20, 200)
+    for is_compiled in (False, True):
+        batch = rig.batch([(decode, 1), (prefill, 40)], 1)
+        q, k, v = rig.split(rig.inputs(batch))
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if is_compiled else "default")
+        try:
+            rig.backend.forward(q, k, v, rig.layers[0], rig.backend.plan(batch))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@EACH_BACKEND
+def test_pools_of_more_than_two_billion_elements(backend: type[AttentionBackend]) -> None:
+    kit = OnGpu()
+    spec = kit.spec((16, 8, 128), 16, torch.bfloat16)
+    if reasons := backend.unsupported(spec):
+        pytest.skip("; ".join(reasons))
+    num_pages = 2**31 // (16 * 8 * 128) + 20
+    if torch.cuda.mem_get_info()[0] < 3 * num_pages * 16 * 8 * 128 * 2:
+        pytest.skip("not enough free memory")
+    kit.backend = backend
+    rig = kit.rig(spec, 2, 100)
+    pool = KVPool(replace(rig.pool.spec, num_pages=num_pages))
+    prompt, again = rig.request(0, 100), rig.request(0, 100)  # 7 pages each
+    prompt.pages, again.pages = list(range(num_pages - 7, num_pages)), list(range(num_pages - 14, num_pages - 7))
+    for request in (prompt, again):
+        rig.table.data[request.row, :7] = torch.tensor(request.pages)
+    engine = backend(rig.spec, pool, rig.table.data)
+    known: dict[int, list[torch.Tensor]] = {prompt.row: [], again.row: []}
+    layer = AttentionLayer(0, 128**-0.5)
+    for work, num_decodes in (([(prompt, 90), (again, 50)], 0), ([(prompt, 1), (again, 30)], 1)):
+        batch = rig.batch(work, num_decodes)
+        q, k, v = rig.split(rig.inputs(batch))
+        out = engine.forward(q, k, v, layer, engine.plan(batch))
+        start = 0
+        for request, count in work:
+            part = slice(start, start + count)
+            start += count
+            known[request.row].append(torch.stack((k[part], v[part])).cpu())
+            keys, values = torch.cat(known[request.row], dim=1)
+            expected = dense_attention(q[part].cpu(), keys, values, layer.scale, None)
+            assert (out[part].cpu().double() - expected).abs().max() < 3e-2

@@ -1,0 +1,143 @@
+"""What the backends for GPUs say where something is missing, asked on any machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl_backends.attention.flash_backend import FlashAttention
+from minisgl_backends.attention.flash_versions import VERSIONS
+from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
+from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
+
+SPEC = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
+BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention]
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there is one, for questions about it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: str) -> None:
+    """Put empty modules on the path; nothing may import them."""
+    for file in files:
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(folder)
+    importlib.invalidate_caches()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cpu_will_not_do(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    reasons = backend.unsupported(replace(SPEC, device=torch.device("cpu")))
+    assert any("needs an NVIDIA GPU, not cpu" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.usefixtures("hopper")
+def test_dtypes_and_heads(backend: type[AttentionBackend]) -> None:
+    base = set(backend.unsupported(SPEC))
+    for change, said in (
+        ({"dtype": torch.float64, "kv_dtype": torch.float64}, ["float64"]),
+        ({"kv_dtype": torch.float8_e4m3fn}, ["KV pool must hold bfloat16"]),
+        ({"head_dim": 80}, ["80"]),
+        ({"dtype": torch.float64, "head_dim": 80}, ["float64", "KV pool must hold", "80"]),
+    ):
+        new = [reason for reason in backend.unsupported(replace(SPEC, **change)) if reason not in base]
+        assert len(new) == len(said), new
+        assert all(word in reason for word, reason in zip(said, new, strict=True)), new
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_old_gpus(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert any("8.0 or later" in reason and "7.5" in reason for reason in backend.unsupported(SPEC))
+
+
+@pytest.mark.parametrize(
+    ("backend", "command"),
+    [
+        (FlashAttention, "'minisgl-backends[fa4]'"),
+        (FlashAttention, "'minisgl-backends[fa]'"),
+        (FlashInferAttention, "'minisgl-backends[fi]'"),
+        (TritonAttention, "'minisgl-backends[triton]'"),
+    ],
+)
+@pytest.mark.usefixtures("hopper")
+def test_the_remedy_for_a_missing_package(
+    backend: type[AttentionBackend], command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert any("pip install" in reason and command in reason for reason in backend.unsupported(SPEC))
+
+
+def test_asking_imports_none_of_them() -> None:
+    code = """
+import sys, torch
+from minisgl_backends.attention import flash_backend, flashinfer_backend, triton_backend
+from minisgl_core.contracts.attention import AttentionSpec
+spec = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
+for backend in (flash_backend.FlashAttention, flashinfer_backend.FlashInferAttention, triton_backend.TritonAttention):
+    backend.unsupported(spec)
+assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py"], {2}),
+        (["flash_attn/cute/interface.py"], {4}),
+        (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"], {2, 4}),
+        (["flash_attn_interface.py"], {3}),
+        (["vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"], {3}),
+        (["vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"], set()),
+    ],
+)
+@pytest.mark.skipif(any(version.is_installed() for version in VERSIONS), reason="FlashAttention is installed")
+def test_installed_versions_are_told_by_their_files(
+    files: list[str], expected: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(monkeypatch, tmp_path, *files)
+    assert {version.number for version in VERSIONS if version.is_installed()} == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "page_size", "picked"),
+    [((9, 0), 16, 3), ((9, 0), 256, 3), ((10, 0), 16, 4), ((8, 0), 256, 2), ((12, 0), 512, 2)],
+)
+def test_the_version_follows_the_gpu(
+    capability: tuple[int, int],
+    page_size: int,
+    picked: int,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    hopper: None,
+) -> None:
+    install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/interface.py")
+    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    found, reasons = FlashAttention._pick(replace(SPEC, page_size=page_size))
+    assert reasons == []
+    assert found is not None
+    assert found.number == picked
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
+    [reason] = FlashAttention.unsupported(SPEC)
+    assert "version 2 (flash_attn) takes page sizes that are multiples of 256" in reason
+    assert FlashAttention.unsupported(replace(SPEC, page_size=512)) == []
