@@ -1,0 +1,85 @@
+"""Greedy tokens of a trained model equal transformers', alone and batched, whatever the page size, cache and overlap."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_core import LLM, SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+NUM_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 150, 230, 350, 500, 700, 900]
+"""Prompts end inside a page, at its end and after it, for both page sizes."""
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
+    """Each second one begins as the longest does, so that prefixes are shared; the others begin anywhere."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    ids: list[int] = smollm2_tokenizer(" ".join(text.split()))["input_ids"]
+    return [ids[29 * place * (1 - place % 2) :][:length] for place, length in enumerate(LENGTHS)]
+
+
+class Reference:
+    """transformers, reading the same file."""
+
+    def __init__(self, path: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(
+            str(path.parent), gguf_file=path.name, dtype=torch.float32
+        ).eval()
+        self._checked: dict[tuple[int, ...], list[int]] = {}
+
+    def check(self, prompt: list[int], tokens: list[int]) -> None:
+        """Each token is the most likely one after the prompt and the tokens before it: what greedy generation is.
+
+        So one forward checks them all, and a second run must have found the very same.
+        """
+        if tuple(prompt) not in self._checked:
+            assert len(tokens) == NUM_TOKENS
+            with torch.inference_mode():
+                logits = self._model(torch.tensor([prompt + tokens[:-1]]), logits_to_keep=NUM_TOKENS).logits[0]
+            assert tokens == logits.argmax(-1).tolist()
+            self._checked[tuple(prompt)] = tokens
+        assert tokens == self._checked[tuple(prompt)]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_path: Path) -> Reference:
+    return Reference(smollm2_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1, "cache": "naive", "disable_overlap": True, "max_prefill_length": 300},
+        {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 150},  # too few for all at once
+    ],
+)
+def test_batched(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
+    with LLM(dtype="float32", **options) as llm:
+        outputs = llm.generate(prompts, GREEDY)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            reference.check(prompt, output.token_ids)
+        assert (sum(output.cached_tokens for output in outputs) > 500) == (options["cache"] == "radix")
+        assert (llm.stats.num_preemptions > 0) == ("num_pages" in options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"page_size": 1, "cache": "radix", "disable_overlap": False},
+        {"page_size": 16, "cache": "naive", "disable_overlap": True},
+    ],
+)
+def test_alone(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
+    with LLM(dtype="float32", **options) as llm:
+        for prompt in prompts:
+            reference.check(prompt, llm.generate(prompt, GREEDY)[0].token_ids)
