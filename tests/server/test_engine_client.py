@@ -1,0 +1,184 @@
+"""The API server's state of requests: freed on every path."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from minisgl_core.ipc import Endpoints, Receiver, Sender
+from minisgl_core.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.engine_client import EngineClient, Generation
+from minisgl_server.api.errors import ApiError, ClientGoneError
+
+INFO = EngineInfo(
+    model="m",
+    architecture="a",
+    dtype="float32",
+    device="cpu",
+    max_seq_len=64,
+    vocab_size=10,
+    num_pages=4,
+    page_size=16,
+    eos_token_ids=[0],
+    bos_token_id=None,
+    default_sampling={},
+    choices=[],
+)
+
+
+class Engine:
+    """The far end of the sockets: a test says what the engine does."""
+
+    def __init__(self, endpoints: Endpoints) -> None:
+        self._inboxes = [Receiver[Any](address, Tokenize | Abort) for address in endpoints.tokenizer_in]
+        self._to_api = Sender(endpoints.api_in)
+
+    async def received(self, num: int) -> list[Any]:
+        """The next `num` messages."""
+        messages: list[Any] = []
+        while len(messages) < num:
+            messages += [message for inbox in self._inboxes for message in inbox.drain()]
+            await asyncio.sleep(0.001)
+        return messages
+
+    def nothing_received(self) -> bool:
+        return not any(inbox.receive(timeout_s=0.05) for inbox in self._inboxes)
+
+    def send(self, message: Any) -> None:
+        self._to_api.send(message)
+
+    def text(self, request_id: str, text: str, finish_reason: str | None = None) -> None:
+        self.send(TextBatch([Text(request_id=request_id, text=text, token_ids=[1], finish_reason=finish_reason)]))
+
+    def close(self) -> None:
+        for each in (*self._inboxes, self._to_api):
+            each.close()
+
+
+def run(test: Callable[[EngineClient, Engine], Awaitable[None]]) -> None:
+    async def main() -> None:
+        with Endpoints.create(num_tokenizers=2) as endpoints:
+            client, engine = EngineClient(endpoints), Engine(endpoints)
+            task = asyncio.create_task(client.run())
+            try:
+                async with asyncio.timeout(30):
+                    await test(client, engine)
+                assert client.num_requests == 0
+            finally:
+                task.cancel()
+                client.close()
+                engine.close()
+
+    asyncio.run(main())
+
+
+async def connected() -> dict[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def start(client: EngineClient, *names: str, receive: Any = connected) -> Generation:
+    return client.start([Tokenize(request_id=n, text="x", sampling=SamplingParams()) for n in names], receive)
+
+
+def test_output_goes_to_who_asked_and_nothing_is_left() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        both, other = start(client, "a", "b"), start(client, "c")
+        assert sorted(message.request_id for message in await engine.received(3)) == ["a", "b", "c"]
+        engine.text("c", "C", "stop")
+        engine.text("b", "B", "length")
+        engine.text("a", "A")
+        engine.text("a", "AA", "stop")
+        engine.text("a", "too late")
+        engine.text("stranger", "?")
+        assert [(place, text.text) for place, text in await other.next()] == [(0, "C")]
+        assert await other.next() == []
+        pieces: list[tuple[int, str]] = []
+        while got := await both.next():
+            pieces += [(place, text.text) for place, text in got]
+        assert pieces == [(1, "B"), (0, "A"), (0, "AA")]
+        both.close()
+        other.close()
+        assert engine.nothing_received(), "what has ended is not aborted"
+
+    run(test)
+
+
+def test_closing_aborts_what_still_runs() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        generation = start(client, "a", "b")
+        await engine.received(2)
+        engine.text("a", "A", "stop")
+        await generation.next()
+        generation.close()
+        generation.close()
+        assert await engine.received(1) == [Abort("b")]
+
+    run(test)
+
+
+def test_a_client_that_hangs_up_is_noticed() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        generation = start(client, "a", receive=receive)
+        await engine.received(1)
+        gone.set()
+        with pytest.raises(ClientGoneError):
+            await generation.next()
+        assert await engine.received(1) == [Abort("a")]
+
+    run(test)
+
+
+@pytest.mark.parametrize(("kind", "status"), [("invalid", 400), ("queue_full", 429), ("internal", 500)])
+def test_one_refusal_ends_the_group(kind: str, status: int) -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        generation = start(client, "a", "b")
+        await engine.received(2)
+        engine.send(Rejected(request_id="b", kind=kind, message="no", param="prompt"))
+        with pytest.raises(ApiError) as caught:
+            await generation.next()
+        assert caught.value.status == status
+        assert await engine.received(1) == [Abort("a")]
+        engine.send(Rejected(request_id="a", kind=kind, message="late"))
+        engine.text("a", "late", "abort")
+        await asyncio.sleep(0.05)
+
+    run(test)
+
+
+def test_an_engine_that_stops_fails_all() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        engine.send(INFO)
+        await client.ready.wait()
+        assert client.ready_info() == INFO
+        generation = start(client, "a", "b")
+        engine.send(Stop())
+        with pytest.raises(ApiError, match="stopped"):
+            await generation.next()
+        with pytest.raises(ApiError) as caught:
+            client.ready_info()
+        assert caught.value.status == 503
+
+    run(test)
+
+
+def test_a_request_that_no_message_holds_leaves_nothing() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        good = Tokenize(request_id="a", text="x", sampling=SamplingParams())
+        for value in (10**40, "\ud800"):
+            bad = Tokenize(request_id="b", text="x", sampling=SamplingParams(), chat_template_kwargs={"x": value})
+            with pytest.raises(ApiError) as caught:
+                client.start([good, bad], connected)
+            assert caught.value.status == 400
+
+    run(test)

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_core.messages import (
+    Abort,
+    EngineInfo,
+    Logprob,
+    Rejected,
+    Submit,
+    Text,
+    TextBatch,
+    TokenBatch,
+    Tokenize,
+    TokenLogprobs,
+    TokenOut,
+)
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.tokenizer_worker import TokenizerWorker
+
+MAX_SEQ_LEN = 64
+
+
+class Rig:
+    """A worker whose two neighbours are lists."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        info = EngineInfo(
+            model="m",
+            architecture="a",
+            dtype="float32",
+            device="cpu",
+            max_seq_len=MAX_SEQ_LEN,
+            vocab_size=len(tokenizer),
+            num_pages=4,
+            page_size=16,
+            eos_token_ids=[2],
+            bos_token_id=1,
+            default_sampling={},
+            choices=[],
+        )
+        self.tokenizer = tokenizer
+        self.scheduler: list[Any] = []
+        self.api: list[Any] = []
+        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.api.append)
+
+    def submit(self, name: str = "a", text: str | None = "Hello", **options: Any) -> None:
+        sampling = options.pop("sampling", SamplingParams(max_tokens=8))
+        self.worker.handle(Tokenize(request_id=name, text=text, sampling=sampling, **options))
+
+    def output(self, text: str | list[int], name: str = "a", **options: Any) -> None:
+        ids = self.tokenizer(text)["input_ids"] if isinstance(text, str) else text
+        self.worker.handle(TokenBatch([TokenOut(request_id=name, token_ids=ids, **options)]))
+
+    def take(self) -> list[Text | Rejected]:
+        taken = [text for m in self.api for text in (m.outputs if isinstance(m, TextBatch) else [m])]
+        self.api.clear()
+        return taken
+
+
+@pytest.fixture
+def rig(smollm2_tokenizer: Any) -> Rig:
+    return Rig(smollm2_tokenizer)
+
+
+def test_a_request_there_and_back(rig: Rig) -> None:
+    rig.submit(priority=2)
+    [submit] = rig.scheduler
+    assert isinstance(submit, Submit)
+    assert (submit.request_id, submit.worker, submit.priority) == ("a", 3, 2)
+    assert submit.token_ids.tolist() == rig.tokenizer("Hello")["input_ids"]
+    rig.output(" world", num_prompt_tokens=1, num_cached_tokens=0)
+    rig.output("!", num_prompt_tokens=1, finish_reason="length")
+    first, last = rig.take()
+    assert (first.text, last.text, last.finish_reason, last.num_prompt_tokens) == (" world", "!", "length", 1)
+    assert rig.worker.num_requests == 0
+    rig.output("late")
+    assert rig.take() == []
+
+
+def test_tokens_wait_for_a_whole_character_and_are_counted(rig: Rig) -> None:
+    rig.submit()
+    ids = rig.tokenizer("👩")["input_ids"]
+    for token in ids[:-1]:
+        rig.output([token])
+    assert rig.take() == []
+    rig.output(ids[-1:])
+    [text] = rig.take()
+    assert (text.text, text.token_ids) == ("👩", ids)
+
+
+def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
+    rig.submit(sampling=SamplingParams(max_tokens=8, stop=("END",)))
+    rig.output("one END two")
+    [text] = rig.take()
+    assert (text.text, text.finish_reason, text.stop_reason) == ("one ", "stop", "END")
+    assert rig.scheduler[1:] == [Abort("a")]
+    assert rig.worker.num_requests == 0
+
+
+def test_abort_and_refusal_forget_the_request(rig: Rig) -> None:
+    rig.submit("a")
+    rig.submit("b")
+    rig.worker.handle(Abort("a"))
+    rig.worker.handle(Abort("a"))
+    rig.worker.handle(Abort("unknown"))
+    assert rig.scheduler[2:] == [Abort("a")]
+    rig.worker.handle(Rejected(request_id="b", kind="queue_full", message="full"))
+    rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late"))
+    assert [message.request_id for message in rig.take()] == ["b"]
+    assert rig.worker.num_requests == 0
+
+
+def test_the_default_limit_is_the_rest_of_the_context(rig: Rig) -> None:
+    rig.submit(max_tokens_is_default=True)
+    assert rig.scheduler[0].sampling.max_tokens == MAX_SEQ_LEN - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"text": ""}, "prompt"),
+        ({"text": "word " * MAX_SEQ_LEN}, "prompt"),
+        ({"text": None, "messages": [{"role": "user", "content": "word " * MAX_SEQ_LEN}]}, "messages"),
+        ({"text": None, "messages": []}, "messages"),
+        ({"text": None, "token_ids": []}, "prompt"),
+        ({"text": None, "token_ids": [1, 49152]}, "prompt"),
+        ({"text": None, "token_ids": [-1]}, "prompt"),
+        ({"sampling": SamplingParams(max_tokens=MAX_SEQ_LEN)}, "max_tokens"),
+        ({"sampling": SamplingParams(stop_token_ids=(49152,), max_tokens=1)}, "stop_token_ids"),
+        ({"sampling": SamplingParams(logit_bias={49152: 1.0}, max_tokens=1)}, "logit_bias"),
+        ({"sampling": SamplingParams(max_tokens=500, min_tokens=500), "max_tokens_is_default": True}, "min_tokens"),
+    ],
+)
+def test_what_is_not_allowed_goes_back_by_name(rig: Rig, options: dict[str, Any], param: str) -> None:
+    rig.submit(**options)
+    [refusal] = rig.take()
+    assert (refusal.kind, refusal.param) == ("invalid", param)
+    assert rig.scheduler == []
+    assert rig.worker.num_requests == 0
+
+
+def test_logprobs_name_their_tokens(rig: Rig) -> None:
+    world, sun, eos = rig.tokenizer(" world sun")["input_ids"] + [2]
+    rig.submit(echo=True, sampling=SamplingParams(max_tokens=8, logprobs=1, prompt_logprobs=1))
+    places = [TokenLogprobs(Logprob(t, -1.0, 1), [Logprob(sun, -1.0, 1)]) for t in (world, eos)]
+    options = {"prompt_logprobs": [None], "logprobs": places, "finish_reason": "stop", "stop_token_id": eos}
+    rig.output([world, eos], **options)
+    [text] = rig.take()
+    assert text.prompt_text == "Hello"
+    assert text.prompt_token_ids == rig.tokenizer("Hello")["input_ids"]
+    assert text.logprobs == places[:1], "the end is no part of the text"
+    assert {text.token_bytes[token] for token in (world, sun)} == {b" world", b" sun"}
+    assert text.token_bytes[text.prompt_token_ids[0]] == b"Hello"
+
+
+def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.submit("a")
+    rig.submit("b")
+    broken: Any = ["no token"]
+    good = rig.tokenizer(" fine")["input_ids"]
+    rig.worker.handle(
+        TokenBatch([TokenOut(request_id="a", token_ids=broken), TokenOut(request_id="b", token_ids=good)])
+    )
+    refusal, text = rig.take()
+    assert (refusal.request_id, refusal.kind) == ("a", "internal")
+    assert (text.request_id, text.text) == ("b", " fine")
+    assert rig.scheduler[2:] == [Abort("a")]
+    assert rig.worker.num_requests == 1
+    assert "a" in caplog.text
