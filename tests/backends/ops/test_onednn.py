@@ -42,8 +42,8 @@ def test_gated_mlp(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     ops, reference = OneDnnOps(CPU, dtype), Ops(CPU, torch.float64)
     weight, x = torch.randn(2 * 48, 32).to(dtype), torch.randn(rows, 32).to(dtype)
     bias = torch.randn(2 * 48).to(dtype) if with_bias else None
-    wide = reference.prepare_linear(weight.double(), None if bias is None else bias.double())
-    close(ops.gated(ops.prepare_linear(weight, bias))(x), reference.gated(wide)(x.double()), dtype)
+    wide = reference.prepare_gated(weight.double(), None if bias is None else bias.double())
+    close(ops.prepare_gated(weight, bias)(x), wide(x.double()), dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (5, 64), (3, 4, 64), (1, 2, 64)])

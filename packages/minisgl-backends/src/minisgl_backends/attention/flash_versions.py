@@ -1,7 +1,4 @@
-"""The FlashAttention packages, each behind one call. Nothing of them is imported before `FlashVersion.load`.
-
-Shape legend: T queries of B requests, Hq and Hkv heads, D head dimension, P pages of S tokens, M pages of a request.
-"""
+"""The FlashAttention packages, each behind one call. Nothing of them is imported before `FlashVersion.load`."""
 
 from __future__ import annotations
 
@@ -13,39 +10,19 @@ from typing import Any, Protocol
 
 import torch
 
+from minisgl_backends.attention.gathered_rows import RowInputs
 from minisgl_core.contracts.attention import AttentionSpec
 
 
-@dataclass(frozen=True, slots=True)
-class FlashInputs:
-    """What does not change from layer to layer.
-
-    Attributes:
-        pages: of each request, int32 [B, M].
-        cu_seqlens_q: int32 [B + 1].
-        seq_lens: int32 [B].
-        cu_seqlens_k: `seq_lens` summed up, int32 [B + 1]; None where the version does not read it.
-        max_q: most queries of a request.
-        max_k: most tokens of a request.
-    """
-
-    pages: torch.Tensor
-    cu_seqlens_q: torch.Tensor
-    seq_lens: torch.Tensor
-    cu_seqlens_k: torch.Tensor | None
-    max_q: int
-    max_k: int
-
-
 class FlashKernel(Protocol):
-    """q [T, Hq, D], k_pages and v_pages [P, S, Hkv, D] to [T, Hq, D]; causal, aligned to each request's last token."""
+    """See `GatheredRowsAttention.attend`."""
 
     def __call__(
         self,
         q: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        inputs: FlashInputs,
+        inputs: RowInputs,
         scale: float,
         window: int | None,
     ) -> torch.Tensor: ...
@@ -54,7 +31,7 @@ class FlashKernel(Protocol):
 def _version_2() -> FlashKernel:
     from flash_attn import flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_varlen_func(
             q,
             k_pages,
@@ -75,7 +52,7 @@ def _version_2() -> FlashKernel:
 def _version_3() -> FlashKernel:
     from flash_attn_interface import flash_attn_with_kvcache
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_with_kvcache(
             q,
             k_pages,
@@ -95,7 +72,7 @@ def _version_3() -> FlashKernel:
 def _version_3_of_vllm() -> FlashKernel:
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_varlen_func(
             q,
             k_pages,
@@ -117,7 +94,7 @@ def _version_3_of_vllm() -> FlashKernel:
 def _version_4() -> FlashKernel:
     from flash_attn.cute import flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: FlashInputs, scale: float, window: int | None) -> Any:
+    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         out, _ = flash_attn_varlen_func(
             q,
             k_pages,
@@ -152,7 +129,7 @@ class FlashVersion:
         majors: of the compute capabilities that it has kernels for.
         load: imports it.
         page_multiple: what page sizes must be a multiple of.
-        needs_cu_seqlens_k: see `FlashInputs`.
+        needs_cu_seqlens_k: see `RowInputs`.
     """
 
     number: int

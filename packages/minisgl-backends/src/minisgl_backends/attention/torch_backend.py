@@ -1,10 +1,11 @@
 """Paged attention in plain torch: the reference, on any device.
 
 Shape legend: T tokens, B requests of a group, Q and L the most queries and keys of one of them, N pages that hold L tokens,
-Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens a page.
+Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens a page, C queries of a block.
 
-Requests of similar shape form a group. A group's pages are gathered into padded K and V, one copy a layer, and attended to in
-one go; no Python loop runs over requests.
+Requests of similar shape form a group. A group's pages are gathered into padded K and V, one copy a layer, and attended to
+block by block of queries; no Python loop runs over requests. The G query heads of a KV head are rows of one matrix product,
+so that K and V are never repeated.
 """
 
 from __future__ import annotations
@@ -20,29 +21,52 @@ from minisgl_backends.attention.groups import group_by_size
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVLayout, KVPool
 
+_BLOCK = 128
+"""Queries of a block; a block sees no key past its last query, which halves the work of a long prefill."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Queries ``[start, stop)`` of a group.
+
+    Attributes:
+        num_keys: keys that any of them may see.
+        masked_from: keys before it are seen by all of them.
+        mask: what is added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from]; None
+            where nothing is hidden.
+    """
+
+    start: int
+    stop: int
+    num_keys: int
+    masked_from: int
+    mask: torch.Tensor | None
+
 
 @dataclass(slots=True)
 class _Group:
     """Requests that are computed together.
 
     Attributes:
+        num_requests: B.
         num_queries: Q.
         num_keys: L, a multiple of S.
         tokens: place in the batch of each query, int64 [B * Q], padding repeats a request's last; None where the group is
             the whole batch, unpadded.
         kept: places in ``[0, B * Q)`` that are no padding; None where all are.
         gather: rows of the pool that hold K and then V, int64 [2 * B * Hkv * N].
-        positions: of each query, int64 [B, Q, 1].
-        masks: what is added to the scores, [B, 1, Q, L], by sliding window.
+        first: position of each request's first query, int64 [B], on the host.
+        blocks: by sliding window; the layers share them.
     """
 
+    num_requests: int
     num_queries: int
     num_keys: int
     tokens: torch.Tensor | None
     kept: torch.Tensor | None
     gather: torch.Tensor
-    positions: torch.Tensor
-    masks: dict[int | None, torch.Tensor]
+    first: np.ndarray
+    blocks: dict[int | None, list[_Block]]
 
 
 @dataclass(slots=True)
@@ -67,6 +91,7 @@ class TorchAttention(AttentionBackend):
         self._rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
         # Row of the pool: (K or V, page, head).
         parts = torch.tensor([0, num_pages * heads], device=spec.device)
+        self._unread = torch.empty(1, dtype=spec.dtype, device=spec.device)
         self._offsets = (parts[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
 
     def plan(self, batch: AttentionBatch) -> _Plan:
@@ -89,17 +114,17 @@ class TorchAttention(AttentionBackend):
         if is_padded:
             real = np.arange(num_queries) < q_lens[:, None]
             kept = torch.from_numpy(np.flatnonzero(real)).to(device)
-        first = torch.from_numpy((seq_lens - q_lens).astype(np.int64)).to(device)
         rows = batch.rows if is_all else batch.rows[torch.from_numpy(members).to(device)]
         pages = self.page_table[rows, :num_pages].long() * self.spec.num_kv_heads
         return _Group(
+            num_requests=len(members),
             num_queries=num_queries,
             num_keys=num_pages * size,
             tokens=tokens,
             kept=kept,
             gather=(self._offsets + pages[None, :, None]).view(-1),
-            positions=first[:, None, None] + torch.arange(num_queries, device=device)[:, None],
-            masks={},
+            first=(seq_lens - q_lens).astype(np.int64),
+            blocks={},
         )
 
     def forward(
@@ -120,28 +145,55 @@ class TorchAttention(AttentionBackend):
         return out
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, group: _Group) -> torch.Tensor:
-        """q [B * Q, Hq, D] to the same, contiguous."""
-        heads, dim = self.spec.num_kv_heads, self.spec.head_dim
-        num_requests = len(q) // group.num_queries
+        """q [B * Q, Hq, D] to the same."""
+        heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         gathered = self._rows[layer.index].index_select(0, group.gather)
-        k, v = gathered.view(2, num_requests, heads, group.num_keys, dim).unbind(0)
-        mask = self._mask(group, layer.sliding_window)
-        if group.num_queries == 1:
-            # The G queries of a KV head stand in for G positions, so that K and V are not repeated.
-            q = q.view(num_requests, heads, -1, dim)
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale)
-        q = q.view(num_requests, group.num_queries, -1, dim).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=layer.scale, enable_gqa=True)
-        return out.transpose(1, 2).contiguous()
+        k, v = gathered.view(2, num * heads, group.num_keys, dim).unbind(0)
+        blocks = group.blocks.get(layer.sliding_window)
+        if blocks is None:
+            blocks = group.blocks[layer.sliding_window] = self._blocks(group, layer.sliding_window)
+        if group.num_queries == 1 and num == 1 and blocks[0].mask is None:
+            seen = blocks[0].num_keys
+            one = F.scaled_dot_product_attention(q.view(heads, -1, dim), k[:, :seen], v[:, :seen], scale=layer.scale)
+            return one.view(q.shape)
+        q = q.view(num, group.num_queries, heads, -1, dim)
+        k = k.transpose(1, 2)
+        if len(blocks) == 1:
+            return self._attend_block(q, k, v, layer.scale, blocks[0]).reshape(-1, self.spec.num_q_heads, dim)
+        parts = [self._attend_block(q[:, block.start : block.stop], k, v, layer.scale, block) for block in blocks]
+        return torch.cat(parts, dim=1).reshape(-1, self.spec.num_q_heads, dim)
 
-    def _mask(self, group: _Group, window: int | None) -> torch.Tensor:
-        mask = group.masks.get(window)
-        if mask is None:
-            keys = torch.arange(group.num_keys, device=self.spec.device)
-            visible = keys <= group.positions
-            if window is not None:
-                visible &= keys > group.positions - window
-            mask = torch.zeros(visible.shape, dtype=self.spec.dtype, device=self.spec.device)
-            mask = mask.masked_fill_(~visible, -torch.inf)[:, None]
-            group.masks[window] = mask
-        return mask
+    def _attend_block(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, block: _Block
+    ) -> torch.Tensor:
+        """q [B, C, Hkv, G, D], k [B * Hkv, D, L] and v [B * Hkv, L, D] to the shape of q."""
+        num, count, heads, members, dim = q.shape
+        rows = q.permute(0, 2, 3, 1, 4).reshape(num * heads, members * count, dim)
+        k = k[:, :, : block.num_keys]
+        # The scale is applied before the scores are rounded; with beta 0, the first argument is not read.
+        scores = torch.baddbmm(self._unread.expand(len(rows), rows.shape[1], k.shape[2]), rows, k, beta=0, alpha=scale)
+        if block.mask is not None:
+            scores.view(num, heads, members, count, -1)[..., block.masked_from :].add_(block.mask)
+        out = torch.bmm(torch.softmax(scores, dim=-1), v[:, : block.num_keys])
+        return out.view(num, heads, members, count, dim).permute(0, 3, 1, 2, 4)
+
+    def _blocks(self, group: _Group, window: int | None) -> list[_Block]:
+        """Cut the queries into blocks, and say what each may see."""
+        lowest, highest = int(group.first.min()), int(group.first.max())
+        first = torch.from_numpy(group.first).to(self.spec.device)
+        blocks = []
+        for start in range(0, group.num_queries, _BLOCK):
+            stop = min(start + _BLOCK, group.num_queries)
+            num_keys = min(highest + stop, group.num_keys)
+            masked_from = 0 if window is not None else min(lowest + start + 1, num_keys)
+            mask = None
+            if masked_from < num_keys and (stop - start > 1 or lowest < highest or window is not None):
+                keys = torch.arange(masked_from, num_keys, device=self.spec.device)
+                positions = first[:, None, None] + torch.arange(start, stop, device=self.spec.device)[:, None]
+                hidden = keys > positions
+                if window is not None:
+                    hidden |= keys <= positions - window
+                mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
+                mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+            blocks.append(_Block(start, stop, num_keys, masked_from, mask))
+        return blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import psutil
 import torch
 import torch.nn.functional as F
 
@@ -18,24 +19,27 @@ _PACK_ROWS = 16
 """Rows of x that the packed layout is chosen for; products of other sizes use the same layout."""
 
 
+_SMALL_BYTES = psutil.virtual_memory().total // 10
+"""Plain copies may take this much memory in all, besides the packed ones."""
+
+
 class PackedLinear:
     """``x @ weight.T + bias`` with the weight in oneDNN's blocked layout.
 
-    One row is a matter of reading the matrix once, in order; for that the plain weight is kept in bfloat16 and torch's own
-    product of a matrix and a vector is used, which reads it faster than oneDNN does.
+    With `keep`, the plain weight is kept too, for single rows: then all that matters is to read the matrix once, in order, and
+    torch's own product of a bfloat16 matrix and a vector does that faster than oneDNN's.
     """
 
-    __slots__ = ("_bias", "_packed", "_product", "_vector", "weight")
+    __slots__ = ("_bias", "_packed", "_plain", "_product")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight, self._bias = weight, bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, keep: bool) -> None:
+        self._plain, self._bias = weight if keep else None, bias
+        self._packed = _pack(weight)
         self._product = torch.ops.mkldnn._linear_pointwise.default
-        self._vector = weight.dtype == torch.bfloat16
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._vector and len(x) == 1:
-            return _one_row(x, self.weight, self._bias)
+        if self._plain is not None and len(x) == 1:
+            return _one_row(x, self._plain, self._bias)
         out: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
         return out
 
@@ -43,22 +47,20 @@ class PackedLinear:
 class PackedGated:
     """``silu(x @ gate.T) * (x @ up.T)``; the activation and the product run inside the matrix products."""
 
-    __slots__ = ("_both", "_gate", "_product", "_times", "_up")
+    __slots__ = ("_gate", "_plain", "_product", "_times", "_up")
 
-    def __init__(self, both: PackedLinear) -> None:
-        gate, up = both.weight.chunk(2)
-        self._both = both
-        self._gate = torch.ops.mkldnn._reorder_linear_weight(gate.contiguous(), _PACK_ROWS)
-        self._up = torch.ops.mkldnn._reorder_linear_weight(up.contiguous(), _PACK_ROWS)
+    def __init__(self, weight: torch.Tensor, keep: bool) -> None:
+        self._plain = weight if keep else None
+        self._gate, self._up = (_pack(half) for half in weight.chunk(2))
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._times = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if len(x) == 1:
-            gate, up = self._both(x).chunk(2, dim=-1)
+        if self._plain is not None and len(x) == 1:
+            gate, up = _one_row(x, self._plain, None).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
-        gate = self._product(x, self._gate, None, "swish", [], "")
-        out: torch.Tensor = self._times(x, gate, self._up, None, "mul")
+        activated = self._product(x, self._gate, None, "swish", [], "")
+        out: torch.Tensor = self._times(x, activated, self._up, None, "mul")
         return out
 
 
@@ -81,19 +83,29 @@ class OneDnnOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
+        self._plain_bytes = 0
         self._cos: torch.Tensor | None = None
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
         self._norm_constants: dict[tuple[int, float], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack."""
-        return PackedLinear(weight, bias)
+        """Pack; see `PackedLinear`."""
+        return PackedLinear(weight, bias, self._keeps(weight))
 
-    def gated(self, gate_up: LinearOp) -> LinearOp:
-        """Pack the halves each by itself."""
-        if not isinstance(gate_up, PackedLinear) or gate_up._bias is not None:
-            return super().gated(gate_up)
-        return PackedGated(gate_up)
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Pack the halves each by itself; see `PackedGated`."""
+        if bias is not None:
+            return super().prepare_gated(weight, bias)
+        return PackedGated(weight, self._keeps(weight))
+
+    def _keeps(self, weight: torch.Tensor) -> bool:
+        """Whether to keep a plain copy: in bfloat16, as long as all of them together are small."""
+        self._plain_bytes += weight.nbytes
+        return weight.dtype == torch.bfloat16 and self._plain_bytes <= _SMALL_BYTES
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Several times faster in float32 than in bfloat16."""
+        return logits.float().argmax(-1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """torch's fused norm; a single row by its 2-norm, which takes fewer passes."""
@@ -139,6 +151,11 @@ class OneDnnOps(Ops):
             found = torch.tensor(math.sqrt(size)), torch.tensor(math.sqrt(size * eps))
             self._norm_constants[size, eps] = found
         return found
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
+    return packed
 
 
 def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:

@@ -56,10 +56,19 @@ class Ops:
         gate, up = gate_up.chunk(2, dim=-1)
         return F.silu(gate) * up
 
-    def gated(self, gate_up: LinearOp) -> LinearOp:
-        """Called once an MLP, after loading: ``x -> silu_and_mul(gate_up(x))``, in one go where that is faster."""
-        silu_and_mul = self.silu_and_mul
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Like `prepare_linear`, for a gated MLP: returns ``x -> silu_and_mul(x @ weight.T + bias)``.
+
+        Args:
+            weight: gate rows above up rows, [2 * I, in].
+            bias: [2 * I] or None.
+        """
+        gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
         return lambda x: silu_and_mul(gate_up(x))
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """The first of the largest logits of each row; [N, V] to int64 [N]."""
+        return logits.argmax(-1)
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Pick a token a row by inverting the cumulative distribution, in vocabulary order, at a number.

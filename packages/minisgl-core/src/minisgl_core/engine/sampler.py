@@ -85,7 +85,7 @@ class Sampler:
     def _pick(self, logits: torch.Tensor, plan: SamplePlan) -> torch.Tensor:
         is_random = plan.temperature > 0
         if not is_random.any():
-            return logits.argmax(-1)
+            return self._ops.argmax(logits)
         packed = np.concatenate((plan.temperature, plan.uniform, plan.top_p, plan.min_p, plan.top_k.astype(np.float32)))
         temperature, uniform, top_p, min_p, top_k = self._platform.to_device(packed).view(5, -1).unbind(0)
         asked = {name: getattr(plan, name)[is_random] for name in ("top_k", "top_p", "min_p")}

@@ -51,8 +51,14 @@ class Linear(Layer):
     def prepare(self) -> None:
         """Hand the matrix to the kernels."""
         if self.weight is not None:
-            self.op = self._ops.prepare_linear(self.weight.detach(), None if self.bias is None else self.bias.detach())
-            self.weight = self.bias = None
+            self.op = self._ops.prepare_linear(*self.release())
+
+    def release(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Give the matrix and the bias away, for good."""
+        assert self.weight is not None, "the weights were given away before"
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        self.weight = self.bias = None
+        return weight, bias
 
 
 class ColumnParallelLinear(Linear):

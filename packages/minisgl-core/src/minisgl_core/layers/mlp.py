@@ -30,8 +30,7 @@ class GatedMLP(Layer):
 
     def prepare(self) -> None:
         """Join the first two matrices and the activation."""
-        self.gate_up_proj.prepare()
-        self._gated = self._ops.gated(self.gate_up_proj.op)
+        self._gated = self._ops.prepare_gated(*self.gate_up_proj.release())
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names for Llama and its kin."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec, GraphCapturable
-from minisgl_core.testing.attention_rig import AttentionRig, DecodeGraph, Work
+from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
 
 HeadShape = tuple[int, int, int]
 """Query heads, KV heads, head dimension."""
@@ -30,6 +30,7 @@ class AttentionBackendTests:
         page_sizes: tokens a page.
         head_shapes: (query heads, KV heads, head dimension).
         has_sliding_windows: whether layers may have one; where they may not, the backend must refuse such a spec.
+        tolerances: largest error of an output, by dtype; outputs are of about unit size.
     """
 
     backend: ClassVar[type[AttentionBackend]]
@@ -38,6 +39,7 @@ class AttentionBackendTests:
     page_sizes: ClassVar[tuple[int, ...]] = (1, 16)
     head_shapes: ClassVar[tuple[HeadShape, ...]] = ((4, 2, 64), (2, 2, 128), (6, 2, 64), (8, 1, 64))
     has_sliding_windows: ClassVar[bool] = True
+    tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
     def test_says_why_it_cannot(self) -> None:
         """Asking gives sentences, whatever it is asked for, and touches no tensor."""
@@ -221,7 +223,8 @@ class AttentionBackendTests:
         spec = replace(spec, max_seq_len=max_seq_len, max_batch=num_requests)
         assert self.backend.unsupported(spec) == [], f"refused: {spec}"
         num_pages = 2 + num_requests * -(-max_seq_len // spec.page_size)
-        return AttentionRig(self.backend, spec, layers or [AttentionLayer(0, spec.head_dim**-0.5)], num_pages)
+        layers = layers or [AttentionLayer(0, spec.head_dim**-0.5)]
+        return AttentionRig(self.backend, spec, layers, num_pages, tolerances=self.tolerances)
 
     def run(
         self,

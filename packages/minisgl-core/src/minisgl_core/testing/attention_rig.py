@@ -5,7 +5,7 @@ Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens a page, N s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +79,7 @@ class AttentionRig:
         layers: attention layers; a step runs them all.
         num_pages: pages of the pool, page 0 included.
         seed: of everything random.
+        tolerances: largest error of an output, by dtype.
     """
 
     backend_class: type[AttentionBackend]
@@ -86,6 +87,7 @@ class AttentionRig:
     layers: Sequence[AttentionLayer]
     num_pages: int
     seed: int = 0
+    tolerances: Mapping[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
 
@@ -221,7 +223,7 @@ class AttentionRig:
         k, v = self.known[layer.index][:, self.slots(request, 0, request.num_tokens)]
         expected = dense_attention(q, k, v, layer.scale, layer.sliding_window)
         error = (out.double() - expected).abs().max().item()
-        allowed = TOLERANCES[self.spec.dtype]
+        allowed = self.tolerances[self.spec.dtype]
         assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
 
     def __str__(self) -> str:
