@@ -12,4 +12,4 @@ class TestTorchAttention(AttentionBackendTests):
     page_sizes = (1, 5, 16)
     dtypes = (torch.float32, torch.bfloat16)
     # Scores and weights are rounded to bfloat16 on their way through memory, as in transformers' eager attention.
-    tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
+    tolerances = TOLERANCES | {torch.bfloat16: 0.15}

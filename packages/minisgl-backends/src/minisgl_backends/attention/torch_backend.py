@@ -76,7 +76,10 @@ class _Plan:
 
 
 class TorchAttention(AttentionBackend):
-    """Gathers pages, then attends with torch's own kernels."""
+    """Gathers pages, then attends with torch's own kernels.
+
+    In bfloat16, scores and weights are rounded on their way through memory, as in transformers' eager attention.
+    """
 
     kv_layout: ClassVar[KVLayout] = "HND"
 
