@@ -10,6 +10,13 @@ from minisgl_core.testing.attention_rig import TOLERANCES
 class TestTorchAttention(AttentionBackendTests):
     backend = TorchAttention
     page_sizes = (1, 5, 16)
-    dtypes = (torch.float32, torch.bfloat16)
-    # Scores and weights are rounded to bfloat16 on their way through memory, as in transformers' eager attention.
-    tolerances = TOLERANCES | {torch.bfloat16: 0.15}
+    dtypes = (torch.float32,)
+
+
+class TestTorchAttentionInBfloat16(AttentionBackendTests):
+    """Scores are rounded to bfloat16, as in transformers' eager attention; so errors grow with their size."""
+
+    backend = TorchAttention
+    dtypes = (torch.bfloat16,)
+    tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
+    test_scales = None
