@@ -19,4 +19,4 @@ class TestTorchAttentionInBfloat16(AttentionBackendTests):
     backend = TorchAttention
     dtypes = (torch.bfloat16,)
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
-    test_scales = None
+    test_scales = None  # type: ignore[assignment]
