@@ -15,10 +15,11 @@ from minisgl_backends.attention.flash_backend import FlashAttention
 from minisgl_backends.attention.flash_versions import VERSIONS
 from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
 from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_backends.attention.trtllm_backend import TrtllmAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 
 SPEC = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
-BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention]
+BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention, TrtllmAttention]
 
 
 @pytest.fixture
@@ -62,7 +63,8 @@ def test_dtypes_and_heads(backend: type[AttentionBackend]) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_old_gpus(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert any("8.0 or later" in reason and "7.5" in reason for reason in backend.unsupported(SPEC))
+    oldest = "10.0" if backend is TrtllmAttention else "8.0"
+    assert any(f"{oldest} or later" in reason and "7.5" in reason for reason in backend.unsupported(SPEC))
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,7 @@ def test_old_gpus(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPat
         (FlashAttention, "'minisgl-backends[fa4]'"),
         (FlashAttention, "'minisgl-backends[fa]'"),
         (FlashInferAttention, "'minisgl-backends[fi]'"),
+        (TrtllmAttention, "'minisgl-backends[fi]'"),
         (TritonAttention, "'minisgl-backends[triton]'"),
     ],
 )
@@ -85,10 +88,11 @@ def test_the_remedy_for_a_missing_package(
 def test_asking_imports_none_of_them() -> None:
     code = """
 import sys, torch
-from minisgl_backends.attention import flash_backend, flashinfer_backend, triton_backend
+from minisgl_backends.attention import flash_backend, flashinfer_backend, triton_backend, trtllm_backend
 from minisgl_core.contracts.attention import AttentionSpec
 spec = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
-for backend in (flash_backend.FlashAttention, flashinfer_backend.FlashInferAttention, triton_backend.TritonAttention):
+for backend in (flash_backend.FlashAttention, flashinfer_backend.FlashInferAttention, triton_backend.TritonAttention,
+                trtllm_backend.TrtllmAttention):
     backend.unsupported(spec)
 assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
 """
@@ -141,3 +145,29 @@ def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyP
     [reason] = FlashAttention.unsupported(SPEC)
     assert "version 2 (flash_attn) takes page sizes that are multiples of 256" in reason
     assert FlashAttention.unsupported(replace(SPEC, page_size=512)) == []
+
+
+@pytest.mark.parametrize(
+    ("capability", "page_size", "said"),
+    [
+        ((10, 0), 16, []),
+        ((10, 3), 64, []),
+        ((9, 0), 16, ["10.0 or later, and this GPU has 9.0"]),
+        ((12, 0), 16, ["10.x alone"]),
+        ((10, 0), 128, ["pages of 16, 32, 64 tokens, not 128"]),
+        ((9, 0), 1, ["10.0 or later", "not 1"]),
+    ],
+)
+def test_trtllm_needs_a_blackwell_gpu_and_its_page_sizes(
+    capability: tuple[int, int],
+    page_size: int,
+    said: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    hopper: None,
+) -> None:
+    install(monkeypatch, tmp_path, "flashinfer/__init__.py")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    reasons = TrtllmAttention.unsupported(replace(SPEC, page_size=page_size))
+    assert len(reasons) == len(said), reasons
+    assert all(word in reason for word, reason in zip(said, reasons, strict=True)), reasons

@@ -1,0 +1,80 @@
+"""TensorRT-LLM's generated kernels for Blackwell, through FlashInfer."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.attention.gathered_rows import GatheredRowsAttention, RowInputs
+from minisgl_backends.attention.requirements import (
+    dtypes_unsupported,
+    gpu_missing,
+    head_dim_unsupported,
+    package_missing,
+)
+from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.kv.pool import KVPool
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_HEAD_DIMS = (64, 128, 256)
+_PAGE_SIZES = (16, 32, 64)
+_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
+
+
+class TrtllmAttention(GatheredRowsAttention):
+    """Not compiled on this machine: FlashInfer downloads the kernels (cubins) when they are first used."""
+
+    needs_cu_seqlens_k = True
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        """Names what is missing of flashinfer, a Blackwell GPU, a dtype, a head dimension and a page size."""
+        reasons = [*package_missing("flashinfer", "minisgl-backends[fi]"), *gpu_missing(spec.device, (10, 0))]
+        if not reasons and torch.cuda.get_device_capability(spec.device)[0] != 10:
+            reasons.append("its kernels are made for compute capability 10.x alone")
+        if spec.page_size not in _PAGE_SIZES:
+            reasons.append(f"it takes pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
+        return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+        super().__init__(spec, pool, page_table)
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+        from flashinfer.prefill import trtllm_batch_context_with_kv_cache
+
+        self._decode, self._prefill = trtllm_batch_decode_with_kv_cache, trtllm_batch_context_with_kv_cache
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        inputs: RowInputs,
+        scale: float,
+        window: int | None,
+    ) -> torch.Tensor:
+        """See `GatheredRowsAttention.attend`."""
+        options = {
+            "query": q.contiguous(),
+            "kv_cache": (k_pages, v_pages),
+            "workspace_buffer": self._workspace,
+            "block_tables": inputs.pages,
+            "seq_lens": inputs.seq_lens,
+            "bmm1_scale": scale,
+            "bmm2_scale": 1.0,
+            "window_left": -1 if window is None else window - 1,
+            "kv_layout": "NHD",
+            "backend": "trtllm-gen",
+        }
+        out: torch.Tensor
+        if inputs.max_q == 1:
+            out = self._decode(**options, max_seq_len=inputs.max_k)
+        else:
+            out = self._prefill(
+                **options,
+                max_q_len=inputs.max_q,
+                max_kv_len=inputs.max_k,
+                batch_size=len(inputs.seq_lens),
+                cum_seq_lens_q=inputs.cu_seqlens_q,
+                cum_seq_lens_kv=inputs.cu_seqlens_k,
+            )
+        return out
