@@ -20,7 +20,7 @@ class RightAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return []
+        return [] if spec.kv_dtype == spec.dtype else ["the pool must be of the model's dtype"]
 
     def plan(self, batch: AttentionBatch) -> Any:
         return batch
@@ -303,6 +303,17 @@ class RaisesInsteadOfAnswering(RightAttention):
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         assert spec.head_dim % 8 == 0
         return []
+
+
+class AcceptsWhatItCannot(RightAttention):
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def store(self, layer, k, v, batch) -> None:
+        dtype = self.spec.kv_dtype
+        rounded = [x.to(torch.float8_e5m2).to(dtype) if dtype.itemsize == 1 else x for x in (k, v)]
+        super().store(layer, *rounded, batch)
 
 
 class RefusesWhatItDeclares(RightAttention):
