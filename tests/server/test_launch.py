@@ -46,27 +46,19 @@ def assert_gone(processes: Iterable[psutil.Process]) -> None:
     assert not alive
 
 
-def test_the_banner_and_its_curl_line(start: Launch) -> None:
-    server = start("--served-model-name", "tiny", "--attn", "torch", "--drain-timeout", "1").wait_started()
+def test_the_banner_holds_and_sigterm_lets_running_requests_finish(start: Launch) -> None:
+    server = start("--served-model-name", "tiny", "--attn", "torch", "--drain-timeout", "60").wait_started()
     assert "LlamaForCausalLM" in server.banner
     attention = next(line for line in server.banner.splitlines() if line.startswith("attn"))
     assert attention.split()[1] == "torch"
     curl = shlex.split(server.banner.splitlines()[-1])
     answer = subprocess.run([*curl, "--silent", "--fail"], capture_output=True, check=True, text=True).stdout
     assert json.loads(answer)["model"] == "tiny"
-    titles = server.children().keys()
-    assert titles >= {"scheduler rank 0", "tokenizer 0", "api"}
+    children = server.children()
+    assert children.keys() >= {"scheduler rank 0", "tokenizer 0", "api"}
+    assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
     [directory] = Path(server.sockets).iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
-    assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
-    children = list(server.children().values())
-    server.process.send_signal(signal.SIGTERM)
-    assert server.wait_ended() == 0
-    assert_gone(children)
-
-
-def test_sigterm_lets_running_requests_finish(start: Launch) -> None:
-    server = start("--drain-timeout", "60").wait_started()
     body = endless(stream=True, max_tokens=600)
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=100) as response:
         chunks = events(response)
@@ -76,6 +68,7 @@ def test_sigterm_lets_running_requests_finish(start: Launch) -> None:
     assert rest[-1] == "[DONE]"
     assert rest[-2]["choices"][0]["finish_reason"] == "length"
     assert server.wait_ended() == 0
+    assert_gone(children.values())
     assert server.stderr() == ""
 
 
@@ -111,15 +104,6 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
     assert server.wait_ended() == 1
     assert f"'{victim}' was killed by SIGKILL" in server.stderr()
     assert_gone(children.values())
-
-
-def test_a_killed_launcher_leaves_nothing(start: Launch) -> None:
-    server = start().wait_started()
-    children = list(server.children().values())
-    server.process.kill()
-    server.process.wait()
-    assert_gone(children)
-    assert os.listdir(server.sockets) == []
 
 
 @pytest.mark.parametrize(
@@ -159,7 +143,7 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(start: Launch) ->
     assert f"127.0.0.1:{port}" in server.stderr()
 
 
-def test_requests_before_the_engine_is_ready_get_503(start: Launch) -> None:
+def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(start: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start("--port", str(port))
@@ -178,7 +162,11 @@ def test_requests_before_the_engine_is_ready_get_503(start: Launch) -> None:
             assert refused.status_code in (503, 200)
     assert 503 in statuses
     assert set(statuses) == {200, 503}
-    server.wait_started()
+    children = server.children().values()
+    server.process.kill()
+    server.process.wait()
+    assert_gone(children)
+    assert os.listdir(server.sockets) == []
 
 
 def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: Launch) -> None:
