@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict
 
 import click
 
 from minisgl_core import plugin_api
+from minisgl_core.cli.table import print_table
 from minisgl_core.errors import PluginError, ProviderLoadError, ProviderNotFoundError
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
@@ -34,7 +35,7 @@ def list_plugins(registry: Registry, as_json: bool, kind: str | None) -> None:
         click.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
     else:
         rows = [(entry.kind, entry.name, entry.distribution, entry.version) for entry in entries]
-        _print_table(("kind", "name", "distribution", "version"), rows)
+        print_table(("kind", "name", "distribution", "version"), rows)
     for note in (*registry.notes, *_duplicates(entries)):
         click.echo(f"note: {note}", err=True)
 
@@ -89,22 +90,6 @@ def _report(registry: Registry, entry: Entry) -> None:
         click.echo(f"  {title + ':':<14}{text}")
     for reason in reasons:
         click.echo(f"  {'':<14}- {reason}")
-
-
-def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal, aligned columns elsewhere."""
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-
-        table = Table(*titles)
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
-        return
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    for row in (titles, *rows):
-        click.echo("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _duplicates(entries: Iterable[Entry]) -> list[str]:

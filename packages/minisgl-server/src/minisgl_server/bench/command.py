@@ -1,0 +1,68 @@
+"""``minisgl bench``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from minisgl_core.cli.options import pick, with_options
+from minisgl_core.config.options import EngineConfig
+from minisgl_server.bench.options import OfflineOptions
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def bench(ctx: click.Context) -> None:
+    """Measure throughput and latency. Without a command: offline, with its defaults."""
+    if ctx.invoked_subcommand is None:
+        with offline.make_context("offline", [], parent=ctx) as sub:
+            offline.invoke(sub)
+
+
+@bench.command()
+@with_options(EngineConfig)
+@click.option(
+    "--workload",
+    type=click.Choice(["uniform", "W"]),
+    default="uniform",
+    show_default=True,
+    help="uniform: greedy, one length for all. W: 256 sequences of 100 to 1024 tokens in and out, temperature 0.6.",
+)
+@click.option(
+    "--batch-size",
+    "batch_sizes",
+    type=click.IntRange(1),
+    multiple=True,
+    default=(1, 16),
+    show_default=True,
+    help="Prompts at once; may be given several times. (uniform)",
+)
+@click.option(
+    "--input-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a prompt. (uniform)"
+)
+@click.option(
+    "--output-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of an output. (uniform)"
+)
+@click.option(
+    "--prefill-len",
+    type=click.IntRange(0),
+    default=1024,
+    show_default=True,
+    help="Also measure a prompt of so many tokens and one token of output; 0 for not. (uniform)",
+)
+@click.option("--num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Sequences. (W)")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs of each.")
+@click.option(
+    "--compare",
+    type=click.Choice(["transformers"]),
+    help="Measure its generate on the same model, dtype and shapes, too, taking turns. (uniform)",
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
+)
+def offline(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
+    """Run a workload in this process and measure it, without a server."""
+    from minisgl_server.bench.offline import run_offline
+
+    run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))

@@ -1,0 +1,131 @@
+"""The engines that a benchmark runs: minisgl, and transformers to compare with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_server.bench.workloads import Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of a workload.
+
+    Attributes:
+        seconds: from the prompts in tokens to the last output.
+        num_steps: forward passes.
+        num_cached_tokens: prompt tokens that a prefix cache held, whose computation was skipped.
+    """
+
+    seconds: float
+    num_steps: int
+    num_cached_tokens: int = 0
+
+
+class BenchEngine(Protocol):
+    """Runs workloads."""
+
+    name: str
+
+    def run(self, workload: Workload) -> Run:
+        """Run one to its end."""
+
+
+class MinisglEngine:
+    """`LLM` in this process."""
+
+    name = "minisgl"
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+
+    def run(self, workload: Workload) -> Run:
+        """All prompts at once through `LLM.generate`."""
+        sampling = [
+            SamplingParams(max_tokens=length, temperature=workload.temperature, ignore_eos=True)
+            for length in workload.output_lens
+        ]
+        steps_before = self._llm.stats.num_steps
+        start = time.perf_counter()
+        outputs = self._llm.generate(workload.prompts, sampling, progress=False)
+        seconds = time.perf_counter() - start
+        num_tokens = sum(len(output.token_ids) for output in outputs)
+        assert num_tokens == workload.num_output_tokens, f"{num_tokens} tokens instead of {workload.num_output_tokens}"
+        cached = sum(output.cached_tokens for output in outputs)
+        return Run(seconds, self._llm.stats.num_steps - steps_before, cached)
+
+
+class TransformersEngine:
+    """transformers' ``generate``, with the settings that it has by default, on the same device and in the same dtype."""
+
+    name = "transformers"
+
+    def __init__(self, path: Path, dtype: str, device: str, dummy: bool = False) -> None:
+        """Load the model.
+
+        Args:
+            path: a folder, or a .gguf file, which transformers dequantises.
+            dtype: such as ``bfloat16``.
+            device: such as ``cpu``.
+            dummy: random weights.
+
+        Raises:
+            InvalidValueError: a .gguf file, and accelerate is not installed.
+            MinisglError: transformers cannot load the model.
+        """
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils import logging
+
+        if not sys.stderr.isatty():
+            logging.disable_progress_bar()
+        folder, source = str(path), {}
+        if path.is_file():
+            folder, source = str(path.parent), _gguf_source(path)
+        kind: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+        try:
+            if dummy:
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **kind)
+            else:
+                model = AutoModelForCausalLM.from_pretrained(folder, **source, **kind)
+            self._model: Any = model.to(device).eval()
+        except torch.OutOfMemoryError:
+            raise MinisglError(
+                "transformers' model does not fit beside minisgl's: lower --memory-ratio or set --num-pages"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise MinisglError(f"transformers cannot load {path}: {' '.join(str(error).split())}") from error
+        self._model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1)
+        for name in ("temperature", "top_k", "top_p", "min_p"):  # of no use, and warned about, without sampling
+            setattr(self._model.generation_config, name, None)
+        self._device = device
+
+    def run(self, workload: Workload) -> Run:
+        """All prompts as one batch; they must be of one length, and so must the outputs."""
+        [output_len], [input_len] = set(workload.output_lens), {len(prompt) for prompt in workload.prompts}
+        start = time.perf_counter()
+        ids = torch.tensor(workload.prompts, device=self._device)
+        out = self._model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=output_len).tolist()
+        seconds = time.perf_counter() - start
+        assert {len(row) for row in out} == {input_len + output_len}, "an output ended early"
+        return Run(seconds, output_len)
+
+
+def _gguf_source(path: Path) -> dict[str, Any]:
+    """How to have transformers read a .gguf file as a dense model; later versions compute with the packed one if they can."""
+    import transformers
+
+    if importlib.util.find_spec("accelerate") is None:
+        allowed = "used with accelerate installed, where the model is a .gguf file"
+        raise InvalidValueError("--compare", "transformers", allowed, "Try: pip install accelerate")
+    config = getattr(transformers, "GgufConfig", None)
+    dense = {} if config is None else {"quantization_config": config(dequantize=True)}
+    return {"gguf_file": path.name, **dense}

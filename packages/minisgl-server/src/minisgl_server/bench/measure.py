@@ -1,0 +1,96 @@
+"""Measures workloads on engines, taking turns, so that whatever else the machine does meets all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from minisgl_server.bench.engines import BenchEngine, Run
+from minisgl_server.bench.workloads import Workload
+
+MakeWorkload = Callable[[int], Workload]
+"""A workload's variant by number: the same shape, other prompts."""
+WARM_UP_TOKENS = 64
+"""Output tokens a request in a warm-up, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One engine on one workload; times are medians over the runs.
+
+    Attributes:
+        engine: its name.
+        workload: variant 0.
+        runs: one a repeat.
+        prefill_s: seconds for the prompts alone, up to each one's first token; None for outputs of mixed lengths, which are
+            not measured so.
+    """
+
+    engine: str
+    workload: Workload
+    runs: list[Run]
+    prefill_s: float | None
+
+    @property
+    def seconds(self) -> float:
+        """Of a run."""
+        return median(run.seconds for run in self.runs)
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        """Generated tokens a second."""
+        return self.workload.num_output_tokens / self.seconds
+
+    @property
+    def total_tokens_per_s(self) -> float:
+        """Prompt and generated tokens a second."""
+        return (self.workload.num_prompt_tokens + self.workload.num_output_tokens) / self.seconds
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds a decode step; for mixed lengths, where prefill and decode share steps, the mean over all steps."""
+        if self.prefill_s is None:
+            return median(run.seconds / run.num_steps for run in self.runs)
+        num_steps = max(self.workload.output_lens) - 1
+        return (self.seconds - self.prefill_s) / num_steps if num_steps else None
+
+
+def measure(
+    make: MakeWorkload, engines: Sequence[BenchEngine], repeats: int, advance: Callable[[str], None] = lambda what: None
+) -> list[Result]:
+    """Warm up, then measure.
+
+    Args:
+        make: the workload; every run gets a variant that no run before it had.
+        engines: run in this order in one repeat, in the opposite one in the next.
+        repeats: measured runs of each.
+        advance: told what comes next, `num_stages` times.
+
+    Returns:
+        A result for each engine, in their order.
+    """
+    first = make(0)
+    with_prefill = len(set(first.output_lens)) == 1
+    runs: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    prefills: dict[str, list[Run]] = {engine.name: [] for engine in engines}
+    for engine in engines:
+        advance(f"{first.name}: warming up {engine.name}")
+        engine.run(make(2 * repeats).capped(WARM_UP_TOKENS))
+    for repeat in range(repeats):
+        for engine in engines if repeat % 2 == 0 else engines[::-1]:
+            advance(f"{first.name}: {engine.name}, {repeat + 1} of {repeats}")
+            runs[engine.name].append(engine.run(make(repeat)))
+            if with_prefill and first.output_lens[0] > 1:
+                prefills[engine.name].append(engine.run(make(repeats + repeat).capped(1)))
+    results = []
+    for engine in engines:
+        alone = prefills[engine.name] or runs[engine.name]
+        prefill_s = median(run.seconds for run in alone) if with_prefill else None
+        results.append(Result(engine.name, first, runs[engine.name], prefill_s))
+    return results
+
+
+def num_stages(num_engines: int, repeats: int) -> int:
+    """How often `measure` reports progress."""
+    return num_engines * (1 + repeats)

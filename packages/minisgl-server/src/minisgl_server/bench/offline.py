@@ -1,0 +1,88 @@
+"""``minisgl bench offline``: the engine in this process."""
+
+from __future__ import annotations
+
+import json
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from minisgl_core import LLM
+from minisgl_core.cli.table import print_table
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.model_source import locate_model
+from minisgl_server.bench import report
+from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
+from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
+from minisgl_server.bench.options import OfflineOptions
+from minisgl_server.bench.workloads import mixed, uniform
+
+
+def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
+    """Measure, print a table, and write the JSON file if there is one.
+
+    Raises:
+        InvalidValueError: a workload does not fit the model, or cannot be compared.
+        MinisglError: the model or a provider does not fit.
+    """
+    if options.compare and options.workload == "W":
+        allowed = "used with --workload uniform: transformers' generate has one output length for all"
+        raise InvalidValueError("--compare", options.compare, allowed)
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    with ExitStack() as stack:
+        llm = stack.enter_context(LLM(**config.flat()))
+        workloads = _workloads(options, llm.info.vocab_size)
+        _check_lengths(workloads, llm.info.max_seq_len, options)
+        engines: list[BenchEngine] = [MinisglEngine(llm)]
+        if options.compare:
+            device = next(value for what, value, _ in llm.info.choices if what == "platform")
+            path = locate_model(config.model)
+            engines.append(TransformersEngine(path, llm.info.dtype, device, config.model.dummy_weight))
+        results = _measure_all(workloads, engines, options.repeats)
+        click.echo("\n".join(report.headline(llm.info)))
+        print_table(report.TITLES, report.table(results))
+        for note in report.notes(results):
+            click.echo(note)
+        if options.json_file:
+            found = report.as_json(results, llm.info, {**config.flat(), **asdict(options)}, started)
+            Path(options.json_file).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _workloads(options: OfflineOptions, vocab_size: int) -> list[MakeWorkload]:
+    if options.workload == "W":
+        return [partial(mixed, options.num_seqs, vocab_size)]
+    shapes = [(size, options.input_len, options.output_len) for size in options.batch_sizes]
+    if options.prefill_len:
+        shapes.append((1, options.prefill_len, 1))
+    return [partial(uniform, *shape, vocab_size) for shape in shapes]
+
+
+def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: OfflineOptions) -> None:
+    for make in workloads:
+        workload = make(0)
+        if workload.longest > max_seq_len:
+            allowed = f"at most the model's context of {max_seq_len} tokens; {workload.name} takes {workload.longest}"
+            name = "--workload" if options.workload == "W" else "--input-len, --output-len and --prefill-len"
+            raise InvalidValueError(name, workload.longest, allowed)
+
+
+def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats))
+        num_done = -1
+
+        def advance(what: str) -> None:
+            nonlocal num_done
+            num_done += 1
+            bar.update(task, description=what, completed=num_done)
+
+        return [measure(make, engines, repeats, advance) for make in workloads]

@@ -1,0 +1,157 @@
+"""A benchmark's results, as a table and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from minisgl_core.messages import EngineInfo
+from minisgl_server.bench.measure import Result
+
+TITLES = ("workload", "engine", "seconds", "output tok/s", "total tok/s", "step ms", "prefill ms")
+_PACKAGES = ("minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server", "torch", "transformers", "triton")
+
+
+def table(results: Sequence[Sequence[Result]]) -> list[tuple[str, ...]]:
+    """Rows under `TITLES`; one group of results a workload."""
+    return [_row(result) for group in results for result in group]
+
+
+def _row(result: Result) -> tuple[str, ...]:
+    return (
+        result.workload.name,
+        result.engine,
+        f"{result.seconds:.3f}",
+        f"{result.output_tokens_per_s:,.1f}",
+        f"{result.total_tokens_per_s:,.1f}",
+        _ms(result.step_s),
+        _ms(result.prefill_s),
+    )
+
+
+def notes(results: Sequence[Sequence[Result]]) -> list[str]:
+    """Sentences that follow the table; the first engine of a group is compared with the others."""
+    found = []
+    for group in results:
+        ours = group[0]
+        for other in group[1:]:
+            ratio = ours.seconds / other.seconds
+            found.append(
+                f"{ours.workload.name}: {ours.engine} is {1 / ratio:.2f} times as fast as {other.engine}"
+                f" ({ratio:.2f} of its time)"
+            )
+        cached = max(run.num_cached_tokens for run in ours.runs)
+        if cached:
+            share = cached / ours.workload.num_prompt_tokens
+            found.append(f"{ours.workload.name}: up to {share:.2%} of the prompts' tokens came from the prefix cache")
+    return found
+
+
+def as_json(
+    results: Sequence[Sequence[Result]], info: EngineInfo, options: Mapping[str, Any], started: str
+) -> dict[str, Any]:
+    """Everything that is known of the measurement; times in the units that the names say."""
+    return {
+        "started": started,
+        "machine": machine(info),
+        "versions": versions(),
+        "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
+        "choices": {what: {"value": value, "reason": reason} for what, value, reason in info.choices},
+        "options": dict(options),
+        "results": [_as_json(result) for group in results for result in group],
+        "comparisons": [
+            {
+                "workload": group[0].workload.name,
+                "with": other.engine,
+                "speed_up": other.seconds / group[0].seconds,
+                "time_ratio": group[0].seconds / other.seconds,
+            }
+            for group in results
+            for other in group[1:]
+        ],
+    }
+
+
+def _as_json(result: Result) -> dict[str, Any]:
+    workload = result.workload
+    return {
+        "workload": workload.name,
+        "engine": result.engine,
+        "num_seqs": len(workload.prompts),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": workload.num_output_tokens,
+        "temperature": workload.temperature,
+        "seconds": result.seconds,
+        "output_tokens_per_s": result.output_tokens_per_s,
+        "total_tokens_per_s": result.total_tokens_per_s,
+        "step_ms": None if result.step_s is None else 1e3 * result.step_s,
+        "prefill_ms": None if result.prefill_s is None else 1e3 * result.prefill_s,
+        "runs": [
+            {"seconds": run.seconds, "num_steps": run.num_steps, "num_cached_tokens": run.num_cached_tokens}
+            for run in result.runs
+        ],
+    }
+
+
+def machine(info: EngineInfo) -> dict[str, Any]:
+    """What it ran on."""
+    found: dict[str, Any] = {
+        "cpu": _cpu_name(),
+        "num_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "num_usable_cpus": len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else os.cpu_count(),
+        "num_threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"], found["num_gpus"] = info.device, torch.cuda.device_count()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python, CUDA and the packages that matter, as far as they are there."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def headline(info: EngineInfo) -> list[str]:
+    """What was measured and on what, before the table."""
+    about, packages = machine(info), versions()
+    device = f"{about['num_gpus']} x {about['gpu']}, " if "gpu" in about else ""
+    threads = f"{about['num_usable_cpus']} CPUs, {about['num_threads']} threads"
+    chosen = ", ".join(f"{what} {value}" for what, value, _ in info.choices if what not in ("platform", "dtype"))
+    return [
+        f"model    {info.model} ({info.architecture}, {info.dtype})",
+        f"machine  {device}{about['cpu']}, {threads}, {about['memory_gib']} GiB",
+        f"engine   {chosen}",
+        f"versions {', '.join(f'{name} {number}' for name, number in packages.items() if name != 'minisgl-server')}",
+        "",
+    ]
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.2f}"

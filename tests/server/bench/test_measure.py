@@ -1,0 +1,60 @@
+"""The arithmetic of a measurement, on engines whose times are known."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+
+from minisgl_server.bench.engines import Run
+from minisgl_server.bench.measure import measure, num_stages
+from minisgl_server.bench.workloads import Workload, mixed, uniform
+
+
+class Clockwork:
+    """Takes a second for the prompts and 10 ms times `slowness` for a step; keeps what it was given."""
+
+    def __init__(self, name: str, log: list[tuple[str, Workload]], slowness: list[float]) -> None:
+        self.name, self._log, self._slowness = name, log, slowness
+
+    def run(self, workload: Workload) -> Run:
+        self._log.append((self.name, workload))
+        steps = max(workload.output_lens)
+        slowness = self._slowness.pop(0) if steps > 1 else 0.0
+        return Run(1.0 + 0.01 * slowness * (steps - 1), steps)
+
+
+def test_uniform() -> None:
+    log: list[tuple[str, Workload]] = []
+    told: list[str] = []
+    engines = [Clockwork("ours", log, [9, 1, 7, 2]), Clockwork("theirs", log, [9, 4, 4, 4])]
+    ours, theirs = measure(partial(uniform, 4, 20, 101, 5000), engines, 3, told.append)
+    assert (ours.engine, theirs.engine) == ("ours", "theirs")
+    assert [run.seconds for run in ours.runs] == pytest.approx([2.0, 8.0, 3.0]), "without the warm-up"
+    assert ours.seconds == pytest.approx(3.0), "the median"
+    assert ours.prefill_s == pytest.approx(1.0)
+    assert ours.step_s == pytest.approx(0.02)
+    assert theirs.step_s == pytest.approx(0.04)
+    assert ours.output_tokens_per_s == pytest.approx(404 / 3)
+    assert ours.total_tokens_per_s == pytest.approx(484 / 3)
+    assert len(told) == num_stages(2, 3)
+    full = [name for name, workload in log if workload.output_lens[0] == 101]
+    assert full == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    for name in ("ours", "theirs"):
+        prompts = [tuple(workload.prompts[0]) for engine, workload in log if engine == name]
+        assert len(set(prompts)) == len(prompts) == 7, "a prompt came twice"
+
+
+def test_one_token_of_output_is_all_prefill() -> None:
+    [result] = measure(partial(uniform, 1, 1024, 1, 5000), [Clockwork("ours", [], [])], 2)
+    assert result.prefill_s == result.seconds == pytest.approx(1.0)
+    assert result.step_s is None
+
+
+def test_mixed_lengths_have_steps_but_no_prefill() -> None:
+    log: list[tuple[str, Workload]] = []
+    [result] = measure(partial(mixed, 4, 20_000), [Clockwork("ours", log, [1, 1, 1])], 2)
+    steps = max(result.workload.output_lens)
+    assert result.prefill_s is None
+    assert result.step_s == pytest.approx((1 + 0.01 * (steps - 1)) / steps)
+    assert [max(workload.output_lens) for _, workload in log] == [64, steps, steps]
