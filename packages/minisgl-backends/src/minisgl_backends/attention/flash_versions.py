@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class FlashKernel(Protocol):
     ) -> torch.Tensor: ...
 
 
-def _version_2() -> FlashKernel:
-    from flash_attn import flash_attn_varlen_func
+def _version_2(module: Any) -> FlashKernel:
+    flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_varlen_func(
@@ -49,8 +50,8 @@ def _version_2() -> FlashKernel:
     return run
 
 
-def _version_3() -> FlashKernel:
-    from flash_attn_interface import flash_attn_with_kvcache
+def _version_3(module: Any) -> FlashKernel:
+    flash_attn_with_kvcache = module.flash_attn_with_kvcache
 
     def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_with_kvcache(
@@ -69,8 +70,8 @@ def _version_3() -> FlashKernel:
     return run
 
 
-def _version_3_of_vllm() -> FlashKernel:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
+def _version_3_of_vllm(module: Any) -> FlashKernel:
+    flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         return flash_attn_varlen_func(
@@ -91,8 +92,8 @@ def _version_3_of_vllm() -> FlashKernel:
     return run
 
 
-def _version_4() -> FlashKernel:
-    from flash_attn.cute import flash_attn_varlen_func
+def _version_4(module: Any) -> FlashKernel:
+    flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
         out, _ = flash_attn_varlen_func(
@@ -127,7 +128,7 @@ class FlashVersion:
         module: what is imported.
         file: part of a file's name that tells that the module is there.
         majors: of the compute capabilities that it has kernels for.
-        load: imports it.
+        wrap: makes its functions one.
         page_multiple: what page sizes must be a multiple of.
         needs_cu_seqlens_k: see `RowInputs`.
     """
@@ -136,7 +137,7 @@ class FlashVersion:
     module: str
     file: str
     majors: tuple[int, ...]
-    load: Callable[[], FlashKernel]
+    wrap: Callable[[Any], FlashKernel]
     page_multiple: int = 1
     needs_cu_seqlens_k: bool = False
 
@@ -151,6 +152,10 @@ class FlashVersion:
             return False
         folders = found.submodule_search_locations or [str(Path(found.origin or "").parent)]
         return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
+
+    def load(self) -> FlashKernel:
+        """Import it."""
+        return self.wrap(importlib.import_module(self.module))
 
     def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
         """Why it cannot serve a spec on a GPU of this compute capability."""
