@@ -87,6 +87,9 @@ class MinisglGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Serve language models with exchangeable parts."""
+    # Read when torch loads its OpenMP library, here or in a child. By default a thread that waits for another spins for long,
+    # which stalls both where more threads than cores want to run; a short spin costs nothing where they do not.
+    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     _registry(ctx)
 
 
