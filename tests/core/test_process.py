@@ -78,6 +78,13 @@ def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None
         supervisor.wait()
 
 
+def test_a_childs_interrupt_is_the_parents_business(supervisor: Supervisor) -> None:
+    supervisor.start("one", children.serve, "one")
+    supervisor.wait_ready()
+    os.kill(supervisor.pid("one"), signal.SIGINT)
+    assert not supervisor.wait(timeout_s=0.5), "it goes on"
+
+
 def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()

@@ -61,6 +61,16 @@ def test_pieces_joined_are_the_whole_text(data: st.DataObject, smollm2_tokenizer
     assert "".join(texts) == decode(smollm2_tokenizer, ids, skip)
 
 
+@pytest.mark.parametrize("num", range(MAX_WINDOW - 4, MAX_WINDOW + KEPT_WINDOW + 4))
+def test_a_character_after_many_invalid_bytes(num: int, smollm2_tokenizer: Any) -> None:
+    """The window moves on while no place is known to lie between two characters."""
+    emoji = smollm2_tokenizer("👩")["input_ids"]
+    ids = emoji[:1] * num + emoji
+    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
+    assert "".join(texts) == decode(smollm2_tokenizer, ids, True)
+    assert texts[-1].endswith("👩")
+
+
 def test_no_piece_ends_inside_a_character(smollm2_tokenizer: Any) -> None:
     text = "日本語 👩‍👩‍👧‍👦 ok"
     ids = smollm2_tokenizer(text)["input_ids"]

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_core.text.stop import StopFinder
+
+
+def naive(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+@given(
+    pieces=st.lists(st.text("ab", max_size=5), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=7), max_size=3).map(tuple),
+)
+@settings(max_examples=1000, deadline=None)
+def test_finds_what_a_search_from_the_start_finds(pieces: list[str], stops: tuple[str, ...]) -> None:
+    finder, shown = StopFinder(stops), ""
+    for place in range(len(pieces)):
+        text, stop = finder.push(pieces[place])
+        shown += text
+        so_far = "".join(pieces[: place + 1])
+        assert stop == naive(so_far, stops)[1]
+        if stop is not None:
+            assert shown == naive(so_far, stops)[0]
+            return
+        held = so_far[len(shown) :]
+        assert all(not stop.startswith(held + "x") for stop in stops)
+        assert not held or any(stop.startswith(held) for stop in stops), (
+            "no more is held back than could be a stop text"
+        )
+    assert shown + finder.finish() == "".join(pieces)
+
+
+def test_a_long_stop_text_costs_no_more_than_a_short_one() -> None:
+    """Quadratic work on a million characters would not end."""
+    stop = "a" * 1_000_000
+    finder = StopFinder((stop + "b",))
+    assert finder.push(stop) == ("", None)
+    assert finder.push("a" * 10) == ("a" * 10, None)
