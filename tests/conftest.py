@@ -18,6 +18,15 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> Any:
+    """Its tokenizer as transformers reads it: a reference."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
+
+
+@pytest.fixture(scope="session")
+def engine_tokenizer(smollm2_path: Path) -> Any:
+    """The trained model's tokenizer as the engine reads it."""
+    from minisgl_models.weights.gguf_file import GgufWeights
+
+    return GgufWeights(smollm2_path).tokenizer()

@@ -103,14 +103,14 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="session")
-def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer: Any) -> Path:
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, engine_tokenizer: Any) -> Path:
     """A Llama with random weights that loads and runs in no time, with SmolLM2's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("tiny")
     config = LlamaConfig(
-        vocab_size=len(smollm2_tokenizer),
+        vocab_size=len(engine_tokenizer),
         hidden_size=32,
         intermediate_size=32,
         num_hidden_layers=1,
@@ -122,5 +122,5 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, smollm2_tokenizer:
     )
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(folder)
-    smollm2_tokenizer.save_pretrained(folder)
+    engine_tokenizer.save_pretrained(folder)
     return folder

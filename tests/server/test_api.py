@@ -61,9 +61,9 @@ def test_completions_stop_at_16_tokens_unless_told_otherwise(client: openai.Open
     assert complete(client, max_tokens=openai.omit, extra_body={"ignore_eos": True}).usage.completion_tokens == 16
 
 
-def test_prompts_as_texts_and_as_tokens(client: openai.OpenAI, smollm2_tokenizer: Any) -> None:
+def test_prompts_as_texts_and_as_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     texts = ["One two three", "The sky is"]
-    ids = [smollm2_tokenizer(text)["input_ids"] for text in texts]
+    ids = [engine_tokenizer(text)["input_ids"] for text in texts]
     batch = complete(client, prompt=texts)
     assert [choice.index for choice in batch.choices] == [0, 1]
     assert [c.text for c in complete(client, prompt=ids).choices] == [c.text for c in batch.choices]
@@ -71,7 +71,7 @@ def test_prompts_as_texts_and_as_tokens(client: openai.OpenAI, smollm2_tokenizer
     assert batch.usage.prompt_tokens == sum(len(each) for each in ids)
 
 
-def test_echo_and_logprobs_of_a_completion(client: openai.OpenAI, smollm2_tokenizer: Any) -> None:
+def test_echo_and_logprobs_of_a_completion(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     options = {"echo": True, "logprobs": 2, "max_tokens": 3}
     choice = complete(client, **options).choices[0]
     assert choice.text.startswith("One two three")
@@ -91,7 +91,7 @@ def test_echo_and_logprobs_of_a_completion(client: openai.OpenAI, smollm2_tokeni
     chunks = list(complete(client, stream=True, **options))
     assert "".join(chunk.choices[0].text for chunk in chunks) == choice.text
     assert [at for c in chunks for at in c.choices[0].logprobs.text_offset] == logprobs.text_offset
-    ids = smollm2_tokenizer("One two three")["input_ids"]
+    ids = engine_tokenizer("One two three")["input_ids"]
     assert complete(client, prompt=ids, **options).choices[0].text == choice.text
 
 
@@ -120,7 +120,7 @@ def test_several_outputs_follow_the_seed(client: openai.OpenAI) -> None:
     assert usage.prompt_tokens == chat(client, max_tokens=1).usage.prompt_tokens, "the prompt counts once"
 
 
-def test_stop_texts_and_stop_tokens(client: openai.OpenAI, smollm2_tokenizer: Any) -> None:
+def test_stop_texts_and_stop_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     whole = chat(client).choices[0].message.content
     stop = whole[5:14]
     cut = chat(client, stop=[stop, "no such text"]).choices[0]
@@ -128,18 +128,18 @@ def test_stop_texts_and_stop_tokens(client: openai.OpenAI, smollm2_tokenizer: An
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
     chunks = list(chat(client, stop=stop, stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == cut.message.content
-    token = smollm2_tokenizer(whole)["input_ids"][2]
+    token = engine_tokenizer(whole)["input_ids"][2]
     choice = chat(client, extra_body={"stop_token_ids": [token]}).choices[0]
     assert (choice.finish_reason, choice.stop_reason) == ("stop", token)
     assert whole.startswith(choice.message.content)
 
 
-def test_limits_and_penalties_reach_the_engine(client: openai.OpenAI, smollm2_tokenizer: Any) -> None:
+def test_limits_and_penalties_reach_the_engine(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     assert chat(client, max_completion_tokens=2).usage.completion_tokens == 2
     assert chat(client, max_tokens=12, extra_body={"min_tokens": 12}).usage.completion_tokens == 12
     assert chat(client, max_tokens=12, extra_body={"ignore_eos": True}).usage.completion_tokens == 12
     first = chat(client, max_tokens=1).choices[0].message.content
-    token = smollm2_tokenizer(first)["input_ids"][0]
+    token = engine_tokenizer(first)["input_ids"][0]
     assert chat(client, max_tokens=1, logit_bias={str(token): -100}).choices[0].message.content != first
     for extra in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
         assert (

@@ -61,8 +61,8 @@ class Rig:
 
 
 @pytest.fixture
-def rig(smollm2_tokenizer: Any) -> Rig:
-    return Rig(smollm2_tokenizer)
+def rig(engine_tokenizer: Any) -> Rig:
+    return Rig(engine_tokenizer)
 
 
 def test_a_request_there_and_back(rig: Rig) -> None:

@@ -38,16 +38,16 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
 
 
 @pytest.fixture(scope="module")
-def byte_ids(smollm2_tokenizer: Any) -> list[int]:
+def byte_ids(engine_tokenizer: Any) -> list[int]:
     """Tokens of one or few bytes that are no characters by themselves: what breaks naive decoders."""
-    return [i for i in range(17, len(smollm2_tokenizer)) if "\ufffd" in decode(smollm2_tokenizer, [i], False)]
+    return [i for i in range(17, len(engine_tokenizer)) if "\ufffd" in decode(engine_tokenizer, [i], False)]
 
 
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
-def test_pieces_joined_are_the_whole_text(data: st.DataObject, smollm2_tokenizer: Any, byte_ids: list[int]) -> None:
-    anything = st.integers(0, len(smollm2_tokenizer) - 1)
-    emoji = st.just(smollm2_tokenizer(EMOJI)["input_ids"])
+def test_pieces_joined_are_the_whole_text(data: st.DataObject, engine_tokenizer: Any, byte_ids: list[int]) -> None:
+    anything = st.integers(0, len(engine_tokenizer) - 1)
+    emoji = st.just(engine_tokenizer(EMOJI)["input_ids"])
     parts = st.one_of(
         st.lists(anything, max_size=20),
         st.lists(st.sampled_from(byte_ids), max_size=MAX_WINDOW + KEPT_WINDOW),
@@ -57,53 +57,53 @@ def test_pieces_joined_are_the_whole_text(data: st.DataObject, smollm2_tokenizer
     ids = [token for part in data.draw(st.lists(parts, min_size=1, max_size=6)) for token in part]
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=3))
     skip = data.draw(st.booleans())
-    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer, skip, ()), chunks(ids, sizes) or [[]])
-    assert "".join(texts) == decode(smollm2_tokenizer, ids, skip)
+    texts, _ = run(IncrementalDetokenizer(engine_tokenizer, skip, ()), chunks(ids, sizes) or [[]])
+    assert "".join(texts) == decode(engine_tokenizer, ids, skip)
 
 
 @pytest.mark.parametrize("num", range(MAX_WINDOW - 4, MAX_WINDOW + KEPT_WINDOW + 4))
-def test_a_character_after_many_invalid_bytes(num: int, smollm2_tokenizer: Any) -> None:
+def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any) -> None:
     """The window moves on while no place is known to lie between two characters."""
-    emoji = smollm2_tokenizer("👩")["input_ids"]
+    emoji = engine_tokenizer("👩")["input_ids"]
     ids = emoji[:1] * num + emoji
-    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
-    assert "".join(texts) == decode(smollm2_tokenizer, ids, True)
+    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
+    assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("👩")
 
 
-def test_no_piece_ends_inside_a_character(smollm2_tokenizer: Any) -> None:
+def test_no_piece_ends_inside_a_character(engine_tokenizer: Any) -> None:
     text = "日本語 👩‍👩‍👧‍👦 ok"
-    ids = smollm2_tokenizer(text)["input_ids"]
+    ids = engine_tokenizer(text)["input_ids"]
     assert len(ids) > len(text), "the text must need several tokens a character for this test to mean anything"
-    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
     assert "".join(texts) == text
     assert not any("\ufffd" in piece for piece in texts)
 
 
-def test_half_a_character_at_the_end_is_not_lost(smollm2_tokenizer: Any) -> None:
-    ids = smollm2_tokenizer("x👩")["input_ids"][:-1]
-    texts, _ = run(IncrementalDetokenizer(smollm2_tokenizer), chunks(ids, []))
-    assert "".join(texts) == decode(smollm2_tokenizer, ids, True)
+def test_half_a_character_at_the_end_is_not_lost(engine_tokenizer: Any) -> None:
+    ids = engine_tokenizer("x👩")["input_ids"][:-1]
+    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
+    assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("\ufffd")
 
 
-def test_a_finish_without_tokens_returns_what_was_held(smollm2_tokenizer: Any) -> None:
-    detokenizer = IncrementalDetokenizer(smollm2_tokenizer, stop=("hello world",))
-    assert detokenizer.push(smollm2_tokenizer("hello")["input_ids"], False) == ("", None)
+def test_a_finish_without_tokens_returns_what_was_held(engine_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(engine_tokenizer, stop=("hello world",))
+    assert detokenizer.push(engine_tokenizer("hello")["input_ids"], False) == ("", None)
     assert detokenizer.push([], True) == ("hello", None)
 
 
-def test_only_the_last_tokens_are_decoded_again(smollm2_tokenizer: Any) -> None:
+def test_only_the_last_tokens_are_decoded_again(engine_tokenizer: Any) -> None:
     class Counting:
-        added_tokens_decoder = smollm2_tokenizer.added_tokens_decoder
+        added_tokens_decoder = engine_tokenizer.added_tokens_decoder
         most = total = 0
 
         def decode(self, ids: list[int], **kwargs: Any) -> str:
             self.most, self.total = max(self.most, len(ids)), self.total + len(ids)
-            return smollm2_tokenizer.decode(ids, **kwargs)
+            return engine_tokenizer.decode(ids, **kwargs)
 
-    invalid = smollm2_tokenizer("👩")["input_ids"][:1]
-    for ids in (smollm2_tokenizer("Many words follow one another. " * 200)["input_ids"], invalid * 2000, [0] * 2000):
+    invalid = engine_tokenizer("👩")["input_ids"][:1]
+    for ids in (engine_tokenizer("Many words follow one another. " * 200)["input_ids"], invalid * 2000, [0] * 2000):
         counting = Counting()
         run(IncrementalDetokenizer(counting), chunks(ids, []))
         assert counting.most <= MAX_WINDOW + 1
@@ -112,11 +112,11 @@ def test_only_the_last_tokens_are_decoded_again(smollm2_tokenizer: Any) -> None:
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, smollm2_tokenizer: Any) -> None:
-    ids = smollm2_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
-    whole = decode(smollm2_tokenizer, ids, True)
+def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, engine_tokenizer: Any) -> None:
+    ids = engine_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
+    whole = decode(engine_tokenizer, ids, True)
     stops = tuple(data.draw(st.lists(st.text("ab é漢", min_size=1, max_size=6), min_size=1, max_size=3)))
-    texts, stop = run(IncrementalDetokenizer(smollm2_tokenizer, stop=stops), chunks(ids, []))
+    texts, stop = run(IncrementalDetokenizer(engine_tokenizer, stop=stops), chunks(ids, []))
     ends = {text: whole.find(text) + len(text) for text in stops if text in whole}
     if not ends:
         assert ("".join(texts), stop) == (whole, None)
@@ -127,25 +127,25 @@ def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, s
     assert "".join(texts) == whole[: first - len(expected)]
 
 
-def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(smollm2_tokenizer: Any) -> None:
-    detokenizer = IncrementalDetokenizer(smollm2_tokenizer, stop=("The end.",))
-    shown = [detokenizer.push([token], False)[0] for token in smollm2_tokenizer("The endless")["input_ids"]]
+def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any) -> None:
+    detokenizer = IncrementalDetokenizer(engine_tokenizer, stop=("The end.",))
+    shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""
     assert "".join(shown) == "The endless"
 
 
-def test_the_token_that_stopped_the_output_is_not_text(smollm2_tokenizer: Any) -> None:
-    word, stop = smollm2_tokenizer(" sun")["input_ids"], smollm2_tokenizer(" moon")["input_ids"]
+def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any) -> None:
+    word, stop = engine_tokenizer(" sun")["input_ids"], engine_tokenizer(" moon")["input_ids"]
     sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
     out = TokenOut(request_id="a", token_ids=word + stop, finish_reason="stop", stop_token_id=stop[0])
-    assert OutputText(smollm2_tokenizer, sampling).push(out) == (" sun", "stop", stop[0], False)
+    assert OutputText(engine_tokenizer, sampling).push(out) == (" sun", "stop", stop[0], False)
     eos = TokenOut(request_id="a", token_ids=[*word, 2], finish_reason="stop", stop_token_id=2)
-    assert OutputText(smollm2_tokenizer, sampling).push(eos) == (" sun", "stop", None, False)
+    assert OutputText(engine_tokenizer, sampling).push(eos) == (" sun", "stop", None, False)
 
 
-def test_a_stop_text_ends_the_output_before_the_scheduler_knows(smollm2_tokenizer: Any) -> None:
-    output = OutputText(smollm2_tokenizer, SamplingParams(stop=("moon",)))
-    out = TokenOut(request_id="a", token_ids=smollm2_tokenizer("sun moon sun")["input_ids"])
+def test_a_stop_text_ends_the_output_before_the_scheduler_knows(engine_tokenizer: Any) -> None:
+    output = OutputText(engine_tokenizer, SamplingParams(stop=("moon",)))
+    out = TokenOut(request_id="a", token_ids=engine_tokenizer("sun moon sun")["input_ids"])
     assert output.push(out) == ("sun ", "stop", "moon", True)
 
 

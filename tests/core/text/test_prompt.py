@@ -37,18 +37,18 @@ def test_a_templated_prompt_has_one_bos(bos_tokenizer: Any) -> None:
     assert encode_prompt(bos_tokenizer, "Hi", add_special_tokens=False) == [1]
 
 
-def test_equals_transformers(smollm2_tokenizer: Any) -> None:
+def test_equals_transformers(engine_tokenizer: Any) -> None:
     messages = [*CHAT, {"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Bye 👋"}]
-    expected = smollm2_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
+    expected = engine_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)
     expected = expected["input_ids"] if hasattr(expected, "keys") else expected
-    assert encode_chat(smollm2_tokenizer, messages) == list(expected)
+    assert encode_chat(engine_tokenizer, messages) == list(expected)
 
 
-def test_text_parts_and_developer_messages(smollm2_tokenizer: Any) -> None:
+def test_text_parts_and_developer_messages(engine_tokenizer: Any) -> None:
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    assert encode_chat(smollm2_tokenizer, [{"role": "user", "content": parts}]) == encode_chat(smollm2_tokenizer, CHAT)
-    system = encode_chat(smollm2_tokenizer, [{"role": "system", "content": "Be kind."}, *CHAT])
-    assert encode_chat(smollm2_tokenizer, [{"role": "developer", "content": "Be kind."}, *CHAT]) == system
+    assert encode_chat(engine_tokenizer, [{"role": "user", "content": parts}]) == encode_chat(engine_tokenizer, CHAT)
+    system = encode_chat(engine_tokenizer, [{"role": "system", "content": "Be kind."}, *CHAT])
+    assert encode_chat(engine_tokenizer, [{"role": "developer", "content": "Be kind."}, *CHAT]) == system
 
 
 def test_template_variables(bos_tokenizer: Any) -> None:
@@ -87,8 +87,8 @@ def test_a_model_without_a_template(bos_tokenizer: Any) -> None:
         encode_chat(bos_tokenizer, CHAT)
 
 
-def test_bytes_of_tokens(smollm2_tokenizer: Any) -> None:
+def test_bytes_of_tokens(engine_tokenizer: Any) -> None:
     text = "naïve 👩‍👩‍👧 漢 <|im_end|>\n"
-    token_bytes = TokenBytes(smollm2_tokenizer)
-    assert b"".join(token_bytes[token] for token in smollm2_tokenizer(text)["input_ids"]) == text.encode()
+    token_bytes = TokenBytes(engine_tokenizer)
+    assert b"".join(token_bytes[token] for token in engine_tokenizer(text)["input_ids"]) == text.encode()
     assert token_bytes[10**6] == b""
