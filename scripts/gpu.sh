@@ -12,4 +12,5 @@ for src in packages/*/src tests/plugins/minisgl-example/src; do sources+=$PWD/$s
 export PYTHONPATH=$sources$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1
 if [ $# -gt 0 ]; then exec "$@"; fi
 python3 -m pytest -m gpu
-minisgl bench
+python3 scripts/make_model.py qwen3-0.6b .gpu/models/qwen3-0.6b
+minisgl bench offline --model .gpu/models/qwen3-0.6b --dummy-weight --workload W
