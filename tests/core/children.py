@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,13 @@ from minisgl_core.process import Supervisor
 
 def serve(name: str, report: Callable[[Ready], None]) -> None:
     report(Ready(process=name))
+    time.sleep(600)
+
+
+def log_and_serve(report: Callable[[Ready], None]) -> None:
+    logging.info("heard")
+    logging.debug("not heard")
+    report(Ready(process="talker"))
     time.sleep(600)
 
 

@@ -70,6 +70,16 @@ def test_debug_adds_the_traceback(supervisor: Supervisor, monkeypatch: pytest.Mo
         supervisor.wait()
 
 
+def test_children_log_under_their_name(capfd: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor(log_level="info")
+    supervisor.start("talker", children.log_and_serve)
+    supervisor.wait_ready()
+    supervisor.terminate()
+    logged = capfd.readouterr().err
+    assert "INFO talker: heard" in logged
+    assert "not heard" not in logged
+
+
 def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None:
     supervisor.start("victim", children.serve, "victim")
     supervisor.wait_ready()

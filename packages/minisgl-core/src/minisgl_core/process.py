@@ -7,6 +7,7 @@ gone, killed even, the pipe's end closes and the child ends itself.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import shutil
 import signal
@@ -46,10 +47,11 @@ class Supervisor:
 
     Args:
         directory: removed by the children where the parent was killed and could not (the sockets' one).
+        log_level: the least important messages that children log, such as ``info``; None leaves logging alone.
     """
 
-    def __init__(self, directory: str | None = None) -> None:
-        self._directory = directory
+    def __init__(self, directory: str | None = None, log_level: str | None = None) -> None:
+        self._setup = (directory, log_level)
         self._context = get_context("spawn")
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
@@ -67,7 +69,7 @@ class Supervisor:
         """
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
-            target=_child, args=(name, theirs, self._directory, target, args), name=name, daemon=True
+            target=_child, args=(name, theirs, self._setup, target, args), name=name, daemon=True
         )
         process.start()
         theirs.close()
@@ -182,9 +184,16 @@ def _describe_failure(name: str, failed: _Failed) -> str:
 
 
 def _child(
-    name: str, pipe: Any, directory: str | None, target: Callable[..., None] | str, args: tuple[Any, ...]
+    name: str,
+    pipe: Any,
+    setup: tuple[str | None, str | None],
+    target: Callable[..., None] | str,
+    args: tuple[Any, ...],
 ) -> None:
+    directory, log_level = setup
     setproctitle.setproctitle(f"minisgl: {name}")
+    if log_level is not None:
+        logging.basicConfig(level=log_level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()

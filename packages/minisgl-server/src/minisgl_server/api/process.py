@@ -32,6 +32,7 @@ async def _serve(options: ServerOptions, endpoints: Endpoints, listener: socket.
     client = EngineClient(endpoints)
     config = uvicorn.Config(
         create_app(client, options.served_model_name),
+        log_config=None,
         log_level=options.log_level,
         access_log=options.log_level in ("debug", "info"),
         timeout_keep_alive=60,

@@ -49,7 +49,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
         _Signals() as signals,
     ):
-        supervisor = Supervisor(endpoints.directory)
+        supervisor = Supervisor(endpoints.directory, options.log_level)
         try:
             supervisor.start(API, RUN_API, options, endpoints, listener)
             url = f"http://{_host_of(options.host)}:{listener.getsockname()[1]}"
@@ -122,6 +122,7 @@ def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals)
 def _drain(supervisor: Supervisor, options: ServerOptions, signals: _Signals) -> None:
     """Let the API server finish what runs; it takes nothing new. A second signal cuts it short."""
     signals.clear()
+    click.echo(f"Stopping: running requests get {options.drain_timeout:g} s. A second signal ends them now.")
     supervisor.end(API)
     limit_s = options.drain_timeout + DRAIN_SLACK_S
     supervisor.wait(lambda: not supervisor.is_alive(API), timeout_s=limit_s, wake=signals)
