@@ -23,7 +23,7 @@ Unsupported = Callable[..., list[str]]
 """``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("attention", "cuda"): ("fi", "fa", "triton", "torch"),
+    ("attention", "cuda"): ("fa", "fi,triton", "triton", "torch"),
     ("attention", "cpu"): ("torch",),
     ("ops", "cuda"): ("triton", "torch"),
     ("ops", "cpu"): ("onednn", "torch"),
@@ -34,7 +34,11 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
-"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them."""
+"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them.
+
+Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill and decode;
+without it, FlashInfer's prefill is the fastest, and Triton's decode needs no planning on the host.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,9 +169,10 @@ class _Picker:
         hinted = self._preferred(kind)
         passed_over: list[str] = []
         for name in ([hinted] if hinted else []) + list(ordered):
-            if name not in installed:
+            parts = name.split(",")
+            if not installed.issuperset(parts):
                 continue
-            reasons = self._unsupported(kind, name, *spec)
+            reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
                 why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that applies"
                 return name, why + ("".join(f"; not {other}" for other in passed_over))

@@ -71,7 +71,8 @@ class CudaPlatform(Platform):
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+        # NCCL's watchdog thread asks for events meanwhile, which must not end the capture.
+        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
             output = run()
         return graph, output
 
