@@ -57,7 +57,7 @@ class TorchCommunicator(Communicator):
         x = x.contiguous()
         options = AllreduceOptions()
         options.asyncOp = False
-        self._open_group().allreduce([x], options).wait()
+        _finish(self._open_group().allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -66,7 +66,7 @@ class TorchCommunicator(Communicator):
         options = AllgatherOptions()
         options.asyncOp = False
         gathered = x.new_empty(self.size, *x.shape)
-        self._open_group()._allgather_base(gathered, x.contiguous()[None], options).wait()
+        _finish(self._open_group()._allgather_base(gathered, x.contiguous()[None], options))
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
     def broadcast_object(self, value: object) -> object:
@@ -87,6 +87,12 @@ class TorchCommunicator(Communicator):
     def _open_group(self) -> Any:
         assert self._group is not None, "the communicator is closed"
         return self._group
+
+
+def _finish(work: Any) -> None:
+    """Wait; NCCL returns nothing to wait for when it has put the work on the current stream."""
+    if work is not None:
+        work.wait()
 
 
 def _backend(spec: CommunicatorSpec, store: PrefixStore, timeout: timedelta) -> Any:
