@@ -2,6 +2,7 @@
 
     API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
+    API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/Stop-->  the other ranks
 
 One tokenizer worker serves a request in both directions, so that detokenizer state stays in one place.
@@ -153,6 +154,17 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     process: str
     engine: EngineInfo | None = None
     has_chat_template: bool = False
+
+
+class Count(msgspec.Struct, tag=True, kw_only=True):
+    """From the API server by a tokenizer worker to the scheduler and back the same way: how many requests each holds state of.
+
+    As messages keep their order, what was sent before it has been seen.
+    """
+
+    worker: int
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+    """By process or state: ``tokenizer 0``, ``waiting``, ``running``; ``locked pages`` besides."""
 
 
 class Stop(msgspec.Struct, tag=True):

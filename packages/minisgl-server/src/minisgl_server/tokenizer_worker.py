@@ -19,6 +19,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.messages import (
     Abort,
+    Count,
     EngineInfo,
     Ready,
     Rejected,
@@ -41,7 +42,7 @@ from minisgl_core.text.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Stop
+Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Count | Stop
 Send = Callable[[msgspec.Struct], None]
 
 
@@ -86,8 +87,8 @@ class TokenizerWorker:
         tokenizer: a transformers tokenizer.
         info: the engine's limits.
         index: which worker this is.
-        to_scheduler: takes `Submit` and `Abort`.
-        to_api: takes `TextBatch` and `Rejected`.
+        to_scheduler: takes `Submit`, `Abort` and `Count`.
+        to_api: takes `TextBatch`, `Rejected` and `Count`.
     """
 
     def __init__(self, tokenizer: Any, info: EngineInfo, index: int, to_scheduler: Send, to_api: Send) -> None:
@@ -104,7 +105,7 @@ class TokenizerWorker:
         """Requests that it holds state of."""
         return len(self._requests)
 
-    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected) -> None:
+    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected | Count) -> None:
         """Do what a message asks for."""
         match message:
             case Tokenize():
@@ -119,6 +120,10 @@ class TokenizerWorker:
             case Rejected():
                 if self._requests.pop(message.request_id, None) is not None:
                     self._to_api(message)
+            case Count(counts=counts):
+                way_back = bool(counts)
+                counts[f"tokenizer {self._index}"] = len(self._requests)
+                (self._to_api if way_back else self._to_scheduler)(message)
 
     def _submit(self, message: Tokenize) -> None:
         request_id = message.request_id

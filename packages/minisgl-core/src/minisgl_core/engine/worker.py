@@ -10,10 +10,12 @@ from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
-from minisgl_core.messages import Abort, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
+from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
+
+Incoming = Submit | Abort | Count | Stop
 
 
 def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Callable[[Ready], None]) -> None:
@@ -33,7 +35,7 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
             report(Ready(process=f"scheduler rank {rank}"))
             follow(built, inbox)
         return
-    with Receiver[Submit | Abort | Stop](endpoints.scheduler_in, Submit | Abort | Stop) as requests:
+    with Receiver[Incoming](endpoints.scheduler_in, Incoming) as requests:
         built = build_engine(config, registry, hooks, 0, rendezvous(endpoints))
         followers = [Sender(address) for address in endpoints.rank_in[1:]]
         loop = make_loop(built, registry, hooks, followers)
@@ -90,7 +92,7 @@ def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
     built.engine.close()
 
 
-def _serve(loop: EngineLoop, requests: Receiver[Submit | Abort | Stop], workers: list[Sender]) -> None:
+def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
     while True:
         messages = requests.drain() if loop.has_work else [requests.receive()]
         for message in messages:
@@ -98,6 +100,9 @@ def _serve(loop: EngineLoop, requests: Receiver[Submit | Abort | Stop], workers:
                 _submit(loop.scheduler, message, workers)
             elif isinstance(message, Abort):
                 loop.scheduler.abort(message.request_id)
+            elif isinstance(message, Count):
+                message.counts.update(_counts(loop.scheduler))
+                workers[message.worker].send(message)
             else:
                 return
         _deliver(loop.step(), workers)
@@ -112,6 +117,14 @@ def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None
         workers[submit.worker].send(reply)
     except QueueFullError as error:
         workers[submit.worker].send(Rejected(request_id=submit.request_id, kind="queue_full", message=str(error)))
+
+
+def _counts(scheduler: Scheduler) -> dict[str, int]:
+    return {
+        "waiting": scheduler.num_waiting,
+        "running": scheduler.num_running,
+        "locked pages": scheduler.pages.cache.num_locked,
+    }
 
 
 def _deliver(outputs: Outputs, workers: list[Sender]) -> None:

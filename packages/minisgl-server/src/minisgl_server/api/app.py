@@ -13,6 +13,8 @@ from minisgl_server.api import chat, completions, errors
 from minisgl_server.api.choices import json_response, served_model
 from minisgl_server.api.engine_client import EngineClient
 
+COUNT_TIMEOUT_S = 10.0
+
 
 def create_app(client: EngineClient, served_model_name: str | None = None) -> FastAPI:
     """The API over an engine.
@@ -41,6 +43,15 @@ def create_app(client: EngineClient, served_model_name: str | None = None) -> Fa
         """Whether requests are served: 200, or 503 while the engine starts."""
         client.ready_info()
         return json_response({"status": "ok"})
+
+    @app.get("/health/requests")
+    async def requests(request: Request) -> Response:
+        """How many requests each process holds, which also shows that all of them answer."""
+        client.ready_info()
+        try:
+            return json_response(await asyncio.wait_for(client.count(), COUNT_TIMEOUT_S))
+        except TimeoutError:
+            raise errors.ApiError(503, "Not every process answers.", code="no_answer") from None
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:

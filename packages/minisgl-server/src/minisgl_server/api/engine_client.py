@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from minisgl_core.ipc import AsyncReceiver, Endpoints, Sender
-from minisgl_core.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.messages import Abort, Count, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
 from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, rejected
 
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Rejected | Stop
+Incoming = EngineInfo | TextBatch | Rejected | Count | Stop
 
 
 class Generation:
@@ -99,6 +100,7 @@ class EngineClient:
         self._workers = [Sender(address) for address in endpoints.tokenizer_in]
         self._next_worker = 0
         self._routes: dict[str, tuple[Generation, int]] = {}
+        self._counting: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
 
     @property
     def num_requests(self) -> int:
@@ -141,6 +143,19 @@ class EngineClient:
         if route is not None:
             self._workers[route[1]].send(Abort(request_id))
 
+    async def count(self) -> dict[str, int]:
+        """How many requests each process holds state of; see `Count`. Comes back only if every process answers."""
+        loop = asyncio.get_running_loop()
+        answers = []
+        for worker, (sender, waiting) in enumerate(zip(self._workers, self._counting, strict=True)):
+            answers.append(loop.create_future())
+            waiting.append(answers[-1])
+            sender.send(Count(worker=worker))
+        counts = {"api": len(self._routes)}
+        for answer in answers:
+            counts |= await answer
+        return counts
+
     async def run(self) -> None:
         """Hand out what arrives, until `Stop`: then every request fails."""
         while True:
@@ -154,6 +169,10 @@ class EngineClient:
                 case Rejected() as message:
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
+                case Count(worker=worker, counts=counts):
+                    answer = self._counting[worker].popleft()
+                    if not answer.done():
+                        answer.set_result(counts)
                 case Stop():
                     self.info = None
                     for generation, _ in list(self._routes.values()):
