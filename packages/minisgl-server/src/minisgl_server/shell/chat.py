@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
 
 import click
@@ -47,19 +44,31 @@ class Conversation:
         """
         question: Message = {"role": "user", "content": text}
         shown: list[str] = []
-        try:
-            with _interrupts(self.answers.may_be_interrupted) as stopped:
-                pieces = self.answers.stream([*self.messages, question])
-                with closing(pieces):  # type: ignore[type-var]  # both are generators
-                    for piece in pieces:
-                        shown.append(piece)
-                        click.echo(piece, nl=False)
-                        if stopped:
-                            break
-        except KeyboardInterrupt:
-            pass
+
+        def show(piece: str) -> None:
+            shown.append(piece)
+            click.echo(piece, nl=False)
+
+        self.answers.answer([*self.messages, question], show)
         click.echo()
         self.messages += [question, {"role": "assistant", "content": "".join(shown)}]
+
+    def handle(self, line: str) -> bool:
+        """Do what a line asks for. Returns whether to go on.
+
+        Raises:
+            MinisglError: see `say`.
+        """
+        text = line.strip()
+        if text == "/reset":
+            self.reset()
+        elif text == "/help":
+            click.echo(HELP)
+        elif text.startswith("/") and text != "/exit":
+            click.echo(f"No such command: {text}. /help lists them.", err=True)
+        elif text and text != "/exit":
+            self.say(text)
+        return text != "/exit"
 
 
 def run(conversation: Conversation) -> None:
@@ -68,39 +77,27 @@ def run(conversation: Conversation) -> None:
     Raises:
         MinisglError: there is no answer, where nobody sits at a terminal to ask otherwise.
     """
-    is_terminal = sys.stdin.isatty()
-    if is_terminal:
-        click.echo(f"{conversation.answers.name}: /help lists the commands.")
-    for line in _prompted() if is_terminal else sys.stdin:
-        text = line.strip()
-        if text == "/exit":
-            return
-        if text == "/reset":
-            conversation.reset()
-        elif text == "/help":
-            click.echo(HELP)
-        elif text.startswith("/"):
-            click.echo(f"No such command: {text}. /help lists them.", err=True)
-        elif text:
-            try:
-                conversation.say(text)
-            except MinisglError as error:
-                if not is_terminal:
-                    raise
-                click.echo(f"minisgl: {error}", err=True)
+    if sys.stdin.isatty():
+        _run_terminal(conversation)
+    else:
+        all(conversation.handle(line) for line in sys.stdin)
 
 
-def _prompted() -> Iterator[str]:
-    """Lines typed on a terminal, with history and editing; Ctrl-C clears the line, Ctrl-D ends."""
+def _run_terminal(conversation: Conversation) -> None:
+    """With history and editing; Ctrl-C clears the line, Ctrl-D ends."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
     from prompt_toolkit.history import FileHistory
 
+    click.echo(f"{conversation.answers.name}: /help lists the commands.")
     completer = WordCompleter(list(COMMANDS), sentence=True)
     session: PromptSession[str] = PromptSession(history=FileHistory(str(history_file())), completer=completer)
-    while True:
+    goes_on = True
+    while goes_on:
         try:
-            yield session.prompt("> ", complete_while_typing=False)
+            goes_on = conversation.handle(session.prompt("> ", complete_while_typing=False))
+        except MinisglError as error:
+            click.echo(f"minisgl: {error}", err=True)
         except KeyboardInterrupt:
             continue
         except EOFError:
@@ -112,20 +109,3 @@ def history_file() -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
     state.mkdir(mode=0o700, parents=True, exist_ok=True)
     return state / "shell_history"
-
-
-@contextmanager
-def _interrupts(may_raise: bool) -> Iterator[list[bool]]:
-    """Ctrl-C inside raises KeyboardInterrupt, or only fills the list, where an exception could break a step."""
-    stopped: list[bool] = []
-
-    def note(*_: object) -> None:
-        stopped.append(True)
-        if may_raise:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield stopped
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -15,10 +15,11 @@ from minisgl_core.errors import InvalidValueError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellOptions:
-    """Whom to talk to."""
+    """Whom to talk to, and how."""
 
     url: str | None = option(None, "Chat with the server at this address instead of loading a model.", metavar="URL")
     system: str | None = option(None, "System prompt; the chat template's own where it is missing.")
+    max_tokens: int | None = option(None, "Most tokens of an answer; up to the end of the context if missing.", low=1)
 
 
 @click.command()
@@ -34,10 +35,12 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     options = ShellOptions(**pick(values, ShellOptions))
     with ExitStack() as stack:
         if options.url is None:
-            answers: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
+            answers: LocalModel | RemoteModel = stack.enter_context(
+                LocalModel(pick(values, EngineConfig), options.max_tokens)
+            )
         else:
             _refuse_engine_flags(options.url, values, sources)
-            answers = stack.enter_context(RemoteModel(options.url))
+            answers = stack.enter_context(RemoteModel(options.url, options.max_tokens))
         run(Conversation(answers, options.system))
 
 
