@@ -54,8 +54,10 @@ class CudaPlatform(Platform):
         return int(free) + cached
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        # What came in a message cannot be written to, which torch minds.
+        source = torch.from_numpy(array if array.flags.writeable else array.copy())
         # The pinned block stays reserved by torch's caching host allocator until the copy is done.
-        return torch.from_numpy(array).pin_memory().to(self.device, non_blocking=True)
+        return source.pin_memory().to(self.device, non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
