@@ -54,7 +54,7 @@ def test_checked(name: str) -> None:
 def test_chosen_by_flags(tmp_path: Path) -> None:
     """The trained model answers through this package's attention and cache, and the hook sees every request end."""
     log = tmp_path / "requests"
-    flags = ("--attn", "example-attn", "--cache", "example-cache", "--page-size", "4")
+    flags = ("--attn", "example-attn", "--cache", "example-cache", "--page-size", "4", "--dtype", "float32")
     with served(*flags, MINISGL_EXAMPLE_LOG=str(log)) as url:
         assert "Paris" in ask(url, "What is the capital of France?")
         with urllib.request.urlopen(f"{url}/v1/models") as response:
