@@ -131,6 +131,9 @@ def test_stop_texts_end_the_output_before_them(llm: LLM) -> None:
     assert across in tiny_folder.words(stopped.token_ids)
     assert across not in tiny_folder.words(stopped.token_ids[:-1])
     assert tuple(other.token_ids) == tiny.greedy(tuple(PROMPTS[3]), 20)[: len(other.token_ids)]
+    assert llm.stats.num_output_tokens == len(stopped.token_ids) + len(other.token_ids), (
+        "it went on after the stop text"
+    )
     assert "".join(llm.stream(PROMPTS[2], greedy(20, stop=across))) == text[:first]
 
 
@@ -176,6 +179,7 @@ def test_a_stream_closed_midway_frees_everything(llm: LLM) -> None:
     assert llm._loop.scheduler.num_running == 1
     stream.close()  # type: ignore[attr-defined]
     assert_nothing_in_use(llm)
+    assert (llm.stats.num_aborted, llm.stats.num_output_tokens) == (1, 1)
     never_started = llm.stream(PROMPTS[2], greedy(30))
     del never_started
     assert_nothing_in_use(llm)
