@@ -110,7 +110,7 @@ def wheels(session: nox.Session) -> None:
     install_torch_and_model(session)
     session.run("scripts/build-wheels", "dist", external=True)
     session.install(*CONSTRAINTS, *glob.glob("dist/minisgl_[!e]*.whl"))
-    session.run("python", "scripts/serve_once.py", env=THREADS)
+    session.run("python", "scripts/serve_once.py", "--dtype", "float32", env=THREADS)
 
 
 @nox.session(venv_backend="none", requires=["wheels"])
