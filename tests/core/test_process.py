@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,17 @@ def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
     assert [process.cmdline()[0] for process in found] == ["minisgl: scheduler rank 0", "minisgl: tokenizer 0"]
     supervisor.terminate()
     assert not any(process.is_running() for process in found)
+
+
+def test_a_wait_of_no_time_looks_all_the_same(supervisor: Supervisor) -> None:
+    supervisor.start("victim", children.serve, "victim")
+    assert supervisor.wait_ready()
+    assert not supervisor.wait(timeout_s=0)
+    os.kill(supervisor.pid("victim"), signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
+        for _ in range(100):
+            assert not supervisor.wait(timeout_s=0)
+            time.sleep(0.05)
 
 
 def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None:

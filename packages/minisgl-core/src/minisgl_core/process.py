@@ -95,7 +95,7 @@ class Supervisor:
 
         Args:
             until: the condition.
-            timeout_s: longest wait; None for ever.
+            timeout_s: longest wait; None for ever, 0 only looks.
             wake: a file descriptor or pipe that ends the wait when there is something to read.
 
         Returns:
@@ -106,15 +106,13 @@ class Supervisor:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while not until():
-            remaining = None if deadline is None else deadline - time.monotonic()
-            if remaining is not None and remaining <= 0:
-                return False
+            remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
             exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
             events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], remaining)
             for name in list(self._pipes):
                 self._look_at(name)
-            if wake is not None and wake in events:
+            if remaining == 0 or (wake is not None and wake in events):
                 return until()
         return True
 

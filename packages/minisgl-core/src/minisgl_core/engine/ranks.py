@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -14,6 +15,8 @@ from minisgl_core.engine.worker import rendezvous, run_worker
 from minisgl_core.ipc import Endpoints, Sender, send_all
 from minisgl_core.messages import Stop
 from minisgl_core.process import GRACE_S, Supervisor
+
+LOOK_EVERY_S = 0.1
 
 
 class OtherRanks:
@@ -27,6 +30,7 @@ class OtherRanks:
     def __init__(self, config: EngineConfig) -> None:
         """Start the processes; they wait for rank 0 at `init_method`."""
         size = config.parallel.tp
+        self._next_look_s = 0.0
         with ExitStack() as stack:
             endpoints = stack.enter_context(Endpoints.create(num_ranks=size))
             self.init_method = rendezvous(endpoints)
@@ -69,12 +73,15 @@ class OtherRanks:
         return result
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Look whether all ranks run.
+        """Look whether all ranks run; without a `grace_s`, only if the last look is a while ago.
 
         Raises:
             WorkerDiedError: one has ended, or ends within `grace_s`.
         """
-        self._supervisor.wait(timeout_s=grace_s)
+        now = time.monotonic()
+        if grace_s or now > self._next_look_s:
+            self._supervisor.wait(timeout_s=grace_s)
+            self._next_look_s = now + LOOK_EVERY_S
 
     def close(self) -> None:
         """End the processes. Fine to call twice."""
