@@ -65,7 +65,9 @@ def run_in(environment: str, session: nox.Session, *command: str) -> None:
     """Run a command of another session's environment."""
     bin_dir = ROOT / ".nox" / environment / "bin"
     path = f"{bin_dir}{os.pathsep}{os.environ['PATH']}"
-    session.run(str(bin_dir / command[0]), *command[1:], external=True, env={**THREADS, "PATH": path})
+    # A server that is interrupted lets running requests finish; nox would kill it after 0.3 s.
+    env = {**THREADS, "PATH": path}
+    session.run(str(bin_dir / command[0]), *command[1:], external=True, env=env, interrupt_timeout=30)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
