@@ -94,7 +94,6 @@ class TorchAttention(AttentionBackend):
         self._rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
         # Row of the pool: (K or V, page, head).
         parts = torch.tensor([0, num_pages * heads], device=spec.device)
-        self._unread = torch.empty(1, dtype=spec.dtype, device=spec.device)
         self._offsets = (parts[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
 
     def plan(self, batch: AttentionBatch) -> _Plan:
@@ -155,26 +154,23 @@ class TorchAttention(AttentionBackend):
         blocks = group.blocks.get(layer.sliding_window)
         if blocks is None:
             blocks = group.blocks[layer.sliding_window] = self._blocks(group, layer.sliding_window)
-        if group.num_queries == 1 and num == 1 and blocks[0].mask is None:
-            seen = blocks[0].num_keys
+        seen = int(group.first[0]) + 1
+        if num == group.num_queries == 1 and (layer.sliding_window is None or seen <= layer.sliding_window):
             one = F.scaled_dot_product_attention(q.view(heads, -1, dim), k[:, :seen], v[:, :seen], scale=layer.scale)
             return one.view(q.shape)
-        q = q.view(num, group.num_queries, heads, -1, dim)
+        q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
         k = k.transpose(1, 2)
         if len(blocks) == 1:
-            return self._attend_block(q, k, v, layer.scale, blocks[0]).reshape(-1, self.spec.num_q_heads, dim)
-        parts = [self._attend_block(q[:, block.start : block.stop], k, v, layer.scale, block) for block in blocks]
+            return self._attend_block(q, k, v, blocks[0]).reshape(-1, self.spec.num_q_heads, dim)
+        parts = [self._attend_block(q[:, block.start : block.stop], k, v, block) for block in blocks]
         return torch.cat(parts, dim=1).reshape(-1, self.spec.num_q_heads, dim)
 
-    def _attend_block(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, block: _Block
-    ) -> torch.Tensor:
+    @staticmethod
+    def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block) -> torch.Tensor:
         """q [B, C, Hkv, G, D], k [B * Hkv, D, L] and v [B * Hkv, L, D] to the shape of q."""
         num, count, heads, members, dim = q.shape
         rows = q.permute(0, 2, 3, 1, 4).reshape(num * heads, members * count, dim)
-        k = k[:, :, : block.num_keys]
-        # The scale is applied before the scores are rounded; with beta 0, the first argument is not read.
-        scores = torch.baddbmm(self._unread.expand(len(rows), rows.shape[1], k.shape[2]), rows, k, beta=0, alpha=scale)
+        scores = torch.bmm(rows, k[:, :, : block.num_keys])
         if block.mask is not None:
             scores.view(num, heads, members, count, -1)[..., block.masked_from :].add_(block.mask)
         out = torch.bmm(torch.softmax(scores, dim=-1), v[:, : block.num_keys])
@@ -187,10 +183,11 @@ class TorchAttention(AttentionBackend):
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
-            num_keys = min(highest + stop, group.num_keys)
+            # Fewer keys are less work; but all of them need no copy, which matters more where there is one block.
+            num_keys = group.num_keys if group.num_queries <= _BLOCK else min(highest + stop, group.num_keys)
             masked_from = 0 if window is not None else min(lowest + start + 1, num_keys)
             mask = None
-            if masked_from < num_keys and (stop - start > 1 or lowest < highest or window is not None):
+            if masked_from < num_keys:
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
                 positions = first[:, None, None] + torch.arange(start, stop, device=self.spec.device)[:, None]
                 hidden = keys > positions
