@@ -47,7 +47,7 @@ def reference_model() -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=256,
+        max_position_embeddings=8192,
         initializer_range=0.4,
         bos_token_id=1,
         eos_token_id=EOS,
@@ -76,13 +76,17 @@ def greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
 @lru_cache
 def built(**options: Any) -> BuiltEngine:
     fixed = {"model": str(checkpoint()), "max_seq_len_override": MAX_SEQ_LEN, "platform": "cpu", "ops": "torch"}
-    config = EngineConfig.from_flat(dtype="float32", **fixed, **options)
+    config = EngineConfig.from_flat(dtype="float32", **(fixed | options))
     return build_engine(config, registry(), Hooks(), progress=False)
 
 
 def new_loop(**options: Any) -> EngineLoop:
     """A fresh scheduler around an engine that earlier loops may have used: its pool holds their leftovers."""
-    engine_options = {name: options.pop(name) for name in ("page_size", "num_pages", "attn") if name in options}
+    engine_options = {
+        name: options.pop(name)
+        for name in ("page_size", "num_pages", "attn", "max_seq_len_override")
+        if name in options
+    }
     engine = built(**engine_options)
     return make_loop(replace(engine, config=engine.config.with_flat(**options)), registry(), Hooks(), [])
 

@@ -20,20 +20,40 @@ def prompt(seed: int, length: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_long_prompt_stalls_no_running_stream(overlap: bool) -> None:
-    loop = tiny.new_loop(page_size=4, num_pages=200, max_prefill_length=8, disable_overlap=not overlap)
+def test_a_prompt_of_7000_tokens_stalls_no_running_stream(overlap: bool) -> None:
+    chunk = 512
+    loop = tiny.new_loop(
+        page_size=16, num_pages=600, max_seq_len_override=8192, max_prefill_length=chunk, disable_overlap=not overlap
+    )
     collected: dict[str, tiny.Collected] = {}
-    for i in range(4):
-        tiny.submit(loop, f"s{i}", prompt(i, 3), greedy(30))
-    while len(collected) < 4 or any(len(each.tokens) < 2 for each in collected.values()):
+    for i in range(16):
+        tiny.submit(loop, f"s{i}", prompt(i, 3), greedy(60))
+    while len(collected) < 16 or any(len(each.tokens) < 2 for each in collected.values()):
         tiny.step(loop, collected)
-    tiny.submit(loop, "long", prompt(9, 40), greedy(2))
-    for _ in range(5):
-        before = {name: len(each.tokens) for name, each in collected.items() if name != "long"}
+    tiny.submit(loop, "long", prompt(99, 7000), greedy(2))
+    num_steps = 0
+    while "long" not in collected:
+        before = {name: len(each.tokens) for name, each in collected.items()}
         tiny.step(loop, collected)
-        assert all(len(collected[name].tokens) == count + 1 for name, count in before.items()), "a stream waited"
+        num_steps += 1
+        streams = before.keys() - {"long"}
+        assert all(len(collected[name].tokens) == before[name] + 1 for name in streams), "a stream waited"
+    assert num_steps == -(-7000 // chunk) + overlap
     tiny.run(loop, collected)
-    assert tuple(collected["long"].tokens) == tiny.greedy(prompt(9, 40), 2)
+    assert tuple(collected["long"].tokens) == tiny.greedy(prompt(99, 7000), 2)
+
+
+def test_fifty_chats_prefill_their_system_prompt_once() -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=600, max_seq_len_override=8192, max_prefill_length=256, cache="radix")
+    system = prompt(1, 600)
+    for i in range(50):
+        tiny.submit(loop, f"chat{i}", (*system, 3 + i, *prompt(i, 2)), greedy(1))
+    collected = tiny.run(loop)
+    stats = loop.scheduler.stats
+    assert stats.num_prompt_tokens == 50 * 603
+    assert stats.num_cached_tokens == 49 * 600
+    assert stats.num_prefilled_tokens == 600 + 50 * 3
+    assert [collected[f"chat{i}"].outputs[-1].num_cached_tokens for i in range(50)] == [0] + [600] * 49
 
 
 @pytest.mark.parametrize("cache", ["radix", "naive"])
