@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tiny
@@ -85,6 +87,24 @@ def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
         found = tiny.run(loop)[name]
         assert tuple(found.tokens) == tiny.greedy(tokens, 3)
     assert found.outputs[-1].num_cached_tokens == 32 - page_size
+    tiny.assert_nothing_in_use(loop)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefill_moves_to_pages_that_another_request_leaves_behind(overlap: bool) -> None:
+    """The second turn of a chat arrives before the first has ended: halfway, the first one's pages replace its own."""
+    loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=8, cache="radix", disable_overlap=not overlap)
+    collected: dict[str, tiny.Collected] = {}
+    first = prompt(5, 8)
+    tiny.submit(loop, "first", first, greedy(13))
+    while "first" not in collected or len(collected["first"].tokens) < 10:
+        tiny.step(loop, collected)
+    loop.scheduler.limits = replace(loop.scheduler.limits, max_prefill_tokens=3)
+    second = (*first, *tiny.greedy(first, 13), *prompt(6, 4))
+    tiny.submit(loop, "second", second, greedy(4))
+    tiny.run(loop, collected)
+    assert tuple(collected["second"].tokens) == tiny.greedy(second, 4)
+    assert loop.scheduler.stats.num_prefilled_tokens < 8 + 25 - 8, "nothing was taken over"
     tiny.assert_nothing_in_use(loop)
 
 

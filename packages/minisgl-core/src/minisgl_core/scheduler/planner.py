@@ -59,7 +59,8 @@ class Planner:
         rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
         starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
         num_new = np.fromiter((c.num_new for c in chunks), np.int32, len(chunks))
-        parts = [self._decode_ids(chunks[:num_decodes])]
+        # A decode continues from the token that the same row sampled last.
+        parts = [np.full(num_decodes, FROM_DEVICE, np.int32)]
         parts += [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks[num_decodes:]]
         with_logprobs = [
             i for i, c in enumerate(chunks) if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt
@@ -76,15 +77,6 @@ class Planner:
             num_prompt_logprobs=np.array([chunks[i].request.sampling.prompt_logprobs for i in with_logprobs], np.int32),
             prompt_targets=np.concatenate([_targets(chunks[i]) for i in with_logprobs]) if with_logprobs else _NO_INTS,
         )
-
-    @staticmethod
-    def _decode_ids(chunks: list[Chunk]) -> Int32:
-        ids = np.full(len(chunks), FROM_DEVICE, np.int32)
-        for i, chunk in enumerate(chunks):
-            # Known to the host, but not to the device, right after a preempted request was resumed.
-            if chunk.request.num_pending == 0:
-                ids[i] = chunk.request.tokens.view[chunk.start]
-        return ids
 
     def _sample_plan(self, chunks: list[Chunk], all_rows: Int32) -> SamplePlan:
         index = np.array([i for i, c in enumerate(chunks) if c.samples], np.int32)
