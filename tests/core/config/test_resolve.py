@@ -1,0 +1,107 @@
+"""`auto` is decided from what is handed in, without the hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.resolve import Resolved, resolve
+from minisgl_core.contracts.platform import Hardware
+from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+
+H200 = Hardware("cuda", "NVIDIA H200", (9, 0), 141 * 2**30, 4)
+LAPTOP = Hardware("cpu", "x86_64", (), 16 * 2**30, 1, ("float32",))
+MODEL = model_config(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "torch_dtype": "bfloat16",
+        "eos_token_id": 2,
+    }
+)
+INSTALLED = {
+    "attention": {"torch", "triton", "fi", "fa", "theirs"},
+    "prefix_cache": {"radix", "naive"},
+    "ops": {"torch", "onednn", "triton"},
+    "communicator": {"torch"},
+    "platform": {"cpu", "cuda"},
+}
+
+
+def choose(
+    hardware: Hardware, refused: Iterable[str] = (), preferred: dict[str, str] | None = None, **options: Any
+) -> Resolved:
+    def unsupported(kind: str, name: str, *spec: object) -> list[str]:
+        return [f"{name} is not for this"] if name in refused else []
+
+    config = EngineConfig.from_flat(**options)
+    return resolve(config, hardware, MODEL, INSTALLED.__getitem__, unsupported, (preferred or {}).get)
+
+
+def test_nothing_is_left_open() -> None:
+    for hardware in (H200, LAPTOP):
+        flat = choose(hardware).config.flat()
+        left = [name for name, value in flat.items() if value == AUTO]
+        assert left == ["cuda_graph_max_bs", "moe", "communicator"], (
+            "a model without experts, one rank, graphs asked later"
+        )
+
+
+def test_a_laptop_gets_what_runs_there() -> None:
+    resolved = choose(LAPTOP)
+    flat = resolved.config.flat()
+    assert (flat["attn"], flat["ops"], flat["cache"]) == ("torch", "onednn", "radix")
+    assert (flat["dtype"], flat["disable_overlap"]) == ("float32", True)
+    reasons = {choice.what: choice.reason for choice in resolved.choices}
+    assert "bfloat16 is slow" in reasons["dtype"]
+
+
+def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
+    assert choose(H200).config.backends.attn == "fa"
+    resolved = choose(H200, refused=["fa"])
+    assert resolved.config.backends.attn == "fi,triton"
+    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    assert "fa is not for this" in reason
+    assert choose(H200, refused=["fa", "fi"]).config.backends.attn == "triton"
+    assert choose(H200).config.scheduler.disable_overlap is False
+
+
+def test_a_plugin_may_prefer_its_own() -> None:
+    assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
+    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa"
+
+
+def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
+    assert choose(H200, attn="torch,theirs", page_size=64, dtype="float16").config.flat()["attn"] == "torch,theirs"
+    with pytest.raises(ProviderUnsupportedError, match="fi is not for this"):
+        choose(H200, refused=["fi"], attn="fi")
+    with pytest.raises(ProviderUnsupportedError, match="torch is not for this"):
+        choose(LAPTOP, refused=["torch"])
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"attn": "fa,fi,torch"}, "--attn"),
+        ({"attn": "fa,"}, "--attn"),
+        ({"tp": 3}, "--tp"),
+        ({"tp": 8}, "--tp"),
+        ({"max_seq_len_override": 513}, "--max-seq-len-override"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        choose(H200, **options)
+    assert caught.value.name == name
