@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is loaded
 
 
 @pytest.fixture(scope="session")
