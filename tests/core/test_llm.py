@@ -20,7 +20,8 @@ PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44
 
 
 def new_llm(**options: Any) -> LLM:
-    fixed = {"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200, "page_size": 4}
+    fixed: dict[str, Any] = {"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200, "page_size": 4}
+    fixed["max_seq_len_override"] = 256
     return LLM(tiny_folder.llama(), **fixed | options)
 
 

@@ -33,6 +33,8 @@ RESULT = {
 
 def run(*arguments: object, model: str | Path | None = None) -> Result:
     flags = ["bench", "offline", "--model", str(model or tiny_folder.llama()), "--num-pages", "200"]
+    if model is None:
+        flags += ["--max-seq-len-override", "256"]
     return CliRunner().invoke(main, [*flags, *map(str, arguments)])
 
 
@@ -137,6 +139,6 @@ def test_gguf_without_accelerate(monkeypatch: pytest.MonkeyPatch, smollm2_path: 
 
 
 def test_bench_alone_is_offline_with_its_defaults() -> None:
-    environ = {"MINISGL_MODEL": tiny_folder.llama(), "MINISGL_NUM_PAGES": "200"}
+    environ = {"MINISGL_MODEL": tiny_folder.llama(), "MINISGL_NUM_PAGES": "20"}
     done = CliRunner().invoke(main, ["bench"], env=environ)
     assert "1 x 1024 in, 1 out takes 1025" in done.stderr, "the model is too small for the default prefill"
