@@ -154,7 +154,7 @@ def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hard
         try:
             platform = registry.load("platform", name)
         except ProviderLoadError as error:
-            logger.warning("skipped: %s", error)
+            logger.warning("skipped: %s", str(error))
             continue
         if not platform.unsupported():
             return platform, platform.hardware()
@@ -172,7 +172,7 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
         except PluginError as error:
             if name in named:
                 raise
-            logger.warning("skipped: %s", error)
+            logger.warning("skipped: %s", str(error))
             return [str(error)]
         return list(provider.unsupported(*spec)) if spec else []
 
