@@ -64,7 +64,7 @@ class RequestRecord:
 
 @hookspec
 def engine_started(info: EngineInfo) -> None:
-    """The engine of this process is ready for its first step. Called once an engine, on every rank."""
+    """The engine of this process is ready for its first step. Called once an engine, on rank 0."""
 
 
 @hookspec
