@@ -12,8 +12,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.build import build_engine
@@ -24,6 +22,7 @@ from minisgl_core.messages import Submit, TokenLogprobs, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S
+from minisgl_core.progress import progress_bar
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.scheduler import SchedulerStats
 from minisgl_core.text.detokenizer import OutputText
@@ -241,10 +240,7 @@ class LLM:
 
     def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
         todo, scheduler = deque(work), self._loop.scheduler
-        console = Console(stderr=True)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        bar = Progress(*columns, console=console, disable=not (progress and console.is_terminal), transient=True)
-        with self._requests() as names, bar:
+        with self._requests() as names, progress_bar(progress) as bar:
             task = bar.add_task("Generating", total=len(work))
             outputs: list[GenerationOutput] = []
             num_done = 0

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
 from minisgl_core.errors import ModelFormatError
+from minisgl_core.progress import progress_bar
 
 Targets = Mapping[str, Sequence[WeightTarget]]
 
@@ -28,10 +27,7 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
         ModelFormatError: tensors are missing, left over or of another shape than the config says.
     """
     targets = _targets(model)
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    disable = not (progress and console.is_terminal)
-    with torch.no_grad(), Progress(*columns, console=console, disable=disable, transient=True) as bar:
+    with torch.no_grad(), progress_bar(progress) as bar:
         task = bar.add_task("Loading weights", total=len(targets))
         if isinstance(source, WeightGenerator):
             _generate(source, targets, lambda: bar.advance(task))

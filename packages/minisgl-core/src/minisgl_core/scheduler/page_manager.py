@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixMatch
 from minisgl_core.kv.allocator import Int32, PageAllocator
 from minisgl_core.scheduler.request import Request
 
@@ -47,8 +47,7 @@ class PageManager:
         """Tokens of the request that the cache holds and that it could use; the last token is always computed anew."""
         if request.sampling.prompt_logprobs is not None:
             return 0
-        match = self.cache.match(request.tokens.view)
-        return min(len(match.pages), (len(request.tokens) - 1) // self.page_size) * self.page_size
+        return self._num_usable(request, self.cache.match(request.tokens.view)) * self.page_size
 
     def attach_cached(self, request: Request) -> None:
         """Let the request use as much of the cache as goes beyond what it has computed.
@@ -60,7 +59,7 @@ class PageManager:
             return
         tokens = request.tokens.view
         match = self.cache.match(tokens)
-        num_usable = min(len(match.pages), (len(tokens) - 1) // self.page_size)
+        num_usable = self._num_usable(request, match)
         if num_usable * self.page_size <= request.num_computed:
             return
         if num_usable < len(match.pages):
@@ -78,6 +77,10 @@ class PageManager:
         request.handle = match.handle
         request.num_shared = num_usable
         request.num_computed = num_usable * self.page_size
+
+    def _num_usable(self, request: Request, match: PrefixMatch) -> int:
+        """Pages of a match that the request could use: never those of its last token."""
+        return min(len(match.pages), (len(request.tokens) - 1) // self.page_size)
 
     def detach(self, request: Request) -> None:
         """Undo `attach_cached` for a request that was not admitted after all."""
