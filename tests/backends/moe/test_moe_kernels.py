@@ -2,17 +2,23 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backends.moe.sorted_blocks import choose_block_size, sort_into_blocks
+from minisgl_backends.moe.tiles import choose_block_size
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.moe.triton_kernel import TritonMoe
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.testing.moe_kit import MoeKernelTests
+
+if TYPE_CHECKING:
+    from minisgl_backends.moe.sorted_blocks import SortedBlocks
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TestTorch(MoeKernelTests):
@@ -23,7 +29,7 @@ class TestTriton(MoeKernelTests):
     """Compiled on a GPU, interpreted elsewhere."""
 
     kernel = TritonMoe
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = DEVICE.type
 
 
 @pytest.mark.gpu
@@ -33,23 +39,39 @@ class TestTorchOnCuda(MoeKernelTests):
     device = "cuda"
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(data=st.data())
 def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None:
+    from minisgl_backends.moe.sorted_blocks import sort_into_blocks
+
     num_experts = data.draw(st.integers(1, 9))
     top_k = data.draw(st.integers(1, min(4, num_experts)))
     block_size = data.draw(st.sampled_from([1, 4, 16]))
     tokens = st.lists(st.permutations(range(num_experts)).map(lambda experts: experts[:top_k]), min_size=1, max_size=40)
-    ids = torch.tensor(data.draw(tokens))
-    blocks = sort_into_blocks(ids, num_experts, block_size)
-    rows, num_rows = blocks.rows.view(-1, block_size), ids.numel()
-    assert sorted(row for row in blocks.rows.tolist() if row < num_rows) == list(range(num_rows))
-    assert blocks.rows.max() <= num_rows
-    for block, expert in zip(rows.tolist(), blocks.experts.tolist(), strict=True):
+    ids = torch.tensor(data.draw(tokens), device=DEVICE)
+    check_blocks(sort_into_blocks(ids, num_experts, block_size), ids, num_experts, block_size)
+
+
+def test_blocks_of_many_rows() -> None:
+    """More than a program reads at once."""
+    from minisgl_backends.moe.sorted_blocks import sort_into_blocks
+
+    ids = torch.rand(1500, 7, generator=torch.Generator().manual_seed(0)).topk(3)[1].to(DEVICE)
+    check_blocks(sort_into_blocks(ids, 7, 16), ids, 7, 16)
+
+
+def check_blocks(blocks: SortedBlocks, ids: torch.Tensor, num_experts: int, block_size: int) -> None:
+    rows, num_rows = blocks.rows.view(-1, block_size).tolist(), ids.numel()
+    used = [
+        (block, expert) for block, expert in zip(rows, blocks.experts.tolist(), strict=True) if expert < num_experts
+    ]
+    assert set(blocks.experts[len(used) :].tolist()) <= {num_experts}, "unused blocks are at the end"
+    assert sorted(row for block, _ in used for row in block if row < num_rows) == list(range(num_rows))
+    for block, expert in used:
         real = [row for row in block if row < num_rows]
-        assert {int(ids.flatten()[row]) for row in real} <= {expert}
-        assert real == sorted(real)
-        assert expert == num_experts or real, "a block in use is empty"
+        assert real, "a block in use is empty"
+        assert {int(ids.flatten()[row]) for row in real} == {expert}
+        assert block == sorted(real) + [num_rows] * (block_size - len(real))
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,16 @@ def test_sampling_picks_the_reference_token(vocab_size: int) -> None:
     torch.testing.assert_close(found[::5], logits[::5].argmax(-1))
     # Sums in another order may move a number across a border between tokens, rarely.
     assert (found == expected).float().mean() > 0.95
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (6, 3), (60, 4), (1, 1)])
+def test_routing_chooses_the_reference_experts(num_experts: int, top_k: int, normalize: bool) -> None:
+    ours, reference = pair(torch.bfloat16)
+    # Distinct values, so that there is one answer.
+    order = torch.stack([torch.randperm(num_experts) for _ in range(9)]).to(DEVICE)
+    logits = (order.float() / 4 - 3).to(torch.bfloat16)
+    weights, ids = ours.route(logits, top_k, normalize)
+    expected_weights, expected_ids = reference.route(logits, top_k, normalize)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-7)

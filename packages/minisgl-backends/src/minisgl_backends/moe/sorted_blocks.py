@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
+
+_CHUNK = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +18,9 @@ class SortedBlocks:
     Sizes depend on the shapes alone, so that the device need not be asked; blocks at the end may be unused.
 
     Attributes:
-        rows: int64 [num_blocks * block_size]; where a block is not full, the number of rows, which is none of them.
-        experts: expert of each block, int64 [num_blocks]; the number of experts for an unused block.
+        rows: int32 [num_blocks * block_size]; where a block is not full, the number of rows, which is none of them;
+            nothing in particular in an unused block.
+        experts: expert of each block, int32 [num_blocks]; the number of experts for an unused block.
         block_size: rows in a block.
     """
 
@@ -24,33 +29,56 @@ class SortedBlocks:
     block_size: int
 
 
-def choose_block_size(num_rows: int, num_experts: int) -> int:
-    """Rows in a block: about as many as an expert has, from the 16 that a tensor core takes at least up to 128."""
-    block_size = 16
-    while block_size < 128 and block_size * num_experts < num_rows:
-        block_size *= 2
-    return block_size
+@triton.jit  # type: ignore[untyped-decorator]
+def _sort(  # type: ignore[no-untyped-def]
+    ids,  # [R]
+    rows,
+    experts,
+    num_rows,
+    num_blocks,
+    num_experts,
+    BLOCK_SIZE: tl.constexpr,
+    E_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Program e lays out expert e's blocks; one more marks what is left as unused. Each counts all rows by itself."""
+    mine = tl.program_id(0)
+    lane, everyone = tl.arange(0, CHUNK), tl.arange(0, E_BLOCK)
+    counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
+    for start in range(0, num_rows, CHUNK):
+        chunk = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts)
+        counts += tl.histogram(chunk.to(tl.int32), E_BLOCK)
+    blocks = (counts + BLOCK_SIZE - 1) // BLOCK_SIZE
+    first = tl.sum(tl.where(everyone < mine, blocks, 0))
+    end = num_blocks if mine == num_experts else first + tl.sum(tl.where(everyone == mine, blocks, 0))
+    for start in range(first, end, CHUNK):
+        tl.store(experts + start + lane, mine, mask=start + lane < end)
+    if mine < num_experts:
+        out, count = rows + first * BLOCK_SIZE, 0
+        for start in range(0, num_rows, CHUNK):
+            hit = tl.load(ids + start + lane, mask=start + lane < num_rows, other=num_experts) == mine
+            place = count + tl.cumsum(hit.to(tl.int32), 0) - 1
+            tl.store(out + place, start + lane, mask=hit)
+            count += tl.sum(hit.to(tl.int32))
+        padding = count + tl.arange(0, BLOCK_SIZE)
+        tl.store(out + padding, num_rows, mask=padding < (end - first) * BLOCK_SIZE)
 
 
 def sort_into_blocks(expert_ids: torch.Tensor, num_experts: int, block_size: int) -> SortedBlocks:
-    """Sort rows by expert and fill up each expert's rows to whole blocks, without waiting for the device.
+    """Sort rows by expert and fill up each expert's rows to whole blocks, in one launch, without waiting for the device.
 
     The layout is that of vLLM's ``moe_align_block_size``.
 
     Args:
-        expert_ids: int64 [T, K].
+        expert_ids: int64 [T, K], contiguous.
         num_experts: E.
-        block_size: rows in a block.
+        block_size: rows in a block, a power of two.
     """
     device, num_rows = expert_ids.device, expert_ids.numel()
     num_blocks = min(num_rows, (num_rows + num_experts * (block_size - 1)) // block_size)
-    sorted_ids, order = expert_ids.flatten().sort(stable=True)
-    ends = torch.searchsorted(sorted_ids, torch.arange(num_experts, device=device), right=True)
-    counts = ends.diff(prepend=ends.new_zeros(1))
-    block_counts = (counts + block_size - 1) // block_size
-    block_ends = block_counts.cumsum(0)
-    shift = (block_ends - block_counts) * block_size - (ends - counts)
-    rows = torch.full((num_blocks * block_size,), num_rows, device=device)
-    rows[torch.arange(num_rows, device=device) + shift[sorted_ids]] = order
-    experts = torch.searchsorted(block_ends, torch.arange(num_blocks, device=device), right=True)
+    rows = torch.empty(num_blocks * block_size, dtype=torch.int32, device=device)
+    experts = torch.empty(num_blocks, dtype=torch.int32, device=device)
+    chunk = min(_CHUNK, triton.next_power_of_2(num_rows))
+    sizes = {"BLOCK_SIZE": block_size, "E_BLOCK": triton.next_power_of_2(num_experts + 1), "CHUNK": max(chunk, 16)}
+    _sort[(num_experts + 1,)](expert_ids, rows, experts, num_rows, num_blocks, num_experts, **sizes)
     return SortedBlocks(rows, experts, block_size)

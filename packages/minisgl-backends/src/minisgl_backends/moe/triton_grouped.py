@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
+from minisgl_backends.moe.tiles import Tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -18,6 +19,13 @@ def _add_product(total, left, right, WIDEN: tl.constexpr):  # type: ignore[no-un
     if WIDEN:
         left, right = left.to(tl.float32), right.to(tl.float32)
     return tl.dot(left, right, total, input_precision="ieee")  # float32 means float32, not TF32
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _load(place, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EVEN:  # the tiles divide the inner dimension
+        return tl.load(place, mask=outer, other=0.0)
+    return tl.load(place, mask=outer & inner, other=0.0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -36,12 +44,13 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
-    expert = tl.load(block_experts + block)
+    expert = tl.load(block_experts + block).to(tl.int64)
     if expert >= num_experts:
         return
-    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row_mask, col_mask = rows < num_rows, cols < intermediate_size
     x_rows = x + (rows // TOP_K)[:, None] * hidden_size
@@ -51,11 +60,12 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
     up = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     for start in range(0, hidden_size, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
-        depth_mask = depth < hidden_size
-        left = tl.load(x_rows + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
-        mask = depth_mask[:, None] & col_mask[None, :]
-        gate = _add_product(gate, left, tl.load(gate_cols + depth[:, None], mask=mask, other=0.0), WIDEN)
-        up = _add_product(up, left, tl.load(up_cols + depth[:, None], mask=mask, other=0.0), WIDEN)
+        in_depth = depth < hidden_size
+        left = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
+        gate = _add_product(
+            gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN
+        )
+        up = _add_product(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
     result = gate * tl.sigmoid(gate) * up
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
@@ -77,12 +87,13 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
-    expert = tl.load(block_experts + block)
+    expert = tl.load(block_experts + block).to(tl.int64)
     if expert >= num_experts:
         return
-    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS))
+    rows = tl.load(block_rows + block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     cols = tl.program_id(1) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     row_mask, col_mask = rows < num_rows, cols < hidden_size
     hidden_rows = hidden + rows[:, None] * intermediate_size
@@ -90,16 +101,18 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     result = tl.zeros((BLOCK_ROWS, BLOCK_COLS), dtype=tl.float32)
     for start in range(0, intermediate_size, BLOCK_DEPTH):
         depth = start + tl.arange(0, BLOCK_DEPTH)
-        depth_mask = depth < intermediate_size
-        left = tl.load(hidden_rows + depth[None, :], mask=row_mask[:, None] & depth_mask[None, :], other=0.0)
-        right = tl.load(weight_cols + depth[:, None], mask=depth_mask[:, None] & col_mask[None, :], other=0.0)
+        in_depth = depth < intermediate_size
+        left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
+        right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         result = _add_product(result, left, right, WIDEN)
     result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
     out_rows = out + rows[:, None] * hidden_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-def gate_up_silu(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks, top_k: int) -> None:
+def gate_up_silu(
+    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks, top_k: int, tiles: Tiles
+) -> None:
     """``out[row] = silu(gate @ x[token]) * (up @ x[token])``, for every row.
 
     Args:
@@ -108,15 +121,22 @@ def gate_up_silu(x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, bloc
         out: [R, I].
         blocks: rows by expert.
         top_k: K.
+        tiles: how to cut the work.
     """
     num_experts, _, hidden_size = gate_up.shape
-    grid = (len(blocks.experts), triton.cdiv(out.shape[1], 64))
+    grid = (len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, out.shape[1])
-    _gate_up_silu[grid](x, gate_up, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **_tiles(x, blocks))
+    options = _options(x, hidden_size, blocks, tiles)
+    _gate_up_silu[grid](x, gate_up, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **options)
 
 
 def weighted_down(
-    hidden: torch.Tensor, down: torch.Tensor, row_weights: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks
+    hidden: torch.Tensor,
+    down: torch.Tensor,
+    row_weights: torch.Tensor,
+    out: torch.Tensor,
+    blocks: SortedBlocks,
+    tiles: Tiles,
 ) -> None:
     """``out[row] = row_weights[row] * (down @ hidden[row])``, for every row.
 
@@ -126,20 +146,46 @@ def weighted_down(
         row_weights: float32, R of them.
         out: [R, H].
         blocks: rows by expert.
+        tiles: how to cut the work.
     """
     num_experts, hidden_size, intermediate_size = down.shape
-    grid = (len(blocks.experts), triton.cdiv(hidden_size, 64))
+    grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, intermediate_size)
-    _weighted_down[grid](hidden, down, row_weights, out, blocks.rows, blocks.experts, *sizes, **_tiles(hidden, blocks))
+    options = _options(hidden, intermediate_size, blocks, tiles)
+    _weighted_down[grid](hidden, down, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
 
 
-def _tiles(x: torch.Tensor, blocks: SortedBlocks) -> dict[str, int | str]:
-    """Tile sizes: a stage of the larger kernel's operands takes 32 KiB at most, three of which fit every NVIDIA GPU."""
+def _options(x: torch.Tensor, inner_size: int, blocks: SortedBlocks, tiles: Tiles) -> dict[str, int | bool]:
     return {
         "BLOCK_ROWS": blocks.block_size,
-        "BLOCK_COLS": 64,
-        "BLOCK_DEPTH": 128 // x.element_size(),
+        "BLOCK_COLS": tiles.cols,
+        "BLOCK_DEPTH": tiles.depth,
         "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as if it were integers
-        "num_warps": 8 if blocks.block_size == 128 else 4,
-        "num_stages": 3,
+        "EVEN": inner_size % tiles.depth == 0,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
     }
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sum_choices(rows, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for choice in tl.static_range(TOP_K):
+        row = rows + (token * TOP_K + choice) * hidden_size
+        total += tl.load(row + cols, mask=cols < hidden_size, other=0.0).to(tl.float32)
+    tl.store(out + token * hidden_size + cols, total.to(out.dtype.element_ty), mask=cols < hidden_size)
+
+
+def sum_choices(rows: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[token]`` = the sum of the token's rows, taken in float32.
+
+    Args:
+        rows: [R, H].
+        out: [T, H].
+    """
+    num_tokens, hidden_size = out.shape
+    block = min(triton.next_power_of_2(hidden_size), 1024)
+    grid = (num_tokens, triton.cdiv(hidden_size, block))
+    _sum_choices[grid](rows, out, hidden_size, TOP_K=len(rows) // num_tokens, BLOCK=block)

@@ -1,4 +1,4 @@
-"""Mixture of experts in two grouped matrix products by Triton."""
+"""Mixture of experts in Triton: rows sorted by expert, two grouped matrix products, a sum over the choices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from minisgl_backends.moe.sorted_blocks import choose_block_size, sort_into_blocks
+from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
 from minisgl_core.contracts.moe import MoeKernel, MoeSpec
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -33,9 +33,12 @@ class TritonMoe(MoeKernel):
 
     def __init__(self, spec: MoeSpec) -> None:
         super().__init__(spec)
-        from minisgl_backends.moe import triton_grouped  # not before: listing providers must not need triton
+        from minisgl_backends.moe import (
+            sorted_blocks,
+            triton_grouped,
+        )  # not before: listing providers must not need triton
 
-        self._grouped = triton_grouped
+        self._blocks, self._grouped = sorted_blocks, triton_grouped
 
     def forward(
         self,
@@ -48,12 +51,16 @@ class TritonMoe(MoeKernel):
         """See `MoeKernel.forward`; weights must be contiguous."""
         num_tokens, top_k = expert_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
-        blocks = sort_into_blocks(expert_ids, num_experts, choose_block_size(num_rows, num_experts))
+        block_size = choose_block_size(num_rows, num_experts)
+        blocks = self._blocks.sort_into_blocks(expert_ids.contiguous(), num_experts, block_size)
+        tiles = choose_tiles(block_size, x.element_size())
         hidden = x.new_empty(num_rows, self.spec.intermediate_size)
-        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k)
-        outputs = x.new_empty(num_rows, self.spec.hidden_size)
-        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), outputs, blocks)
-        return outputs.view(num_tokens, top_k, -1).sum(dim=1, dtype=torch.float32).to(x.dtype)
+        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k, tiles)
+        rows = x.new_empty(num_rows, self.spec.hidden_size)
+        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), rows, blocks, tiles)
+        out = x.new_empty(num_tokens, self.spec.hidden_size)
+        self._grouped.sum_choices(rows, out)
+        return out
 
 
 def _interpreted() -> bool:

@@ -11,7 +11,7 @@ from minisgl_core.contracts.ops import Ops
 
 
 class TritonOps(Ops):
-    """Norms with the residual add, rotary embedding with the q/k norms, activation and sampling, one launch each.
+    """Norms with the residual add, rotary embedding with the q/k norms, activation, routing and sampling, one launch each.
 
     Matrix products stay torch's (cuBLAS).
     """
@@ -28,9 +28,10 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import activation, norm, rotary, sample
+        from minisgl_backends.kernels import activation, norm, rotary, route, sample
 
-        self._norm, self._activation, self._rotary, self._sample = norm, activation, rotary, sample
+        self._norm, self._activation, self._rotary = norm, activation, rotary
+        self._route, self._sample = route, sample
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
@@ -68,3 +69,7 @@ class TritonOps(Ops):
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `Ops.sample`."""
         return self._sample.sample(logits, temperature, uniform)
+
+    def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.route`."""
+        return self._route.route(logits, top_k, normalize)

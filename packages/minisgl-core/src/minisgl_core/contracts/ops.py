@@ -118,6 +118,20 @@ class Ops:
         """Normalise each head of q and k (weights [D]), then `rotary`. May overwrite both inputs."""
         return self.rotary(self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps), cos, sin)
 
+    def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts: the `top_k` largest of a float32 softmax.
+
+        Args:
+            logits: of the router, [T, E].
+            top_k: K.
+            normalize: let a token's weights sum to 1.
+
+        Returns:
+            weights, float32 [T, K]; experts, int64 [T, K].
+        """
+        weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+        return (weights / weights.sum(dim=-1, keepdim=True) if normalize else weights), ids
+
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]

@@ -28,7 +28,7 @@ class SparseMoeMLP(Layer):
         super().__init__()
         assert config.moe is not None
         assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
-        self._moe, hidden = config.moe, config.hidden_size
+        self._moe, self._ops, hidden = config.moe, build.ops, config.hidden_size
         self._inner = Shard.of(self._moe.intermediate_size, build)
         num_experts, inner = self._moe.num_experts, self._inner.size
         spec = MoeSpec(num_experts, self._moe.top_k, hidden, inner, build.dtype, build.device)
@@ -43,10 +43,7 @@ class SparseMoeMLP(Layer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] to the same."""
-        probabilities = self.router(x).softmax(dim=-1, dtype=torch.float32)
-        weights, ids = probabilities.topk(self._moe.top_k, dim=-1)
-        if self._moe.norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
         out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
