@@ -70,6 +70,43 @@ def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
     assert cause in caplog.text
 
 
+def test_a_class_in_place_of_a_module_is_made_once_for_each_engine(site, caplog):
+    source = """
+from minisgl_core import hookimpl
+
+class Counting:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def engine_started(self, info):
+        self.seen.append(info)
+        made.append(self)
+
+made = []
+
+def broken():
+    raise OSError("no directory")
+"""
+    entries = {"counting": "class_hooks:Counting", "broken": "class_hooks:broken"}
+    site.install("good", {"hooks": entries}, class_hooks=source)
+    for info in ("first", "second"):
+        hooks = Hooks(Registry.from_environment())
+        assert hooks.engine_started is not None
+        hooks.engine_started(info=info)
+    import class_hooks
+
+    assert [each.seen for each in class_hooks.made] == [["first"], ["second"]]
+    assert "class_hooks:broken cannot be called: OSError: no directory" in caplog.text
+
+
+def test_a_function_that_returns_none_registers_nothing(site, caplog):
+    site.install("good", {"hooks": {"nothing": "builtins:print"}})
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.engine_started is None
+    assert caplog.text == ""
+
+
 def test_two_distributions_may_use_one_name_for_their_hooks(site):
     for name in ("one", "two"):
         site.install(name, {"hooks": {"metrics": f"{name}_hooks"}}, **{f"{name}_hooks": GOOD})

@@ -9,7 +9,7 @@ import tiny
 
 from minisgl_core.engine.worker import make_loop
 from minisgl_core.plugins.hooks import Hooks
-from minisgl_core.plugins.hookspecs import RequestRecord
+from minisgl_core.plugins.hookspecs import EngineState, RequestRecord
 from minisgl_core.sampling_params import SamplingParams
 
 
@@ -20,9 +20,11 @@ def test_every_end_is_reported_once(overlap: bool) -> None:
     records: list[RequestRecord] = []
     hooks = Hooks()
 
-    def record(record: RequestRecord) -> None:
+    def record(record: RequestRecord, state: EngineState) -> None:
         assert record.request_id not in loop.scheduler.request_ids()
         loop.scheduler.check()
+        assert state.num_waiting + state.num_running <= 6 - len(records), "it does not count any more"
+        assert 0 <= state.num_pages_used <= 13
         records.append(record)
 
     hooks.request_finished = record
@@ -45,4 +47,6 @@ def test_every_end_is_reported_once(overlap: bool) -> None:
         assert (one.num_prompt_tokens, one.num_output_tokens) == (9, len(collected[name].tokens))
         assert one.num_cached_tokens == collected[name].outputs[-1].num_cached_tokens
         if one.first_token_s is not None:
-            assert one.arrival_s <= one.first_token_s <= one.finish_s
+            assert one.scheduled_s is not None
+            assert one.arrival_s <= one.scheduled_s <= one.first_token_s <= one.finish_s
+    assert loop.scheduler.num_pages_used == 0

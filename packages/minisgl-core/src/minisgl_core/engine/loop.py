@@ -61,7 +61,7 @@ class EngineLoop:
             result = pending.result()
             outputs += self.scheduler.process(step, result)
             if self.hooks.batch_finished is not None:
-                self.hooks.batch_finished(plan=step.plan, result=result)
+                self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)
         return outputs
 
     def _launch(self, plan: BatchPlan) -> PendingStep:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pluggy
 
-from minisgl_core.errors import PluginError
+from minisgl_core.errors import PluginError, ProviderLoadError
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.registry import Entry, Registry
 
@@ -47,13 +47,30 @@ class Hooks:
         manager.add_hookspecs(hookspecs)
         for entry in registry.entries("hooks") if registry else ():
             try:
-                _register(manager, entry, registry.load_entry(entry) if registry else None)
+                if (module := _load(registry, entry)) is not None:
+                    _register(manager, entry, module)
             except (PluginError, ValueError, pluggy.PluginValidationError) as error:
                 logger.warning("hooks %r of %s are skipped: %s", entry.name, entry, " ".join(str(error).split()))
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
                 setattr(self, name, caller if name == "api_routes" else _guarded(caller))
+
+
+def _load(registry: Registry | None, entry: Entry) -> object:
+    """The hook module, or what a function or class in its place makes; None for no hooks.
+
+    Raises:
+        ProviderLoadError: see `Registry.load_entry`; or the call failed.
+    """
+    assert registry is not None
+    module = registry.load_entry(entry)
+    if not callable(module):
+        return module
+    try:
+        return module()
+    except Exception as error:
+        raise ProviderLoadError(f"{entry.value} cannot be called: {type(error).__name__}: {error}") from error
 
 
 def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:

@@ -9,13 +9,16 @@
 
 An implementation takes the arguments that it needs, by name. Hooks of the engine's loop run inside it: they must return
 quickly and must not touch the device.
+
+The entry point may name a function or a class instead of a module. It is called without arguments once for each engine, and what
+it returns is registered, so that hooks can have state; None registers nothing, and costs nothing from then on.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pluggy
 
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from minisgl_core.batch import BatchPlan, StepResult
     from minisgl_core.contracts.platform import Hardware
     from minisgl_core.messages import EngineInfo
+    from minisgl_core.scheduler.scheduler import SchedulerStats
 
 PROJECT = "minisgl"
 """Pluggy's name for the project."""
@@ -47,6 +51,7 @@ class RequestRecord:
         num_output_tokens: tokens generated.
         num_preemptions: how often it lost its pages and was resumed.
         arrival_s: when the scheduler received it.
+        scheduled_s: when it was first given a place in a batch; None if it ended before.
         first_token_s: when its first token was known; None if it ended before.
         finish_s: when it ended.
     """
@@ -58,8 +63,29 @@ class RequestRecord:
     num_output_tokens: int
     num_preemptions: int
     arrival_s: float
+    scheduled_s: float | None
     first_token_s: float | None
     finish_s: float
+
+
+class EngineState(Protocol):
+    """What an engine holds at the moment; to be read within a hook only."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for their first step or to be resumed."""
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a place in the batch."""
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages of KV that requests hold; the prefix cache's others, which can be evicted, do not count."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """Totals since the start; they begin anew, in another object, where an `LLM` recovers from a step that failed."""
 
 
 @hookspec
@@ -84,12 +110,12 @@ def batch_scheduled(plan: BatchPlan, num_waiting: int, num_running: int) -> None
 
 
 @hookspec
-def batch_finished(plan: BatchPlan, result: StepResult) -> None:
+def batch_finished(plan: BatchPlan, result: StepResult, state: EngineState) -> None:
     """The host has a step's tokens. Under overlap, the next step has been scheduled by then. Called on rank 0."""
 
 
 @hookspec
-def request_finished(record: RequestRecord) -> None:
+def request_finished(record: RequestRecord, state: EngineState) -> None:
     """A request ended, whatever the reason, and holds nothing any more. Called on rank 0."""
 
 

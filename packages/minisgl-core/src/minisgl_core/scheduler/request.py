@@ -30,7 +30,7 @@ class Request:
         pages: page ids in order; those up to `num_shared` belong to the prefix cache and are locked through `handle`.
         row: page-table row; 0 while waiting.
         num_inflight: launched steps that include the request and are not processed yet.
-        arrival_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
+        arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
@@ -57,6 +57,7 @@ class Request:
         "request_id",
         "row",
         "sampling",
+        "scheduled_s",
         "seed",
         "stop_ids",
         "tokens",
@@ -74,6 +75,7 @@ class Request:
         )
         self.arrival = arrival
         self.arrival_s = time.monotonic()
+        self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_preemptions = 0
         self.tokens = GrowingArray(submit.token_ids)

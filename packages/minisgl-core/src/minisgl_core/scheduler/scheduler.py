@@ -175,6 +175,11 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_pages_used(self) -> int:
+        """Pages that could not be taken now: those of requests, the cache's that they read included."""
+        return self.pages.allocator.capacity - self.pages.num_available
+
+    @property
     def has_work(self) -> bool:
         """Whether any request is left, or an output is not collected yet."""
         return bool(self._by_id or self._running or self._aborted)
@@ -310,6 +315,7 @@ class Scheduler:
             self.planner.register(request)
             if request.num_cached < 0:
                 request.num_cached = request.num_computed
+                request.scheduled_s = time.monotonic()
                 self.stats.num_prompt_tokens += request.num_prompt
                 self.stats.num_cached_tokens += request.num_computed
             budget -= self._add_chunk(request, budget, chunks)
@@ -370,10 +376,11 @@ class Scheduler:
             num_output_tokens=request.num_output,
             num_preemptions=request.num_preemptions,
             arrival_s=request.arrival_s,
+            scheduled_s=request.scheduled_s,
             first_token_s=request.first_token_s,
             finish_s=time.monotonic(),
         )
-        self._request_finished(record=record)
+        self._request_finished(record=record, state=self)
 
     def check(self) -> None:
         """Verify that pages, rows and maps agree. For tests."""
