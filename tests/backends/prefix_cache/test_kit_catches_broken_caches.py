@@ -11,7 +11,7 @@ from hypothesis import Phase, settings
 
 from minisgl_backends.prefix_cache.naive import NaivePrefixCache
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
-from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 
@@ -149,6 +149,16 @@ class LeaksDuplicates(RadixPrefixCache):
 class FindsItselfBroken(RadixPrefixCache):
     def check(self) -> None:
         raise AssertionError("broken")
+
+
+class HidesLockedRuns(RadixPrefixCache):
+    def runs(self, max_runs: int) -> list[CachedRun]:
+        return [run for run in super().runs(max_runs) if not run.num_locks]
+
+
+class ShowsNoParents(RadixPrefixCache):
+    def runs(self, max_runs: int) -> list[CachedRun]:
+        return [replace(run, parent=0) for run in super().runs(max_runs)]
 
 
 class TakesNothing(NaivePrefixCache):

@@ -17,6 +17,7 @@ import numpy as np
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.ipc import Endpoints, Receiver, Sender
+from minisgl_core.live_state import RequestState, RunState, State, StateRequest
 from minisgl_core.messages import (
     Abort,
     Count,
@@ -42,7 +43,7 @@ from minisgl_core.text.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Count | Stop
+Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
 Send = Callable[[msgspec.Struct], None]
 
 
@@ -87,8 +88,8 @@ class TokenizerWorker:
         tokenizer: a transformers tokenizer.
         info: the engine's limits.
         index: which worker this is.
-        to_scheduler: takes `Submit`, `Abort` and `Count`.
-        to_api: takes `TextBatch`, `Rejected` and `Count`.
+        to_scheduler: takes `Submit`, `Abort`, `Count` and `StateRequest`.
+        to_api: takes `TextBatch`, `Rejected`, `Count` and `State`.
     """
 
     def __init__(self, tokenizer: Any, info: EngineInfo, index: int, to_scheduler: Send, to_api: Send) -> None:
@@ -105,7 +106,7 @@ class TokenizerWorker:
         """Requests that it holds state of."""
         return len(self._requests)
 
-    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected | Count) -> None:
+    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State) -> None:
         """Do what a message asks for."""
         match message:
             case Tokenize():
@@ -124,6 +125,11 @@ class TokenizerWorker:
                 way_back = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
                 (self._to_api if way_back else self._to_scheduler)(message)
+            case StateRequest():
+                self._to_scheduler(message)
+            case State():
+                self._add_previews(message)
+                self._to_api(message)
 
     def _submit(self, message: Tokenize) -> None:
         request_id = message.request_id
@@ -243,6 +249,14 @@ class TokenizerWorker:
             if place is not None:
                 for entry in (place.token, *place.top):
                     waiting.token_bytes[entry.token_id] = self._token_bytes[entry.token_id]
+
+    def _add_previews(self, state: State) -> None:
+        """Text for tokens; special tokens show, characters cut in two do not."""
+        shown: list[RunState | RequestState] = [*state.runs, *state.requests]
+        for each in shown:
+            pieces = (self._token_bytes[token] for token in each.token_ids.tolist())
+            each.text = b"".join(pieces).decode(errors="ignore")
+            each.token_ids = each.token_ids[:0]
 
     def _fail(self, request_id: str, message: str) -> None:
         """Report a bug of ours to the client; called while an exception is handled."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from itertools import chain, takewhile
 
 import numpy as np
 
 from minisgl_backends.prefix_cache.radix_node import RadixNode, edge_key
-from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
 from minisgl_core.errors import CacheFullError
 
 
@@ -23,13 +25,15 @@ class RadixPrefixCache(PrefixCache):
     Costs: match and insert are one vectorised comparison a token and one dictionary look-up a node of the path; lock
     and unlock are O(nodes of the path); evict is O(1) a node evicted; sizes are kept, not computed.
 
-    A handle is the last node of its prefix; that of an empty match is the root.
+    A handle is the last node of its prefix; that of an empty match is the root. `_locked` holds the locked nodes, so that
+    the ones to show first need not be looked for.
     """
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
         self._root = RadixNode(np.empty(0, np.int32), np.empty(0, np.int32), None)
         self._lru: OrderedDict[RadixNode, None] = OrderedDict()
+        self._locked: dict[RadixNode, None] = {}
         self._num_evictable = 0
         self._num_locked = 0
 
@@ -60,6 +64,7 @@ class RadixPrefixCache(PrefixCache):
         for node in self._path_up(handle):
             if node.num_locks == 0:
                 del self._lru[node]
+                self._locked[node] = None
                 self._num_evictable -= len(node.pages)
                 self._num_locked += len(node.pages)
             node.num_locks += 1
@@ -71,6 +76,7 @@ class RadixPrefixCache(PrefixCache):
             node.num_locks -= 1
             if node.num_locks == 0:
                 self._lru[node] = None
+                del self._locked[node]
                 self._num_evictable += len(node.pages)
                 self._num_locked -= len(node.pages)
 
@@ -108,6 +114,23 @@ class RadixPrefixCache(PrefixCache):
         """Pages of locked nodes."""
         return self._num_locked
 
+    def count_hit(self, handle: RadixNode) -> None:
+        """Counts it on every node of the path."""
+        now_s = time.monotonic()
+        for node in self._path_up(handle):
+            node.num_hits += 1
+            node.last_hit_s = now_s
+
+    def runs(self, max_runs: int) -> list[CachedRun]:
+        """The nodes, without the root."""
+        chosen: dict[RadixNode, None] = {}
+        for node in chain(reversed(self._locked), reversed(self._lru)):
+            if len(chosen) == max_runs:
+                break
+            path = list(takewhile(lambda part: part not in chosen, self._path_up(node)))
+            chosen.update(dict.fromkeys(path[::-1][: max_runs - len(chosen)]))
+        return [node.shown() for node in chosen]
+
     def reset(self) -> Sequence[int]:
         """Starts again with an empty tree."""
         assert self._num_locked == 0, f"reset while {self._num_locked} pages are locked"
@@ -130,6 +153,7 @@ class RadixPrefixCache(PrefixCache):
                 "a lock that skips an ancestor"
             )
             assert (node in place) == (node.num_locks == 0), "the eviction order and the locks disagree"
+            assert (node in self._locked) == (node.num_locks > 0), "the locked nodes and the locks disagree"
             if node in place and node.parent in place:
                 assert place[node] < place[node.parent], "a node was used more recently than its parent"
         for node in (self._root, *nodes):
@@ -138,7 +162,7 @@ class RadixPrefixCache(PrefixCache):
                 assert key == edge_key(child.token_ids, self.page_size), "a child under a key other than its first page"
         pages = [page for node in nodes for page in node.pages.tolist()]
         assert len(set(pages)) == len(pages), "a page appears twice"
-        assert self._lru.keys() <= set(nodes), "the eviction order names a node outside the tree"
+        assert self._lru.keys() | self._locked.keys() <= set(nodes), "a node outside the tree is kept"
         assert self._num_evictable == sum(len(node.pages) for node in place), "num_evictable is wrong"
         assert self._num_locked == len(pages) - self._num_evictable, "num_locked is wrong"
 
@@ -151,8 +175,7 @@ class RadixPrefixCache(PrefixCache):
             num_common_pages = child.num_common_tokens(rest) // self.page_size
             if num_common_pages < len(child.pages):
                 node = child.split(num_common_pages, self.page_size)
-                if node.num_locks == 0:
-                    self._lru[node] = None
+                (self._locked if node.num_locks else self._lru)[node] = None
                 break
             node = child
             rest = rest[len(child.token_ids) :]

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from minisgl_core.contracts.prefix_cache import PageIds, TokenIds
+import time
+from itertools import count
+
+from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, TokenIds
+
+_numbers = count()
 
 
 class RadixNode:
@@ -17,9 +22,10 @@ class RadixNode:
         parent: the node before; None for the root and for a node that was evicted.
         children: the runs after this one, keyed by the bytes of their first page's tokens.
         num_locks: locks on this node and on all nodes below it; the root's is not kept.
+        number, num_hits, last_hit_s: as in `CachedRun`.
     """
 
-    __slots__ = ("children", "num_locks", "pages", "parent", "token_ids")
+    __slots__ = ("children", "last_hit_s", "num_hits", "num_locks", "number", "pages", "parent", "token_ids")
 
     def __init__(self, token_ids: TokenIds, pages: PageIds, parent: RadixNode | None, num_locks: int = 0) -> None:
         self.token_ids = token_ids
@@ -27,6 +33,9 @@ class RadixNode:
         self.parent = parent
         self.children: dict[bytes, RadixNode] = {}
         self.num_locks = num_locks
+        self.number = next(_numbers)
+        self.num_hits = 0
+        self.last_hit_s = time.monotonic()
 
     def num_common_tokens(self, token_ids: TokenIds) -> int:
         """How many tokens this run and `token_ids` have in common at their beginnings."""
@@ -44,10 +53,19 @@ class RadixNode:
         assert 0 < num_pages < len(self.pages)
         cut = num_pages * page_size
         upper = RadixNode(self.token_ids[:cut], self.pages[:num_pages], self.parent, self.num_locks)
+        upper.num_hits, upper.last_hit_s = self.num_hits, self.last_hit_s
         self.parent.children[edge_key(upper.token_ids, page_size)] = upper
         self.token_ids, self.pages, self.parent = self.token_ids[cut:], self.pages[num_pages:], upper
         upper.children[edge_key(self.token_ids, page_size)] = self
         return upper
+
+    def shown(self) -> CachedRun:
+        """This run as people see it."""
+        assert self.parent is not None
+        parent = 0 if self.parent.parent is None else self.parent.number
+        return CachedRun(
+            self.number, parent, self.token_ids, self.pages, self.num_locks, self.num_hits, self.last_hit_s
+        )
 
 
 def edge_key(token_ids: TokenIds, page_size: int) -> bytes:

@@ -58,6 +58,29 @@ class PrefixInsert:
     handle: Any
 
 
+@dataclass(frozen=True, slots=True)
+class CachedRun:
+    """A run of cached pages that were used alike, for people to look at; the runs of a cache form a tree.
+
+    Attributes:
+        number: a name that stays the same while the run is cached, at least 1.
+        parent: number of the run before it; 0 where it begins a prompt.
+        token_ids: its tokens, shape [num_pages * page_size]; not to be changed.
+        pages: its pages, in order, shape [num_pages], at least one; not to be changed.
+        num_locks: locks that protect it.
+        num_hits: calls of `count_hit` for a prefix that contains it.
+        last_hit_s: when the last of them was, or else when it was inserted, in ``time.monotonic()``.
+    """
+
+    number: int
+    parent: int
+    token_ids: TokenIds
+    pages: PageIds
+    num_locks: int
+    num_hits: int
+    last_hit_s: float
+
+
 class PrefixCache(ABC):
     """Maps token prefixes to pages of the KV pool.
 
@@ -132,6 +155,17 @@ class PrefixCache(ABC):
     def num_pages(self) -> int:
         """Pages that the cache owns."""
         return self.num_evictable + self.num_locked
+
+    def count_hit(self, handle: Any) -> None:
+        """Note that a request has begun after the prefix behind `handle`, which is locked: for statistics alone."""
+
+    def runs(self, max_runs: int) -> list[CachedRun]:
+        """What is cached, as a tree, for people to look at; parents come before their children.
+
+        Of more than `max_runs` runs, locked ones go first, then those used most recently; what they continue is always
+        there. Must not cost more in a large cache than in a small one. By default there is nothing to show.
+        """
+        return []
 
     @abstractmethod
     def reset(self) -> Sequence[int]:

@@ -10,12 +10,14 @@ from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
+from minisgl_core.live_state import StateRequest
 from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.scheduler.monitor import Monitor
 from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
 
-Incoming = Submit | Abort | Count | Stop
+Incoming = Submit | Abort | Count | StateRequest | Stop
 
 
 def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Callable[[Ready], None]) -> None:
@@ -93,6 +95,7 @@ def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
 
 
 def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
+    monitor = Monitor(loop.scheduler)
     while True:
         messages = requests.drain() if loop.has_work else [requests.receive()]
         for message in messages:
@@ -103,6 +106,8 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
             elif isinstance(message, Count):
                 message.counts.update(_counts(loop.scheduler))
                 workers[message.worker].send(message)
+            elif isinstance(message, StateRequest):
+                workers[message.worker].send(monitor.state(message))
             else:
                 return
         _deliver(loop.step(), workers)

@@ -32,6 +32,11 @@ class PageAllocator:
         """Pages that can be handed out now."""
         return self._num_free
 
+    @property
+    def is_free(self) -> npt.NDArray[np.bool_]:
+        """Whether each page of the pool is free, shape [P]; not to be changed."""
+        return self._is_free
+
     def allocate(self, num_pages: int) -> Int32:
         """Take `num_pages` pages, int32 [num_pages].
 

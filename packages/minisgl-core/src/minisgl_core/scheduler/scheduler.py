@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from bisect import insort
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
@@ -79,7 +79,11 @@ def _queue_key(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owns the requests. `schedule` and `process` alternate; see `minisgl_core.engine.loop`."""
+    """Owns the requests. `schedule` and `process` alternate; see `minisgl_core.engine.loop`.
+
+    Attributes:
+        step_planned: called with each step's chunks, decodes first, and the number of decodes, while somebody watches.
+    """
 
     def __init__(
         self, limits: SchedulerLimits, cache: PrefixCache, policy: Policy, request_finished: Hook | None = None
@@ -101,6 +105,7 @@ class Scheduler:
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
+        self.step_planned: Callable[[list[Chunk], int], None] | None = None
 
     # What the outside does.
 
@@ -165,6 +170,16 @@ class Scheduler:
         return self._by_id.keys()
 
     @property
+    def waiting(self) -> Sequence[Request]:
+        """Requests without a row, in their order; not to be changed."""
+        return self._waiting
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Requests that hold a row, in the order of admission; not to be changed."""
+        return self._running
+
+    @property
     def num_waiting(self) -> int:
         """Requests that hold no pages yet."""
         return len(self._waiting)
@@ -202,6 +217,8 @@ class Scheduler:
             request.num_pending += chunk.samples
         self.stats.num_steps += 1
         self.stats.num_prefilled_tokens += sum(chunk.num_new for chunk in prefills)
+        if self.step_planned is not None:
+            self.step_planned(chunks, len(decodes))
         return ScheduledStep(plan, chunks)
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:
@@ -316,6 +333,8 @@ class Scheduler:
             if request.num_cached < 0:
                 request.num_cached = request.num_computed
                 request.scheduled_s = time.monotonic()
+                if request.num_cached > 0:
+                    self.pages.cache.count_hit(request.handle)
                 self.stats.num_prompt_tokens += request.num_prompt
                 self.stats.num_cached_tokens += request.num_computed
             budget -= self._add_chunk(request, budget, chunks)

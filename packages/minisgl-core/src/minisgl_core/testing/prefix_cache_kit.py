@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
 from typing import Any, ClassVar
 
@@ -150,6 +151,27 @@ class PrefixCacheTests:
         assert cache.num_pages == 0
         assert cache.insert(tokens_of((0, 0), page_size), pages_array([10, 11])).num_present == 0
         cache.check()
+
+    @each_page_size
+    def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
+        """Locked runs are shown first, with what they continue; a hit counts for the whole prefix."""
+        cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, place % 3, place // 3) for place in range(9)])
+        if type(cache).runs is PrefixCache.runs:
+            pytest.skip("this cache shows nothing")
+        everything = cache.runs(1000)
+        assert sum(len(run.token_ids) for run in everything) == cache.num_pages * page_size
+        assert len(cache.runs(0)) == 0
+        handle = cache.match(tokens_of((0, 0), page_size)).handle
+        cache.lock(handle)
+        cache.count_hit(handle)
+        cache.count_hit(handle)
+        shown = cache.runs(2)
+        assert len(shown) == 2
+        locked = next(run for run in shown if run.num_locks)
+        assert locked.pages.tolist() in ([10], [10, 11])
+        for run in cache.runs(1000):
+            assert run.num_hits == (2 if 10 <= run.pages[0] <= 11 else 0)
+            assert run.last_hit_s <= time.monotonic()
 
     def test_a_long_chain_of_prefixes(self) -> None:
         """A prefix with a cached prefix at each of its pages is found, locked and evicted; nothing recurses a page."""

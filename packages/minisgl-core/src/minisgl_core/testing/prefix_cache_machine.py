@@ -201,6 +201,26 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert sorted([*self.free, *self.cached.values()]) == list(range(1, NUM_PAGES)), "a page is lost or owned twice"
         self.cache.check()
 
+    @invariant()
+    def what_it_shows_is_there(self) -> None:
+        """The runs for people to look at spell exactly what is cached; a cache may show nothing at all."""
+        if type(self.cache).runs is PrefixCache.runs:
+            return
+        tokens, pages = {0: tokens_of((), self.page_size)}, {0: pages_array([])}
+        shown = {}
+        num_locked = 0
+        for run in self.cache.runs(NUM_PAGES):
+            assert run.parent in pages, "a run is shown before the one that it continues"
+            assert run.number not in pages, "two runs have one number"
+            tokens[run.number] = np.concatenate((tokens[run.parent], run.token_ids))
+            pages[run.number] = np.concatenate((pages[run.parent], run.pages))
+            for end in range(len(pages[run.parent]) + 1, len(pages[run.number]) + 1):
+                shown[tokens[run.number][: end * self.page_size].tobytes()] = int(pages[run.number][end - 1])
+            num_locked += len(run.pages) if run.num_locks else 0
+        cached = {tokens_of(prefix, self.page_size).tobytes(): page for prefix, page in self.cached.items()}
+        assert shown == cached, "the runs shown are not what is cached"
+        assert num_locked == self.cache.num_locked, "the runs shown have other locks"
+
     def teardown(self) -> None:
         """At the end of a history: everything is found, and can be given up."""
         for prefix in list(self.cached):

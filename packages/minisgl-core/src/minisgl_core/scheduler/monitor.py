@@ -1,0 +1,150 @@
+"""Tells people who watch what the scheduler does, at no cost while nobody does.
+
+Steps are recorded from the first request for the state on until `WATCH_S` after the last one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from minisgl_core.contracts.prefix_cache import CachedRun
+from minisgl_core.live_state import (
+    PagesState,
+    RequestState,
+    RunState,
+    State,
+    StateRequest,
+    StepState,
+    TotalsState,
+)
+from minisgl_core.scheduler.planner import Chunk
+from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.scheduler import Scheduler
+
+WATCH_S = 5.0
+MAX_STEPS = 256
+MAX_STEP_REQUESTS = 64
+MAX_REQUESTS = 64
+MAX_RUNS = 128
+MAX_MAPPED_PAGES = 4096
+NUM_TEXT_TOKENS = 24
+"""Tokens of a run or request that are sent along to be read."""
+
+
+class Monitor:
+    """Watches one scheduler."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._steps: deque[StepState] = deque(maxlen=MAX_STEPS)
+        self._until_s = 0.0
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are noted."""
+        return self._scheduler.step_planned is not None
+
+    def state(self, request: StateRequest) -> State:
+        """What there is to see now, between two steps."""
+        scheduler, now_s = self._scheduler, time.monotonic()
+        self._until_s = now_s + WATCH_S
+        scheduler.step_planned = self._record
+        runs = scheduler.pages.cache.runs(MAX_RUNS)
+        running = scheduler.running
+        shown = [*running, *scheduler.waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
+        stats = scheduler.stats
+        return State(
+            worker=request.worker,
+            time_s=now_s,
+            step=stats.num_steps,
+            num_waiting=scheduler.num_waiting,
+            num_running=scheduler.num_running,
+            totals=msgspec.convert(stats, TotalsState, from_attributes=True),
+            pages=self._pages(runs),
+            requests=[_request_state(each, now_s) for each in shown],
+            runs=[_run_state(run, now_s) for run in runs],
+            steps=[step for step in self._steps if step.step > request.since],
+        )
+
+    def _record(self, chunks: list[Chunk], num_decodes: int) -> None:
+        now_s = time.monotonic()
+        if now_s > self._until_s:
+            self._scheduler.step_planned = None
+            self._steps.clear()
+            return
+        # Prefills are few and what one wants to see: of many requests, decodes are left out.
+        num_left_out = max(0, len(chunks) - MAX_STEP_REQUESTS)
+        listed = chunks[min(num_left_out, num_decodes) :][:MAX_STEP_REQUESTS]
+        self._steps.append(
+            StepState(
+                step=self._scheduler.stats.num_steps,
+                time_s=now_s,
+                num_decodes=num_decodes,
+                num_tokens=sum(chunk.num_new for chunk in chunks),
+                requests=np.fromiter((chunk.request.arrival for chunk in listed), np.int32, len(listed)),
+                num_new=np.fromiter((chunk.num_new for chunk in listed), np.int32, len(listed)),
+            )
+        )
+
+    def _pages(self, runs: list[CachedRun]) -> PagesState:
+        pages = self._scheduler.pages
+        allocator, cache = pages.allocator, pages.cache
+        stride = 1
+        while allocator.capacity > stride * MAX_MAPPED_PAGES:
+            stride *= 2
+        map_owners = np.where(allocator.is_free[1::stride], 0, -1)
+        owned = [(run.number, run.pages) for run in runs]
+        owned += [(-1 - each.arrival, each.pages.view[each.num_shared :]) for each in self._scheduler.running]
+        if owned:
+            numbers, page_ids = zip(*owned, strict=True)
+            owners = np.repeat(np.array(numbers), [len(part) for part in page_ids])
+            places = np.concatenate(page_ids) - 1
+            shown = places & (stride - 1) == 0
+            map_owners[places[shown] // stride] = owners[shown]
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(map_owners)) + 1))
+        return PagesState(
+            page_size=pages.page_size,
+            capacity=allocator.capacity,
+            num_free=allocator.num_free,
+            num_private=allocator.capacity - allocator.num_free - cache.num_pages,
+            num_locked=cache.num_locked,
+            num_evictable=cache.num_evictable,
+            stride=stride,
+            num_mapped=len(map_owners),
+            map_starts=starts.astype(np.int32),
+            map_owners=map_owners[starts],
+        )
+
+
+def _request_state(request: Request, now_s: float) -> RequestState:
+    return RequestState(
+        number=request.arrival,
+        is_running=request.row > 0,
+        age_s=now_s - request.arrival_s,
+        num_prompt=request.num_prompt,
+        num_cached=request.num_cached,
+        num_computed=request.num_computed,
+        num_output=request.num_output,
+        num_pages=len(request.pages),
+        num_shared=request.num_shared,
+        last_shared_page=int(request.pages.view[request.num_shared - 1]) if request.num_shared else 0,
+        token_ids=request.tokens.view[-NUM_TEXT_TOKENS:],
+    )
+
+
+def _run_state(run: CachedRun, now_s: float) -> RunState:
+    return RunState(
+        number=run.number,
+        parent=run.parent,
+        num_tokens=len(run.token_ids),
+        num_pages=len(run.pages),
+        last_page=int(run.pages[-1]),
+        num_locks=run.num_locks,
+        num_hits=run.num_hits,
+        since_hit_s=now_s - run.last_hit_s,
+        token_ids=run.token_ids[:NUM_TEXT_TOKENS],
+    )
