@@ -68,7 +68,7 @@ class KeepsItsOwnObject(TorchCommunicator):
 
 class RemembersTheFirstObject(TorchCommunicator):
     def broadcast_object(self, value: object) -> object:
-        self._num_objects = 0
+        self._meeting._num_rounds = 1
         return super().broadcast_object(value)
 
 

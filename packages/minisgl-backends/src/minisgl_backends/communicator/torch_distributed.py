@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import threading
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
@@ -10,8 +10,8 @@ from urllib.parse import urlparse
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
+from minisgl_backends.communicator.meeting import Meeting
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
 
 _BACKENDS = {"cuda": ("NCCL", dist.is_nccl_available), "cpu": ("Gloo", dist.is_gloo_available)}
@@ -20,8 +20,8 @@ _BACKENDS = {"cuda": ("NCCL", dist.is_nccl_available), "cpu": ("Gloo", dist.is_g
 class TorchCommunicator(Communicator):
     """A group of its own, made from a store and a backend without `init_process_group`.
 
-    So torch's default group stays free for whoever embeds the engine, and a process may hold any number of these. The
-    ranks meet at ``spec.init_method``: ``tcp://host:port``, or ``file:///path`` of a file that does not exist yet.
+    So torch's default group stays free for whoever embeds the engine, and a process may hold any number of these.
+    `Meeting` says where the ranks meet.
 
     A collective that some rank does not join within ``spec.timeout_s`` raises RuntimeError on CPU. On CUDA, where it is
     only enqueued, NCCL's watchdog ends the process instead (TORCH_NCCL_ASYNC_ERROR_HANDLING).
@@ -44,11 +44,12 @@ class TorchCommunicator(Communicator):
             RuntimeError: not all ranks joined within ``spec.timeout_s``.
         """
         super().__init__(spec)
+        self._meeting = Meeting(spec)
+        # NCCL's own connecting waits for ever, so a rank that fails before must not be missed only there.
+        self._meeting.gather(None)
         timeout = timedelta(seconds=spec.timeout_s)
-        self._store, _, _ = next(rendezvous(spec.init_method, spec.rank, spec.size, timeout=timeout))
-        self._store.set_timeout(timeout)
-        self._num_objects = 0
-        self._group: Any = _backend(spec, PrefixStore("collectives", self._store), timeout)
+        self._group: Any = _backend(spec, PrefixStore("collectives", self._meeting.store), timeout)
+        self._device, self._lock = spec.device, threading.Lock()
         # NCCL connects at the first collective: have it here, where an error is still one of start-up.
         self.all_reduce(torch.zeros(1, device=spec.device))
 
@@ -72,20 +73,30 @@ class TorchCommunicator(Communicator):
     def broadcast_object(self, value: object) -> object:
         """Goes through the store as JSON, so tuples arrive as lists, on rank 0 too."""
         self._open_group()
-        key = f"object/{self._num_objects}"
-        self._num_objects += 1
-        if self.rank == 0:
-            self._store.set(key, json.dumps(value))
-        return json.loads(self._store.get(key))
+        return self._meeting.broadcast(value)
+
+    def abort(self) -> None:
+        """End NCCL's kernels. Gloo has nothing to end: the connection to a rank that is gone breaks."""
+        if self._device.type == "cuda":
+            with self._lock:
+                group, self._group = self._group, None
+            if group is not None:
+                group.abort()
 
     def close(self) -> None:
-        """Leave the group: its connections are closed."""
-        group, self._group = self._group, None
-        if group is not None:
+        """Leave the group: its connections are closed. NCCL's shutdown would wait for the other ranks to call it, too."""
+        if self._group is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            self.abort()
+        else:
+            group, self._group = self._group, None
             group.shutdown()
 
     def _open_group(self) -> Any:
-        assert self._group is not None, "the communicator is closed"
+        if self._group is None:
+            raise RuntimeError("the communicator is closed, or another rank is gone")
         return self._group
 
 

@@ -33,7 +33,8 @@ class Communicator(ABC):
 
     Every rank calls the same collectives in the same order, on one thread. Operations are enqueued on the current
     stream of the device. One that some rank does not join within ``timeout_s``, because it ended or does something
-    else, raises RuntimeError, or ends the process where it was only enqueued; a group is of no use after that.
+    else, raises RuntimeError; where it was only enqueued, it ends the process or waits until `abort`. A group is of no
+    use after that.
     """
 
     plugin_api: ClassVar[str] = ">=1,<2"
@@ -59,8 +60,16 @@ class Communicator(ABC):
     def broadcast_object(self, value: object) -> object:
         """Give every rank rank 0's `value`, a JSON-like object; the others' is not used. Slow; for start-up checks."""
 
+    def abort(self) -> None:
+        """Give the group up because another rank is gone: what waits for that rank on the device ends, with any result.
+
+        Any thread may call it, beside a collective in another one, and more than once; `close` is still to be called.
+        It may return only when the device graphs that hold collectives have been freed. Where a collective that waits
+        cannot be ended, it ends by itself: at its timeout, or because the connection broke.
+        """
+
     def close(self) -> None:
-        """Leave the group. Safe to call twice."""
+        """Leave the group, when its work is done and device graphs that hold collectives are freed. Safe to call twice."""
 
 
 class SingleRank(Communicator):

@@ -1,0 +1,96 @@
+"""NCCL, but for sums of small messages, which go through peer memory in a kernel of their own."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import ClassVar
+
+import torch
+
+from minisgl_backends.communicator.peer_memory import PeerMemory
+from minisgl_backends.communicator.pynccl import NcclCommunicator
+from minisgl_core.contracts.communicator import CommunicatorSpec
+
+_SIZES = (2, 4, 8)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NUM_TURNS = 3
+
+
+class OneShotCommunicator(NcclCommunicator):
+    """All-reduces with the latency of one crossing of the link, or two; NCCL for whatever is larger.
+
+    Needs devices of one host that reach each other's memory. Uses no multicast.
+
+    Attributes:
+        one_shot_bytes: longest message, by ranks, that every rank sends to every other.
+        two_shots_bytes: longest message whose parts are summed by one rank each.
+        num_programs: thread blocks of the kernel, all of which must be resident at once.
+    """
+
+    one_shot_bytes: ClassVar[dict[int, int]] = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+    two_shots_bytes: ClassVar[int] = 8 << 20
+    num_programs: ClassVar[int] = 64
+
+    @classmethod
+    def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
+        """Says which devices do not reach each other, and what else is missing."""
+        if reasons := super().unsupported(spec):
+            return reasons
+        if spec.size not in _SIZES:
+            return [f"it serves {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
+        if importlib.util.find_spec("triton") is None:
+            return ["triton is not installed; try: pip install 'minisgl-backends[triton]'"]
+        if torch.cuda.device_count() < spec.size:
+            return [f"this machine has {torch.cuda.device_count()} GPUs, and it serves ranks of one host alone"]
+        return [
+            f"GPU {one} does not reach the memory of GPU {other}"
+            for one, other in itertools.permutations(range(spec.size), 2)
+            if not torch.cuda.can_device_access_peer(one, other)
+        ]
+
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        """Join the group.
+
+        Raises:
+            RuntimeError: not all ranks came within ``spec.timeout_s``, or their devices cannot be connected.
+        """
+        from minisgl_backends.kernels.peer_reduce import EMPTY, STATE_WORDS, sum_over_peers
+
+        super().__init__(spec)
+        self._sum = sum_over_peers
+        self._row_words = self.two_shots_bytes // spec.size // 4
+        num_words = _NUM_TURNS * 2 * spec.size * self._row_words
+        self._memory = PeerMemory(self.meeting, spec.rank, spec.device, num_words, EMPTY & 0xFFFFFFFF)
+        self._give_up = torch.zeros(4, dtype=torch.int32, pin_memory=True)
+        addresses = [*self._memory.addresses, self._give_up.data_ptr()]
+        self._peers = torch.tensor(addresses, dtype=torch.int64, device=spec.device)
+        self._state = torch.zeros(self.num_programs, STATE_WORDS, dtype=torch.int32, device=spec.device)
+        self._one_shot_bytes = min(self.one_shot_bytes[spec.size], 4 * self._row_words)
+        self.all_reduce(torch.zeros(64 * spec.size, device=spec.device))
+        torch.cuda.current_stream().synchronize()
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums in float32 and rounds once, in place where `x` is contiguous; every rank gets the same bits."""
+        num_bytes = x.numel() * x.element_size()
+        is_small = 0 < num_bytes <= self._one_shot_bytes and num_bytes % 16 == 0
+        is_middling = num_bytes <= self.two_shots_bytes and num_bytes % (16 * self.size) == 0
+        if x.dtype not in _DTYPES or not (is_small or (num_bytes and is_middling)):
+            return super().all_reduce(x)
+        if self._comm is None:
+            raise RuntimeError("the communicator is closed, or another rank is gone")
+        x = x.contiguous()
+        if x.data_ptr() % 16:
+            x = x.clone()
+        self._sum(x, self._peers, self._state, self.rank, self._row_words, two_shots=not is_small)
+        return x
+
+    def abort(self) -> None:
+        """End the kernels that wait, NCCL's too."""
+        self._give_up.fill_(1)
+        super().abort()
+
+    def close(self) -> None:
+        """Leave the group, when its work is done on this rank."""
+        super().close()
+        self._memory.close()
