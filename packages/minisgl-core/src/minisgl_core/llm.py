@@ -131,10 +131,12 @@ class LLM:
             else:
                 others = self._others = OtherRanks(config)
                 stack.callback(others.close)
-                built = others.join(lambda: build_engine(config, registry, hooks, 0, others.init_method))
+                built = others.join(partial(build_engine, config, registry, hooks, 0))
             if hooks.engine_stopped is not None:
                 stack.callback(hooks.engine_stopped)
             stack.callback(built.engine.close)
+            if self._others is not None:
+                stack.callback(self._others.stop)
             self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
             followers = self._others.followers if self._others else []
             self._new_loop = partial(make_loop, built, registry, hooks, followers)
@@ -281,7 +283,10 @@ class LLM:
         try:
             if self._others is not None:
                 self._others.check()
-            for _, new in self._loop.step():
+            outputs = self._loop.step()
+            if self._others is not None:
+                self._others.check()  # what came after a rank had gone means nothing
+            for _, new in outputs:
                 name = new.request_id
                 running = self._running.get(name)
                 if running is None:
@@ -306,6 +311,7 @@ class LLM:
             if isinstance(error, RuntimeError):
                 self._others.check(GRACE_S)  # a collective failed, most likely as another rank ended: say so instead
         finally:
+            self._others.abort()
             self.close()
 
     def _abandon(self) -> None:

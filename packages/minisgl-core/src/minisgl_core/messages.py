@@ -1,6 +1,7 @@
 """What crosses process boundaries: typed msgspec structs, packed as MessagePack. Never pickle.
 
     API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
+    API server  --Detokenize-->  tokenizer worker,  API server  <--Tokens--  tokenizer worker
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
     API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/Stop-->  the other ranks
@@ -47,7 +48,27 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
     add_special_tokens: bool = True
+    only_tokens: bool = False
+    """Do not run it; answer with `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Detokenize(msgspec.Struct, tag=True):
+    """API server to tokenizer worker: what text do these tokens stand for?"""
+
+    request_id: str
+    token_ids: list[int]
+
+
+class Tokens(msgspec.Struct, tag=True, kw_only=True):
+    """Tokenizer worker to API server: the answer to `Detokenize`, and to `Tokenize` with `only_tokens`."""
+
+    request_id: str
+    token_ids: list[int]
+    token_names: list[str]
+    """Each token as the vocabulary writes it; empty for `Detokenize`."""
+    text: str = ""
+    """Of `Detokenize`, special tokens included."""
 
 
 class Abort(msgspec.Struct, tag=True):
@@ -146,6 +167,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     default_sampling: dict[str, Any]
     """The model's generation_config, the fields that `SamplingParams` has, under its names."""
     choices: list[tuple[str, str, str]]
+    start_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """What rank 0's start spent how many seconds on, by name, such as ``loaded the weights``."""
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):

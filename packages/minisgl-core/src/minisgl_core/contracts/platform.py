@@ -73,6 +73,14 @@ class Platform(ABC):
     def free_memory(self) -> int:
         """Bytes free on the device now, the allocator's own cache counted as free."""
 
+    def measure_peak(self, run: Callable[[], None]) -> int | None:
+        """Call `run` and return how many bytes more than before it took on the device at its peak.
+
+        None, without a call, where memory is not measured: the KV pool then gets a fixed share of what is free, as on
+        a CPU, where the pages of the system's other programs come and go meanwhile.
+        """
+        return None
+
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copy a host array to the device without waiting for it; the array may be reused at once."""
         return torch.from_numpy(np.array(array))
@@ -90,7 +98,7 @@ class Platform(ABC):
         return nullcontext()
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        """Record `run` as a graph; returns (graph with ``replay()``, `run`'s output tensor).
+        """Record `run` as a graph; returns (graph with ``replay()`` and ``reset()``, which frees it; `run`'s output tensor).
 
         Raises:
             NotImplementedError: where `supports_graphs` is False.

@@ -1,7 +1,7 @@
 """Builds an engine and its scheduler's limits from options: providers, weights, memory.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine
+    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine --> graphs
 """
 
 from __future__ import annotations
@@ -16,21 +16,18 @@ import torch
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.config.resolve import Choice, Resolved, attention_spec, resolve
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, GraphCapturable
+from minisgl_core.config.resolve import Choice, Resolved, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
-from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.engine.engine import Engine
-from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.loader import load_weights
-from minisgl_core.engine.memory import plan_pool
-from minisgl_core.errors import InvalidValueError, PluginError, ProviderLoadError, ProviderUnsupportedError
-from minisgl_core.kv.page_table import PageTable
-from minisgl_core.kv.pool import KVLayout, KVPool
+from minisgl_core.engine.memory import size_pool
+from minisgl_core.engine.parts import EngineParts
+from minisgl_core.engine.phases import Phases
+from minisgl_core.errors import PluginError, ProviderLoadError, ProviderUnsupportedError
 from minisgl_core.messages import EngineInfo
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.hooks import Hooks
@@ -86,7 +83,13 @@ class BuiltEngine:
 
 
 def build_engine(
-    config: EngineConfig, registry: Registry, hooks: Hooks, rank: int = 0, init_method: str = "", progress: bool = True
+    config: EngineConfig,
+    registry: Registry,
+    hooks: Hooks,
+    rank: int = 0,
+    init_method: str = "",
+    progress: bool = True,
+    joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
     """Build one rank's engine; every rank calls this with the same options.
 
@@ -97,10 +100,12 @@ def build_engine(
         rank: this process's place among ``config.parallel.tp``.
         init_method: where the ranks meet (see `CommunicatorSpec`); unused with one.
         progress: whether to draw a bar while weights load.
+        joined: is given the communicator as soon as there is one, to abort it where another rank fails meanwhile.
 
     Raises:
         MinisglError: whatever does not fit, by name.
     """
+    phases = Phases()
     platform_class, hardware = pick_platform(config.backends.platform, registry)
     checkpoint = open_checkpoint(config, registry)
     model_class: type[Model] = registry.load("models", checkpoint.config.architecture)
@@ -115,31 +120,37 @@ def build_engine(
     resolved = resolve(config, hardware, checkpoint.config, registry.names, _asker(config, registry), preferred)
     config = resolved.config
     platform = platform_class(rank)
+    phases.done("opened the checkpoint")
     with platform.stream():
         communicator = _join(config, registry, platform, checkpoint.config.architecture, rank, init_method)
-        free_at_start = platform.free_memory()
-        ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
-        moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
-        build = BuildContext(communicator, ops, platform.device, ops.dtype, moe)
-        model = model_class(checkpoint.config, build).eval()
-        load_weights(model, checkpoint.source, progress and rank == 0)
-        backends = [registry.load("attention", name) for name in config.backends.attn.split(",")]
-        layout = _common_layout(config.backends.attn, backends)
-        pool_spec = plan_pool(config, checkpoint.config, model, platform, communicator, free_at_start, layout)
-        max_seq_len = min(int(config.model.max_seq_len_override or 0), (pool_spec.num_pages - 1) * pool_spec.page_size)
-        num_rows = config.scheduler.max_running_requests
-        table = PageTable(num_rows, max_seq_len, pool_spec.page_size, platform.device)
-        spec = attention_spec(
-            config, checkpoint.config, max_seq_len, pool_spec.page_size, pool_spec.dtype, platform.device
-        )
-        attention = _attention(backends, spec, KVPool(pool_spec), table)
-        engine = Engine(platform, communicator, model, attention, table, ops, num_rows)
-        graphs = _graphs(config, platform, backends[-1])
-        if graphs:
-            engine.record_graphs(graphs, progress and rank == 0)
-        platform.synchronize()
-    info = _info(checkpoint, resolved, pool_spec.num_pages, max_seq_len, hardware)
-    return BuiltEngine(engine, config, checkpoint, pool_spec.num_pages, max_seq_len, info)
+        joined(communicator)
+        phases.done("joined the ranks")
+        engine: Engine | None = None
+        try:
+            ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
+            moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
+            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe)
+            model = model_class(checkpoint.config, build).eval()
+            load_weights(model, checkpoint.source, progress and rank == 0)
+            platform.synchronize()
+            phases.done("loaded the weights")
+            parts = EngineParts(config, checkpoint.config, platform, communicator, model, ops, registry)
+            graphs = parts.graph_sizes()
+            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_largest_step, len(graphs))
+            max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
+            phases.done("sized the memory")
+            engine = parts.engine(pool, max_seq_len)
+            if graphs:
+                engine.record_graphs(graphs, progress and rank == 0)
+            platform.synchronize()
+            phases.done(f"recorded {len(graphs)} graphs")
+        except BaseException:
+            if engine is not None:
+                engine.free_graphs()
+            communicator.abort()  # or kernels that wait for the other ranks would hold the device for good
+            raise
+    info = _info(checkpoint, resolved, pool.num_pages, max_seq_len, hardware, phases)
+    return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
 
 
 def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hardware]:
@@ -164,7 +175,7 @@ def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hard
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
     """Ask providers why they cannot serve. One that was not asked for by name and does not load is passed over."""
     backends = config.backends
-    named = {*backends.attn.split(","), backends.moe, backends.ops, backends.communicator, config.cache.cache}
+    named = {config.cache.cache, *backends.attn.split(","), backends.moe, backends.ops, backends.communicator, backends.grammar}
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         try:
@@ -203,35 +214,6 @@ def _join(
     return communicator
 
 
-def _graphs(config: EngineConfig, platform: Platform, decode: type[AttentionBackend]) -> list[int]:
-    """Batch sizes of decode steps to record."""
-    wanted = config.scheduler.cuda_graph_max_bs
-    name = config.backends.attn.split(",")[-1]
-    reasons = [] if platform.supports_graphs else [f"the platform {platform.name} has no graphs"]
-    reasons += [] if issubclass(decode, GraphCapturable) else [f"the attention backend {name} cannot be recorded"]
-    if reasons and wanted not in (AUTO, 0):
-        raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
-    if reasons or wanted == 0:
-        return []
-    limit = config.scheduler.max_running_requests
-    return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
-
-
-def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:
-    layouts = {backend.kv_layout for backend in backends}
-    if len(layouts) > 1:
-        differ = ", ".join(f"{b.kv_layout} for {name}" for name, b in zip(names.split(","), backends, strict=True))
-        raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool, not {differ}")
-    return backends[0].kv_layout
-
-
-def _attention(
-    classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
-) -> AttentionBackend:
-    backends = [backend(spec, pool, table.data) for backend in classes]
-    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)
-
-
 _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 
 
@@ -245,7 +227,7 @@ def default_sampling(generation_config: Any) -> dict[str, Any]:
 
 
 def _info(
-    checkpoint: Checkpoint, resolved: Resolved, num_pages: int, max_seq_len: int, hardware: Hardware
+    checkpoint: Checkpoint, resolved: Resolved, num_pages: int, max_seq_len: int, hardware: Hardware, phases: Phases
 ) -> EngineInfo:
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
@@ -263,4 +245,5 @@ def _info(
         bos_token_id=model.bos_token_id,
         default_sampling=default_sampling(checkpoint.source.generation_config),
         choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
+        start_s=phases.seconds,
     )

@@ -106,7 +106,15 @@ class Engine:
             torch.cat([part.top_ids for part in parts]),
         )
 
+    def free_graphs(self) -> None:
+        """Forget the recorded steps; they run as any other from now on."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
     def close(self) -> None:
         """Leave the tensor-parallel group and drop the tensors."""
+        self.free_graphs()
+        self.platform.synchronize()
         self.communicator.close()
         del self.model, self.attention, self._graphs, self._table, self._sampler, self._last_tokens

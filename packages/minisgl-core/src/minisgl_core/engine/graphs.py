@@ -73,9 +73,19 @@ class DecodeGraphs:
         console = Console(stderr=True)
         disable = not (progress and console.is_terminal)
         largest_first = sorted(sizes, reverse=True)
-        for size in track(largest_first, "Recording graphs", console=console, disable=disable, transient=True):
-            self._recorded[size] = self._record(size, pool)
-            pool = pool or self._recorded[size].graph.pool()
+        try:
+            for size in track(largest_first, "Recording graphs", console=console, disable=disable, transient=True):
+                self._recorded[size] = self._record(size, pool)
+                pool = pool or self._recorded[size].graph.pool()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free the graphs, whoever still refers to them: a communicator whose collectives they hold can be left only then."""
+        for recorded in self._recorded.values():
+            recorded.graph.reset()
+        self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
         """Whether a graph can run the step: decodes alone, all of which sample, not too many."""

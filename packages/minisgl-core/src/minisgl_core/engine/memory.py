@@ -1,79 +1,71 @@
-"""How large the KV pool may be."""
+"""How large the KV pool may be.
+
+    total memory * --memory-ratio = in use (weights, libraries, other programs) + largest step + graphs + KV pool
+
+What the largest step takes is measured by running it (`largest_step`); what is left of the total is for what nobody foresees.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator
-from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.errors import OutOfMemoryError
-from minisgl_core.kv.pool import KVLayout, KVPoolSpec
+from minisgl_core.kv.pool import KVPoolSpec
+
+logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 CPU_POOL_BYTES = 2 * _GIB
 """Most that is taken on a CPU without being asked: a laptop's memory is there for other things too."""
 MAX_IMBALANCE_BYTES = 2 * _GIB
+GRAPH_BYTES = 16 * 2**20
+"""Set aside for each recorded batch size."""
 
 
-def plan_pool(
+def size_pool(
+    spec: KVPoolSpec,
     config: EngineConfig,
-    model_config: ModelConfig,
-    model: Model,
     platform: Platform,
     communicator: Communicator,
-    free_at_start: int,
-    layout: KVLayout,
+    run_largest_step: Callable[[], None],
+    num_graphs: int,
 ) -> KVPoolSpec:
     """Size the pool by ``--num-pages``, or by what memory is left; the same on every rank.
 
     Args:
+        spec: of the pool; its number of pages is not looked at.
         config: the resolved options.
-        model_config: the model's shape.
-        model: this rank's part, loaded.
-        platform: tells how much memory is free.
+        platform: tells how much memory there is; the weights are loaded.
         communicator: the ranks.
-        free_at_start: bytes that were free before the model was loaded.
-        layout: what the attention backend wants.
+        run_largest_step: run where the platform measures the memory that it takes.
+        num_graphs: batch sizes that will be recorded.
 
     Raises:
         OutOfMemoryError: not even a page of tokens fits, or the ranks' free memory differs by over 2 GiB.
     """
-    tp, page_size = config.parallel.tp, int(config.cache.page_size)
-    spec = KVPoolSpec(
-        num_layers=len(model.attention_layers()),
-        num_pages=2,
-        page_size=page_size,
-        num_kv_heads=max(1, model_config.num_kv_heads // tp),
-        head_dim=model_config.head_dim,
-        dtype=getattr(torch, config.model.dtype),
-        device=platform.device,
-        layout=layout,
-    )
-    wanted = config.cache.num_pages
-    if wanted is None:
-        wanted = _pages_that_fit(spec, config, platform, communicator, free_at_start)
-    return replace(spec, num_pages=wanted)
-
-
-def _pages_that_fit(
-    spec: KVPoolSpec, config: EngineConfig, platform: Platform, communicator: Communicator, free_at_start: int
-) -> int:
-    free = platform.free_memory()
-    is_cpu = platform.device.type == "cpu"
-    if is_cpu:
+    if config.cache.num_pages is not None:
+        return replace(spec, num_pages=config.cache.num_pages)
+    peak = platform.measure_peak(run_largest_step)
+    if peak is None:
         # Ranks on one CPU share its memory.
-        budget = int(config.cache.memory_ratio * free / 2 / config.parallel.tp)
+        budget = int(config.cache.memory_ratio * platform.free_memory() / 2 / config.parallel.tp)
         budget = min(budget, CPU_POOL_BYTES // config.parallel.tp)
     else:
-        budget = int(config.cache.memory_ratio * free_at_start) - (free_at_start - free)
+        total = platform.hardware().total_memory
+        in_use = total - platform.free_memory()
+        budget = int(config.cache.memory_ratio * total) - in_use - peak - num_graphs * GRAPH_BYTES
+        text = "of %.1f GiB, %.1f are in use, the largest step takes %.1f more, KV may have %.1f"
+        logger.info(text, *(value / _GIB for value in (total, in_use, peak, budget)))
     mine = torch.tensor([budget], dtype=torch.int64, device=platform.device)
     budgets = [int(value) for value in communicator.all_gather(mine, dim=0)]
-    if not is_cpu and max(budgets) - min(budgets) > MAX_IMBALANCE_BYTES:
+    if peak is not None and max(budgets) - min(budgets) > MAX_IMBALANCE_BYTES:
         shown = ", ".join(f"rank {rank}: {value / _GIB:.1f} GiB" for rank, value in enumerate(budgets))
         raise OutOfMemoryError(f"the ranks' memory for KV differs by over 2 GiB ({shown}): is a device in use?")
     num_pages = min(budgets) // spec.bytes_per_page
@@ -82,7 +74,8 @@ def _pages_that_fit(
     num_pages = min(num_pages, longest * config.scheduler.max_running_requests + 1)
     if num_pages < 2:
         raise OutOfMemoryError(
-            f"{min(budgets) / _GIB:.2f} GiB are left for KV and a page takes {spec.bytes_per_page:,} bytes."
-            " Raise --memory-ratio, lower --page-size, or use more ranks (--tp) or a smaller model."
+            f"{max(0, min(budgets)) / _GIB:.2f} GiB are left for KV and a page takes {spec.bytes_per_page:,} bytes."
+            " Raise --memory-ratio, lower --max-prefill-length, --max-running-requests or --page-size, or use more ranks"
+            " (--tp) or a smaller model."
         )
-    return int(num_pages)
+    return replace(spec, num_pages=int(num_pages))

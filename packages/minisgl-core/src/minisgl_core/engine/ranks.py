@@ -2,47 +2,58 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
-import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
+from typing import Protocol
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.engine.build import BuiltEngine
 from minisgl_core.engine.worker import rendezvous, run_worker
+from minisgl_core.errors import WorkerDiedError
 from minisgl_core.ipc import Endpoints, Sender, send_all
 from minisgl_core.messages import Stop
 from minisgl_core.process import GRACE_S, Supervisor
 
-LOOK_EVERY_S = 0.1
+
+class Build(Protocol):
+    """Builds rank 0's engine, where everything else about it is known."""
+
+    def __call__(self, *, init_method: str, joined: Callable[[Communicator], None]) -> BuiltEngine:
+        """See `build_engine`."""
 
 
 class OtherRanks:
     """Ranks 1 to tp - 1, a process each, which run the plans that this process sends.
 
     Attributes:
-        init_method: where all ranks meet.
         followers: take the plans.
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start the processes; they wait for rank 0 at `init_method`."""
+        """Start the processes; they wait for rank 0."""
         size = config.parallel.tp
-        self._next_look_s = 0.0
+        self._communicator: Communicator | None = None
+        self._failure = ""
+        self._has_failed = threading.Event()
+        log_level = "info" if logging.getLogger(__name__).isEnabledFor(logging.INFO) else None
         with ExitStack() as stack:
             endpoints = stack.enter_context(Endpoints.create(num_ranks=size))
-            self.init_method = rendezvous(endpoints)
-            self._supervisor = Supervisor(endpoints.directory)
+            self._meeting_place = rendezvous(endpoints)
+            self._supervisor = Supervisor(endpoints.directory, log_level)
             stack.callback(self._supervisor.terminate)
             for rank in range(1, size):
                 self._supervisor.start(f"scheduler rank {rank}", run_worker, config, rank, endpoints)
             self.followers = [stack.enter_context(Sender(address)) for address in endpoints.rank_in[1:]]
             self._stack = stack.pop_all()
 
-    def join(self, build: Callable[[], BuiltEngine]) -> BuiltEngine:
-        """Build rank 0's engine while the others build theirs, and wait for all.
+    def join(self, build: Build) -> BuiltEngine:
+        """Build rank 0's engine while the others build theirs, wait for all, and watch them from then on.
 
         `build` runs in a thread: it waits for the other ranks, and one that has ended will never come.
 
@@ -55,36 +66,78 @@ class OtherRanks:
 
         def run() -> None:
             try:
-                built.set_result(build())
+                built.set_result(build(init_method=self._meeting_place, joined=self._joined))
             except BaseException as error:
+                # Its frames hold the model, which whoever catches the error may want the memory of.
+                traceback.clear_frames(error.__traceback__)
                 built.set_exception(error)
             finally:
                 os.close(writer)
 
+        thread = threading.Thread(target=run, name="build rank 0", daemon=True)
         try:
-            threading.Thread(target=run, name="build rank 0", daemon=True).start()
+            thread.start()
             self._supervisor.wait(built.done, wake=reader)
+            if isinstance(built.exception(), RuntimeError):
+                self._supervisor.wait(timeout_s=GRACE_S)  # a connection breaks before the end of its rank is known
+            result = built.result()
+            self._supervisor.wait_ready()
+        except BaseException:
+            self.abort()
+            self._supervisor.terminate()
+            thread.join(GRACE_S)
+            if built.done() and built.exception() is None:
+                built.result().engine.close()
+            raise
         finally:
             os.close(reader)
-        if isinstance(built.exception(), RuntimeError):
-            self.check(GRACE_S)  # the connection to a rank that has failed breaks before its end is known
-        result = built.result()
-        self._supervisor.wait_ready()
+        self._watch()
         return result
 
+    def _joined(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def _watch(self) -> None:
+        """From now on, notice the end of a rank at once, also while this process waits for it on the device."""
+        reader, writer = os.pipe()
+
+        def watch() -> None:
+            try:
+                self._supervisor.wait(wake=reader)
+            except WorkerDiedError as error:
+                self._failure = str(error)
+                self._has_failed.set()
+                self.abort()
+            except OSError:
+                pass  # the interpreter ends, and the pipes were closed meanwhile
+
+        thread = threading.Thread(target=watch, name="watch the ranks", daemon=True)
+        thread.start()
+        self._stack.callback(os.close, reader)
+        self._stack.callback(thread.join)
+        self._stack.callback(os.close, writer)
+
     def check(self, grace_s: float = 0.0) -> None:
-        """Look whether all ranks run; without a `grace_s`, only if the last look is a while ago.
+        """Raise if a rank has ended.
 
         Raises:
-            WorkerDiedError: one has ended, or ends within `grace_s`.
+            WorkerDiedError: one has, or does within `grace_s`.
         """
-        now = time.monotonic()
-        if grace_s or now > self._next_look_s:
-            self._supervisor.wait(timeout_s=grace_s)
-            self._next_look_s = now + LOOK_EVERY_S
+        if self._has_failed.wait(grace_s) if grace_s else self._has_failed.is_set():
+            raise WorkerDiedError(self._failure)
+
+    def abort(self) -> None:
+        """End this rank's waiting for the others on the device; nothing can be computed any more."""
+        if self._communicator is not None:
+            # It may wait until the engine has freed its graphs.
+            threading.Thread(target=self._communicator.abort, name="abort", daemon=True).start()
+
+    def stop(self) -> None:
+        """Have the ranks end in their own time. Fine to call twice."""
+        followers, self.followers = self.followers, []
+        send_all(followers, Stop())
 
     def close(self) -> None:
         """End the processes. Fine to call twice."""
-        send_all(self.followers, Stop())
-        self.followers = []
+        self.stop()
         self._stack.close()

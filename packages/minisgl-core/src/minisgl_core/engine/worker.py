@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
+
+import psutil
 
 from minisgl_core.batch import BatchPlan
 from minisgl_core.config.options import EngineConfig
@@ -17,6 +21,8 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.monitor import Monitor
 from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
 
+logger = logging.getLogger(__name__)
+
 Incoming = Submit | Abort | Count | StateRequest | Stop
 
 
@@ -29,6 +35,7 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
         endpoints: where messages come from and go to.
         report: told once the engine is ready.
     """
+    logger.info("started the process in %.1f s", time.time() - psutil.Process().create_time())
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
     if rank > 0:
@@ -86,11 +93,16 @@ def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
     One step's result is waited for before the step after next is launched, so that a rank never runs ahead without bound.
     """
     pending = None
-    while isinstance(plan := inbox.receive(), BatchPlan):
-        launched = built.engine.launch(plan)
-        if pending is not None:
-            pending.result()
-        pending = launched
+    try:
+        while isinstance(plan := inbox.receive(), BatchPlan):
+            launched = built.engine.launch(plan)
+            if pending is not None:
+                pending.result()
+            pending = launched
+    except BaseException:
+        built.engine.free_graphs()
+        built.engine.communicator.abort()
+        raise
     built.engine.close()
 
 
@@ -115,6 +127,8 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
     """Nothing that a client sends stops the scheduler: what it cannot take is answered."""
+    details = {"request_id": submit.request_id}
+    logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
     try:
         scheduler.submit(submit)
     except InvalidValueError as error:

@@ -53,6 +53,18 @@ class CudaPlatform(Platform):
         cached = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return int(free) + cached
 
+    def measure_peak(self, run: Callable[[], None]) -> int | None:
+        """By what torch's allocator reserves; what libraries allocate for good is missing from `free_memory` afterwards."""
+        self.synchronize()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_reserved(self.device)
+        run()
+        self.synchronize()
+        peak = torch.cuda.max_memory_reserved(self.device)
+        torch.cuda.empty_cache()
+        return peak - before
+
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
         # What came in a message cannot be written to, which torch minds.
         source = torch.from_numpy(array if array.flags.writeable else array.copy())

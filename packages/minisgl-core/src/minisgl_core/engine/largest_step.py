@@ -1,0 +1,58 @@
+"""The step that takes the most memory, to measure what a device has to keep free for it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_core.batch import BatchPlan, PenaltyState, SamplePlan
+from minisgl_core.sampling_params import MAX_LOGPROBS
+
+
+def largest_step(max_running: int, max_prefill_tokens: int, max_seq_len: int, vocab_size: int) -> BatchPlan:
+    """As many requests as run at once, all of which sample in the dearest way, and as many prompt tokens as fit in a step.
+
+    The prompts ask for log-probabilities; the other requests decode, over as many tokens as a prompt has. Nobody owns a
+    page: the page table is to be all zeros, so that everything is read from and written to the padding page.
+
+    Args:
+        max_running: most requests in a batch.
+        max_prefill_tokens: most prompt tokens in a step.
+        max_seq_len: longest sequence.
+        vocab_size: of the model.
+    """
+    longest = min(max_seq_len, max_prefill_tokens)
+    num_prompts = min(max_running, -(-max_prefill_tokens // longest))
+    num_decodes = max_running - num_prompts
+    prompts = np.full(num_prompts, longest, np.int32)
+    prompts[-1] = min(longest, max_prefill_tokens - (num_prompts - 1) * longest)
+    num_new = np.concatenate((np.ones(num_decodes, np.int32), prompts))
+    starts = np.concatenate((np.full(num_decodes, longest - 1, np.int32), np.zeros(num_prompts, np.int32)))
+    rows = np.arange(1, max_running + 1, dtype=np.int32)
+    num_logprobs = min(MAX_LOGPROBS, vocab_size)
+    ones = np.ones(max_running, np.float32)
+    sample = SamplePlan(
+        index=np.arange(max_running, dtype=np.int32),
+        temperature=ones,
+        top_k=np.zeros(max_running, np.int32),
+        top_p=0.9 * ones,
+        min_p=0.01 * ones,
+        uniform=0.5 * ones,
+        num_logprobs=np.full(max_running, num_logprobs, np.int32),
+        penalties=np.repeat(np.array([0.1, 0.1, 1.1], np.float32), max_running),
+        penalty_states=[PenaltyState(row=1, prompt_ids=np.zeros(1, np.int32), output_ids=np.zeros(1, np.int32))],
+        bias_index=np.arange(max_running, dtype=np.int32),
+        bias_token=np.zeros(max_running, np.int32),
+        bias_value=ones,
+    )
+    return BatchPlan(
+        num_decodes=num_decodes,
+        rows=rows,
+        starts=starts,
+        num_new=num_new,
+        token_ids=np.arange(num_new.sum(), dtype=np.int32) % vocab_size,
+        new_pages=np.empty(0, np.int32),
+        sample=sample,
+        prompt_logprobs=np.arange(num_decodes, max_running, dtype=np.int32),
+        num_prompt_logprobs=np.full(num_prompts, num_logprobs, np.int32),
+        prompt_targets=np.zeros(int(prompts.sum()), np.int32),
+    )

@@ -1,0 +1,104 @@
+"""What an engine is put together from, when its KV pool has been sized, and before, to measure what a step takes."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.resolve import attention_spec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, GraphCapturable
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.graphs import graph_sizes
+from minisgl_core.engine.largest_step import largest_step
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.kv.pool import KVLayout, KVPool, KVPoolSpec
+from minisgl_core.plugins.registry import Registry
+
+
+class EngineParts:
+    """What an engine is put together from, around a KV pool of any size.
+
+    Attributes:
+        attention: the backends' classes, the decodes' last.
+        longest: most tokens of a sequence, as far as the options say.
+        least_pool: of the fewest pages.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelConfig,
+        platform: Platform,
+        communicator: Communicator,
+        model: Model,
+        ops: Ops,
+        registry: Registry,
+    ) -> None:
+        self._config, self._shape, self._platform, self._communicator = config, shape, platform, communicator
+        self._model, self._ops = model, ops
+        self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
+        self.longest = int(config.model.max_seq_len_override or 0)
+        self.least_pool = KVPoolSpec(
+            num_layers=len(model.attention_layers()),
+            num_pages=2,
+            page_size=int(config.cache.page_size),
+            num_kv_heads=max(1, shape.num_kv_heads // config.parallel.tp),
+            head_dim=shape.head_dim,
+            dtype=getattr(torch, config.model.dtype),
+            device=platform.device,
+            layout=_common_layout(config.backends.attn, self.attention),
+        )
+
+    def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
+        """Allocate the pool and put an engine around it."""
+        num_rows = self._config.scheduler.max_running_requests
+        table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
+        spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, pool.dtype, pool.device)
+        attention = _attention(self.attention, spec, KVPool(pool), table)
+        return Engine(self._platform, self._communicator, self._model, attention, table, self._ops, num_rows)
+
+    def run_largest_step(self) -> None:
+        """Put an engine around the fewest pages, run what takes the most memory, and forget it."""
+        limits = self._config.scheduler
+        prefill, vocab = int(limits.max_prefill_length), self._shape.vocab_size
+        plan = largest_step(limits.max_running_requests, prefill, self.longest, vocab)
+        self.engine(self.least_pool, self.longest).launch(plan).result()
+
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes of decode steps to record.
+
+        Raises:
+            InvalidValueError: graphs were asked for, and cannot be recorded.
+        """
+        decode, platform, limits = self.attention[-1], self._platform, self._config.scheduler
+        wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
+        name = self._config.backends.attn.split(",")[-1]
+        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} has no graphs"]
+        reasons += [] if issubclass(decode, GraphCapturable) else [f"the attention backend {name} cannot be recorded"]
+        if reasons and wanted not in (AUTO, 0):
+            raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
+        if reasons or wanted == 0:
+            return []
+        return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
+
+
+def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:
+    layouts = {backend.kv_layout for backend in backends}
+    if len(layouts) > 1:
+        differ = ", ".join(f"{b.kv_layout} for {name}" for name, b in zip(names.split(","), backends, strict=True))
+        raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool, not {differ}")
+    return backends[0].kv_layout
+
+
+def _attention(
+    classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
+) -> AttentionBackend:
+    backends = [backend(spec, pool, table.data) for backend in classes]
+    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)

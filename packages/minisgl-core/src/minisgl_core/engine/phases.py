@@ -1,0 +1,26 @@
+"""What an engine's start spends its time on."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+logger = logging.getLogger(__name__)
+
+
+class Phases:
+    """A stop watch with names.
+
+    Attributes:
+        seconds: of each phase so far, by name, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def done(self, what: str) -> None:
+        """Everything since the last call was `what`, such as ``loaded the weights``."""
+        now = time.perf_counter()
+        self.seconds[what], self._last = now - self._last, now
+        logger.info("%s in %.1f s", what, self.seconds[what])
