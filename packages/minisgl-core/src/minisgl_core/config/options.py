@@ -121,6 +121,7 @@ class BackendOptions:
 class EngineConfig:
     """All options of an engine, grouped by the part that reads them."""
 
+    grammar: str = option(AUTO, "Structured output.", kind="grammar")
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()

@@ -31,6 +31,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("moe", "cpu"): ("torch",),
     ("communicator", "cuda"): ("torch",),
     ("communicator", "cpu"): ("torch",),
+    ("grammar", "cuda"): ("llguidance",),
+    ("grammar", "cpu"): ("llguidance",),
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
@@ -119,6 +121,12 @@ def resolve(
         communicator, why = picker.pick("communicator", communicator)
         choices.append(Choice("communicator", communicator, why))
 
+    grammar = config.backends.grammar
+    if grammar == AUTO:
+        grammar = picker.first("grammar")  # loaded with the first request that needs it, not now
+    elif reasons := unsupported("grammar", grammar):
+        raise ProviderUnsupportedError("grammar", grammar, reasons)
+
     overlap = config.scheduler.disable_overlap
     if overlap == AUTO:
         overlap = hardware.platform == "cpu"
@@ -138,6 +146,7 @@ def resolve(
         ops=ops,
         moe=moe,
         communicator=communicator,
+        grammar=grammar,
         disable_overlap=overlap,
         max_prefill_length=prefill,
         platform=hardware.platform,
@@ -165,7 +174,7 @@ class _Picker:
                 raise ProviderUnsupportedError(kind, wanted, reasons)
             return wanted, "as asked"
         installed = set(self._installed(kind))
-        ordered = PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
+        ordered = self._preferences(kind)
         hinted = self._preferred(kind)
         passed_over: list[str] = []
         for name in ([hinted] if hinted else []) + list(ordered):
@@ -179,6 +188,13 @@ class _Picker:
             passed_over.append(f"{name}: {reasons[0]}")
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
+
+    def first(self, kind: str) -> str:
+        """The preferred provider's name, without a look at whether it applies or is installed."""
+        return self._preferred(kind) or self._preferences(kind)[0]
+
+    def _preferences(self, kind: str) -> tuple[str, ...]:
+        return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
 
 
 def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:

@@ -1,36 +1,85 @@
-"""The seam for grammars: which tokens a structured output allows next."""
+"""The seam for grammars: which tokens a structured output allows next.
+
+Masks are packed: bit ``t % 32`` of word ``t // 32`` is set where token ``t`` may come next. Shape legend: V vocabulary,
+W = ceil(V / 32) words.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-GrammarSource = Literal["json_object", "json_schema", "regex", "grammar"]
+Masks = npt.NDArray[np.int32]
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json"]
+"""What the text of a grammar is:
+
+- ``json_object``: empty; any JSON object.
+- ``json_schema``: a JSON schema.
+- ``regex``: a pattern that the whole output matches.
+- ``choice``: a JSON list of texts, one of which the output is.
+- ``grammar``: a context-free grammar in Lark's notation, beginning at ``start``.
+- ``tagged_json``: a JSON object of ``prefix``, ``schema``, ``suffix``, ``separator`` (texts but for the schema) and
+  ``max_items`` (a number or null): one or more JSON values, each between prefix and suffix. ``otherwise``, where it is not
+  null, is a schema of what the output may be instead. A tag such as ``<tool_call>`` is the token of that name, if any.
+"""
+
+
+def mask_width(vocab_size: int) -> int:
+    """W: words in a mask."""
+    return -(-vocab_size // 32)
+
+
+def clear_tokens(mask: Masks, token_ids: Iterable[int]) -> None:
+    """Forbid tokens in a mask [W]."""
+    words = mask.view(np.uint32)
+    for token in token_ids:
+        words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
 class GrammarState(ABC):
-    """One request's progress through a compiled grammar."""
+    """One output's progress through a grammar."""
 
     @abstractmethod
-    def mask(self) -> npt.NDArray[np.bool_]:
-        """Which tokens may come next, shape [vocab_size]."""
+    def fill_mask(self, mask: Masks) -> None:
+        """Write which tokens may come next into `mask` [W], all of it.
+
+        The end-of-sequence tokens are among them where `is_complete`. At least one token always is.
+        """
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; False where the grammar does not allow it (and the state is unchanged)."""
+        """Advance by one token; False where the grammar does not allow it (and the state is unchanged).
+
+        After the end, more end-of-sequence tokens are accepted.
+        """
 
     @abstractmethod
     def rollback(self, num_tokens: int) -> None:
         """Undo the last `num_tokens` accepted tokens."""
 
+    @abstractmethod
+    def copy(self) -> Self:
+        """A state at the same place that goes its own way. May be called while another copy is at work in another thread."""
+
     @property
     @abstractmethod
     def is_complete(self) -> bool:
         """Whether the output may end here."""
+
+    @property
+    @abstractmethod
+    def is_finished(self) -> bool:
+        """Whether nothing but the end may follow."""
+
+    @property
+    def error(self) -> str:
+        """Why the state cannot go on, where it exceeded a bound on the way; empty for none. It is finished then."""
+        return ""
 
 
 class Grammar(ABC):
@@ -40,12 +89,35 @@ class Grammar(ABC):
 
     @abstractmethod
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: a transformers tokenizer; `vocab_size`: width of the model's logits."""
-
-    @abstractmethod
-    def compile(self, source: GrammarSource, text: str) -> GrammarState:
-        """Compile `text` (a JSON schema, a pattern, a Lark grammar; empty for json_object).
+        """`tokenizer`: a transformers tokenizer; `vocab_size`: width of the model's logits, V.
 
         Raises:
-            InvalidValueError: the text is not valid for its kind.
+            MinisglError: the tokenizer's tokens cannot be read.
         """
+
+    @staticmethod
+    @abstractmethod
+    def check(kind: GrammarKind, text: str, name: str) -> None:
+        """Find most faults of a text, quickly and without a tokenizer.
+
+        Args:
+            kind: what `text` is.
+            text: see `GrammarKind`.
+            name: what the user calls the text, for the error.
+
+        Raises:
+            InvalidValueError: `text` is not valid for its kind; says why.
+        """
+
+    @abstractmethod
+    def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+        """The state at the beginning of an output. Called from several threads.
+
+        Raises:
+            InvalidValueError: see `check`.
+        """
+
+    def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
+        """`GrammarState.fill_mask` of several states, which `compile` or a copy gave, at once; `masks`: [len(states), W]."""
+        for state, mask in zip(states, masks, strict=True):
+            state.fill_mask(mask)

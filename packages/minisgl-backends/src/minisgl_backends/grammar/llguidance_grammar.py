@@ -1,0 +1,189 @@
+"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser walked over a trie of tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence, Set
+from typing import Any, cast
+
+import llguidance
+import llguidance.hf
+import numpy as np
+
+from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
+from minisgl_core.errors import InvalidValueError, ModelFormatError
+
+_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
+"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
+
+
+class LlguidanceState(GrammarState):
+    """A matcher, and how many end tokens it was given when it had stopped already, which it does not count itself."""
+
+    __slots__ = ("_grammar", "_matcher", "_num_ends")
+
+    def __init__(self, grammar: LlguidanceGrammar, matcher: llguidance.LLMatcher, num_ends: int = 0) -> None:
+        self._grammar, self._matcher, self._num_ends = grammar, matcher, num_ends
+
+    @property
+    def matcher(self) -> llguidance.LLMatcher:
+        """llguidance's own."""
+        return self._matcher
+
+    def fill_mask(self, mask: Masks) -> None:
+        """See `GrammarState.fill_mask`."""
+        if width := self._grammar.own_width:
+            own = np.zeros(width, np.int32)
+            self._matcher.unsafe_compute_mask_ptr(own.ctypes.data, own.nbytes)
+            mask[:] = own[: len(mask)]
+            clear_tokens(mask, range(self._grammar.vocab_size, 32 * len(mask)))
+        else:
+            self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    def accept(self, token_id: int) -> bool:
+        """See `GrammarState.accept`."""
+        if self._matcher.is_stopped():
+            is_end = token_id in self._grammar.eos_token_ids
+            self._num_ends += is_end
+            return is_end
+        return self._matcher.try_consume_tokens([token_id]) == 1
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarState.rollback`."""
+        num_ends = min(num_tokens, self._num_ends)
+        self._num_ends -= num_ends
+        self._matcher.rollback(num_tokens - num_ends)
+
+    def copy(self) -> LlguidanceState:
+        """See `GrammarState.copy`."""
+        return LlguidanceState(self._grammar, self._matcher.deep_copy(), self._num_ends)
+
+    @property
+    def is_complete(self) -> bool:
+        """See `GrammarState.is_complete`."""
+        return self._matcher.is_accepting()
+
+    @property
+    def is_finished(self) -> bool:
+        """See `GrammarState.is_finished`."""
+        return self._matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        """See `GrammarState.error`."""
+        return _first_line(self._matcher.get_error()) if self._matcher.is_error() else ""
+
+
+class LlguidanceGrammar(Grammar):
+    """Compiles within milliseconds; a mask takes microseconds, and many are filled by several threads."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
+        num_own = max(vocab_size, len(tokenizer))
+        self.own_width = 0 if num_own == vocab_size else mask_width(num_own)
+        """W of a matcher's mask where the tokenizer has more tokens than the model, else 0."""
+        try:
+            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_own, eos_token=list(eos_token_ids))
+        except Exception as error:  # its bindings share no base
+            raise ModelFormatError(
+                f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
+            ) from error
+        added = tokenizer.added_tokens_decoder.items()
+        self._tags = {token.content for place, token in added if self._tokenizer.is_special_token(place)}
+        self._limits = llguidance.LLParserLimits(verbose_errors=False)
+        self._executor: llguidance.LLExecutor | None = None
+
+    @staticmethod
+    def check(kind: GrammarKind, text: str, name: str) -> None:
+        """See `Grammar.check`. A schema's keywords that llguidance does not know are faults."""
+        source = _source(kind, text, name, frozenset())
+        if reason := llguidance.LLMatcher.validate_grammar(source):
+            raise _refusal(kind, text, name, reason)
+
+    def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
+        """See `Grammar.compile`."""
+        source = _source(kind, text, name, self._tags)
+        matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
+        if matcher.is_error():
+            raise _refusal(kind, text, name, matcher.get_error())
+        return LlguidanceState(self, matcher)
+
+    def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
+        """See `Grammar.fill_masks`."""
+        if self.own_width or len(states) < 2:
+            super().fill_masks(states, masks)
+            return
+        self._executor = self._executor or llguidance.LLExecutor()
+        matchers = [(cast(LlguidanceState, state).matcher, place) for place, state in enumerate(states)]
+        self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
+
+
+def _source(kind: GrammarKind, text: str, name: str, tags: Set[str]) -> str:
+    """The grammar in llguidance's own form."""
+    matcher = llguidance.LLMatcher
+    match kind:
+        case "json_object":
+            return matcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+        case "json_schema":
+            schema = _json(kind, text, name)
+            if not isinstance(schema, dict):
+                schema = {"allOf": [schema]}
+            return matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+        case "regex":
+            return matcher.grammar_from_regex(text)
+        case "choice":
+            return matcher.grammar_from_lark(
+                "start: " + " | ".join(json.dumps(each) for each in _json(kind, text, name))
+            )
+        case "grammar":
+            return matcher.grammar_from_lark(text)
+        case "tagged_json":
+            return matcher.grammar_from_lark(_tagged(_json(kind, text, name), tags))
+
+
+def _tagged(parts: dict[str, Any], tags: Set[str]) -> str:
+    """Lark's notation of a ``tagged_json``; `tags` are tokens that llguidance does not take for text."""
+    tag = re.compile("|".join(f"({re.escape(each)})" for each in tags) or "(?!)")
+
+    def literal(text: str) -> str:
+        pieces = (piece for piece in tag.split(text) if piece)
+        return " ".join(piece if piece in tags else json.dumps(piece) for piece in pieces)
+
+    def value(schema: Any) -> str:
+        schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+        return "%json " + json.dumps({"x-guidance": _JSON_OPTIONS} | schema)
+
+    most = parts["max_items"]
+    more = "*" if most is None else f"{{0,{most - 1}}}"
+    rules = [
+        "items: item" if most == 1 else f"items: item ({literal(parts['separator'])} item){more}",
+        f"item: {literal(parts['prefix'])} {value(parts['schema'])} {literal(parts['suffix'])}",
+    ]
+    if parts.get("otherwise") is not None:
+        return "\n".join(["start: items | otherwise", *rules, f"otherwise: {value(parts['otherwise'])}"])
+    return "\n".join(["start: items", *rules])
+
+
+def _json(kind: str, text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise _refusal(kind, text, name, f"it is not JSON: {error}") from None
+
+
+def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
+    wanted = {
+        "json_schema": "a JSON schema",
+        "regex": "a regular expression",
+        "grammar": "a grammar in Lark's notation",
+    }
+    return InvalidValueError(
+        name, text, f"{wanted.get(kind, kind)} that llguidance takes", f"It says: {_first_line(reason)}"
+    )
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    found = [line for line in lines if line.startswith("error:")]
+    return " ".join(dict.fromkeys([*lines[:1], *found[:1]]))[:500]

@@ -1,0 +1,278 @@
+"""What every provider of grammars must pass."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, mask_width
+from minisgl_core.errors import InvalidValueError
+
+EOS = (257, 259)
+VOCAB_SIZE = 300
+"""Tokens of the kit's tokenizer end at 275; the rest pads, as models' vocabularies are padded."""
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "yä"]}, "c": {"type": "integer"}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": "; ", "max_items": 2, "otherwise": None}
+
+
+@lru_cache
+def byte_tokenizer() -> Any:
+    """A token for each byte and for some longer texts; two tokens that end an output, one special and one plain token more."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate([*letters, "Ã©"])}, [("Ã", "©")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|end|>", additional_special_tokens=["<|call|>", "<|stop|>"]
+    )
+    plain = ['{"', '":', '", "', "true", "false", '"}', "ab", "aba", "12", "1.", "}\n", "null", "<tool>", "\n\n", '"b"']
+    tokenizer.add_tokens(plain)
+    return tokenizer
+
+
+def _is_object(text: str) -> bool:
+    return isinstance(json.loads(text), dict)
+
+
+def _fits_schema(text: str) -> bool:
+    value = json.loads(text)
+    types = {"a": bool, "b": str, "c": int}
+    return (
+        {"a", "b"} <= set(value) <= set(types)
+        and all(type(each) is types[name] for name, each in value.items())
+        and value["b"] in ("x", "yä")
+    )
+
+
+def _fits_tagged(text: str) -> bool:
+    items = text.split("; ")
+    tagged = all(item.startswith("<|call|>") and item.endswith("!") for item in items)
+    return tagged and len(items) <= 2 and all(_fits_schema(item[len("<|call|>") : -1]) for item in items)
+
+
+Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
+"""Kind, text, whether an output fits it, outputs that do, and outputs whose last byte is wrong."""
+
+CASES: dict[str, Case] = {
+    "json_object": ("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
+    "json_schema": ("json_schema", json.dumps(SCHEMA), _fits_schema, ['{"a": true, "b": "yä"}'], ['{"a":1', '{"c"']),
+    "regex": ("regex", "(ab|ä)+[0-9]{2}", lambda text: re.fullmatch("(ab|ä)+[0-9]{2}", text), ["abä12"], ["abb", "ab1a"]),
+    "anchored": ("regex", "^a.b$", lambda text: re.fullmatch("a.b", text), ["aäb"], ["a\n", "aaba"]),
+    "choice": ("choice", '["yes", "yes sir", "\\"né\\""]', ["yes", "yes sir", '"né"'].__contains__, ["yes sir"], ["yest"]),
+    "grammar": (
+        "grammar",
+        'start: "(" start ")" | DIGIT+\nDIGIT: /[0-9]/',
+        lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
+        ["((17))", "0"],
+        ["()", "(1a"],
+    ),
+    "tagged_json": (
+        "tagged_json",
+        json.dumps(TAGGED),
+        _fits_tagged,
+        ['<|call|>{"a":true,"b":"x"}!; <|call|>{"a":false,"b":"x"}!'],
+        ["{", '<|call|>{"a":true,"b":"x"};', "; ".join(['<|call|>{"a":true,"b":"x"}!'] * 2) + ";"],
+    ),
+    "or else": (
+        "tagged_json",
+        json.dumps(TAGGED | {"max_items": 1, "otherwise": {"type": "boolean"}, "prefix": "<tool>"}),
+        lambda text: text in ("true", "false") or _fits_tagged(text.replace("<tool>", "<|call|>")),
+        ["true", '<tool>{"a":true,"b":"x"}!'],
+        ["[", "<tool>t", "truet"],
+    ),
+}  # fmt: skip
+
+INVALID: list[tuple[GrammarKind, str]] = [
+    ("json_schema", '{"type": "no such type"}'),
+    ("json_schema", '{"type": '),
+    ("regex", "(ab"),
+    ("grammar", "start: missing"),
+    ("grammar", 'begin: "a"'),
+]
+
+
+class GrammarTests:
+    """Subclass and set `grammar`.
+
+    Attributes:
+        grammar: the class.
+    """
+
+    grammar: ClassVar[type[Grammar]]
+
+    def make(self, name: str) -> GrammarState:
+        """The state at the beginning of a case."""
+        kind, text = CASES[name][:2]
+        return self.provider().compile(kind, text, "it")
+
+    def provider(self) -> Grammar:
+        """For the kit's tokenizer."""
+        return self.grammar(byte_tokenizer(), VOCAB_SIZE, EOS)
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_takes_what_fits(self, name: str) -> None:
+        """However it is cut into tokens; then it may end, by any of the tokens that end outputs."""
+        for text in CASES[name][3]:
+            for tokens in (_encode(text), _encode(text, one_byte_each=True)):
+                state = self.make(name)
+                for token in tokens:
+                    assert state.accept(token), text
+                assert state.is_complete, text
+                assert set(EOS) <= _allowed(state), text
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_refuses_what_does_not(self, name: str) -> None:
+        """At the byte that is wrong, which leaves the state as it was."""
+        for text in CASES[name][4]:
+            state = self.make(name)
+            *first, wrong = _encode(text, one_byte_each=True)
+            accepted = [state.accept(token) for token in first]
+            assert not (all(accepted) and state.accept(wrong)), text
+            before = _allowed(state)
+            assert not state.accept(wrong)
+            assert _allowed(state) == before
+            assert not state.is_complete or set(EOS) <= before
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_masks_and_acceptance_agree(self, name: str) -> None:
+        """For every token of the vocabulary, at each place of an output."""
+        state = self.make(name)
+        for token in [*_encode(CASES[name][3][0]), EOS[0]]:
+            allowed = _allowed(state)
+            assert not any(state.accept(each) for each in range(VOCAB_SIZE) if each not in allowed)
+            assert all(state.copy().accept(each) for each in allowed)
+            assert state.is_complete == (EOS[0] in allowed) == (EOS[1] in allowed)
+            assert state.is_finished == (allowed == set(EOS))
+            assert state.accept(token)
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_whatever_the_masks_lead_to_fits(self, name: str) -> None:
+        """Random outputs; those that do not come to an end by themselves are left out."""
+        kind, text, fits = CASES[name][:3]
+        provider, rng, num_ended = self.provider(), random.Random(name), 0
+        for _ in range(30):
+            state = provider.compile(kind, text, "it")
+            tokens: list[int] = []
+            while len(tokens) < 60:
+                allowed = _allowed(state)
+                token = (
+                    rng.choice(sorted(allowed - set(EOS) or allowed))
+                    if rng.random() < 0.7
+                    else rng.choice(sorted(allowed))
+                )
+                assert state.accept(token)
+                if token in EOS:
+                    assert state.is_finished
+                    break
+                tokens.append(token)
+            else:
+                continue
+            num_ended += 1
+            output = byte_tokenizer().decode(tokens, skip_special_tokens=False)
+            assert "�" in output or fits(output), output
+        assert num_ended >= 5
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_rollback(self, name: str) -> None:
+        """To every earlier place, from every place, the end included."""
+        tokens = [*_encode(CASES[name][3][0]), EOS[1]]
+        state, masks = self.make(name), []
+        for token in tokens:
+            masks.append(_mask(state))
+            assert state.accept(token)
+        for back in range(1, len(tokens) + 1):
+            state.rollback(back)
+            assert np.array_equal(_mask(state), masks[len(tokens) - back])
+            for token in tokens[len(tokens) - back :]:
+                assert state.accept(token)
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_copies_go_their_own_way(self, name: str) -> None:
+        """From the beginning and from the middle."""
+        tokens = _encode(CASES[name][3][0])
+        state = self.make(name)
+        for token in tokens:
+            copied, before = state.copy(), _mask(state)
+            assert copied.accept(token)
+            assert np.array_equal(_mask(state), before)
+            assert state.accept(token)
+            assert np.array_equal(_mask(copied), _mask(state))
+
+    def test_masks_of_several_at_once(self) -> None:
+        """As one by one, in any number and order."""
+        provider = self.provider()
+        states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
+        states = [state.copy() for state in states]
+        for number, state in enumerate(states):
+            for _ in range(number % 5):
+                state.accept(min(_allowed(state)))
+        for chosen in (states[:1], states[:2], states, states[::-1], []):
+            masks = np.full((len(chosen), mask_width(VOCAB_SIZE)), 0x55555555, np.int32)
+            provider.fill_masks(chosen, masks)
+            for state, mask in zip(chosen, masks, strict=True):
+                assert np.array_equal(mask, _mask(state))
+
+    def test_a_model_without_the_last_tokens(self) -> None:
+        """The logits may be narrower than the tokenizer's vocabulary."""
+        state = self.grammar(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
+        assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
+
+    @pytest.mark.parametrize(("kind", "text"), INVALID)
+    def test_invalid_texts(self, kind: GrammarKind, text: str) -> None:
+        """Both ways to find them name what the user wrote."""
+        for find in (self.grammar.check, self.provider().compile):
+            with pytest.raises(InvalidValueError) as raised:
+                find(kind, text, "field.of_the_user")
+            assert raised.value.name == "field.of_the_user"
+
+    @pytest.mark.parametrize("name", list(CASES))
+    def test_valid_texts_pass_the_check(self, name: str) -> None:
+        """Without a tokenizer."""
+        self.grammar.check(*CASES[name][:2], "it")
+
+
+def _encode(text: str, one_byte_each: bool = False) -> list[int]:
+    tokenizer = byte_tokenizer()
+    if not one_byte_each:
+        ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+    found = []
+    for piece in re.split(r"(<[|a-z]+>)", text):
+        letters = [piece] if piece.startswith("<") else _letters(piece)
+        found += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+    return found
+
+
+def _letters(text: str) -> list[str]:
+    from tokenizers import pre_tokenizers
+
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(text)
+    return [letter for part, _ in split for letter in part]
+
+
+def _mask(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> Any:
+    mask = np.full(mask_width(vocab_size), 0x55555555, np.int32)
+    state.fill_mask(mask)
+    return mask
+
+
+def _allowed(state: GrammarState, vocab_size: int = VOCAB_SIZE) -> set[int]:
+    bits = np.unpackbits(_mask(state, vocab_size).view(np.uint8), bitorder="little")
+    assert not bits[vocab_size:].any(), "a bit beyond the vocabulary is set"
+    return set(np.flatnonzero(bits).tolist())

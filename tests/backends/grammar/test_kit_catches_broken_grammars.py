@@ -1,0 +1,128 @@
+"""Each class makes one mistake; the kit must notice every one of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, LlguidanceState
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.testing.grammar_kit import EOS, GrammarTests
+from minisgl_core.testing.kit_runner import failures
+
+
+class _Of(LlguidanceGrammar):
+    """Compiles to a state of another class."""
+
+    state: type[LlguidanceState]
+
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return self.state(self, super().compile(kind, text, name).matcher)
+
+    def fill_masks(self, states: Any, masks: Any) -> None:
+        for state, mask in zip(states, masks, strict=True):
+            state.fill_mask(mask)
+
+
+class AllowsOneTokenTooMany(_Of):
+    class state(LlguidanceState):
+        def fill_mask(self, mask: Any) -> None:
+            super().fill_mask(mask)
+            mask[0] |= 1 << 7
+
+
+class AllowsTokensBeyondTheVocabulary(_Of):
+    class state(LlguidanceState):
+        def fill_mask(self, mask: Any) -> None:
+            super().fill_mask(mask)
+            mask.view(np.uint32)[-1] |= np.uint32(1 << 31)
+
+
+class KnowsOneEndOnly(_Of):
+    class state(LlguidanceState):
+        def fill_mask(self, mask: Any) -> None:
+            super().fill_mask(mask)
+            mask[EOS[1] // 32] &= ~(1 << EOS[1] % 32)
+
+
+class KeepsOldBits(_Of):
+    class state(LlguidanceState):
+        def fill_mask(self, mask: Any) -> None:
+            new = np.zeros_like(mask)
+            super().fill_mask(new)
+            mask |= new
+
+
+class StumblesOverRefusedTokens(_Of):
+    class state(LlguidanceState):
+        def accept(self, token_id: int) -> bool:
+            return self.matcher.consume_token(token_id)
+
+
+class RollsBackOneTooFew(_Of):
+    class state(LlguidanceState):
+        def rollback(self, num_tokens: int) -> None:
+            super().rollback(num_tokens - 1)
+
+
+class SharesItsMatcher(_Of):
+    class state(LlguidanceState):
+        def copy(self) -> LlguidanceState:
+            return type(self)(self._grammar, self._matcher)
+
+
+class IsNeverComplete(_Of):
+    class state(LlguidanceState):
+        is_complete = property(lambda self: False)
+
+
+class IsNeverFinished(_Of):
+    class state(LlguidanceState):
+        is_finished = property(lambda self: False)
+
+
+class MixesUpMasks(LlguidanceGrammar):
+    def fill_masks(self, states: Any, masks: Any) -> None:
+        super().fill_masks(sorted(states, key=id), masks)
+
+
+class ChecksNothing(LlguidanceGrammar):
+    @staticmethod
+    def check(kind: Any, text: str, name: str) -> None: ...
+
+
+class TakesAnyText(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        try:
+            return super().compile(kind, text, name)
+        except InvalidValueError:
+            return super().compile("json_object", "", name)
+
+
+class ForgetsTheNumberOfItems(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return super().compile(kind, text.replace('"max_items": 2', '"max_items": null'), name)
+
+
+class MatchesWithinTheOutput(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return super().compile(kind, f"({text.strip('^$')}).*" if kind == "regex" else text, name)
+
+
+def broken() -> list[type[LlguidanceGrammar]]:
+    return [*_Of.__subclasses__(), *(each for each in LlguidanceGrammar.__subclasses__() if each is not _Of)]
+
+
+@pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)
+def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
+    kit = type("Kit", (GrammarTests,), {"grammar": provider})()
+    found = failures(kit)
+    assert found
+    assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found
+
+
+def test_the_wrapper_alone_is_right() -> None:
+    whole = type("Whole", (_Of,), {"state": LlguidanceState})
+    assert not failures(type("Kit", (GrammarTests,), {"grammar": whole})())
