@@ -64,7 +64,7 @@ def _wait_for_url(process: subprocess.Popen[str], lines: list[str], deadline: fl
     while time.monotonic() < deadline and process.poll() is None:
         if found := re.search(r"http://[\w.]+:\d+", "".join(lines)):
             try:
-                urllib.request.urlopen(f"{found[0]}/health", timeout=5).close()
+                urllib.request.urlopen(f"{found[0]}/ready", timeout=5).close()
                 return found[0]
             except OSError:
                 pass

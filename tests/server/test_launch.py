@@ -78,13 +78,15 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         chunks = events(answer)
         next(chunks)
         server.process.send_signal(signal.SIGINT)
-        while True:  # until it takes nothing new
-            try:
-                socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))).close()
-            except OSError:
-                break
+        while httpx.get(f"{server.url}/ready", timeout=60).status_code == 200:
+            pass
+        assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
+        refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "shutting_down"
+        next(chunks)
         server.process.send_signal(signal.SIGINT)
-        server.wait_ended()
+        assert server.wait_ended() == 0
 
 
 @pytest.mark.parametrize("victim", ["scheduler rank 0", "tokenizer 0", "api"])
@@ -151,12 +153,13 @@ def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(
     statuses: list[int] = []
     while 200 not in statuses:
         try:
-            answer = httpx.get(f"{url}/health", timeout=60)
+            answer = httpx.get(f"{url}/ready", timeout=60)
         except httpx.TransportError:
             assert server.process.poll() is None
             continue
         statuses.append(answer.status_code)
         if answer.status_code == 503:
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             assert answer.json()["error"]["code"] == "not_ready"
             refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
             assert refused.status_code in (503, 200)

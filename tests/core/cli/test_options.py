@@ -22,6 +22,8 @@ class ServerOptions:
     host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(1919, "Port to listen on.", low=1, high=65535)
     cors: bool = option(True, "Allow other origins.")
+    key: tuple[str, ...] = option((), "Passwords.", secret=True)
+    name: tuple[str, ...] = option((), "Names.")
 
 
 class Run:
@@ -188,6 +190,33 @@ def test_print_config_is_a_config_file_that_gives_the_same_values(run: Run):
     assert "page_size = 4" in printed.stdout
     assert "# flag --page-size\n" in printed.stdout
     assert "# num_pages is not set" in printed.stdout
+
+
+def test_an_option_may_be_given_several_times(run: Run):
+    for arguments, environ, file in (
+        (["--name", "a", "--name", "b"], {}, ""),
+        ([], {"MINISGL_NAME": "a b"}, ""),
+        ([], {}, 'name = ["a", "b"]'),
+    ):
+        result = run(*arguments, file=file, **environ)
+        assert result.exit_code == 0, result.output
+        assert run.values["name"] == ("a", "b")
+    assert run(file='name = "a"').exit_code == 0
+    assert run.values["name"] == ("a",)
+    assert "a text or a list of texts" in run(file="name = [1]").output
+    printed = run("--name", "a", "--name", 'b"', "--print-config").output
+    assert tomllib.loads(printed)["name"] == ["a", 'b"']
+
+
+def test_a_secret_is_not_shown(run: Run):
+    printed = run("--key", "abcdef", "--key", "ghijkl", "--print-config").output
+    assert "# key is set, and not shown" in printed
+    assert "key" not in tomllib.loads(printed)
+    refused = run(file="key = [5, 'abcdef']")
+    assert "key in" in refused.output
+    for output in (printed, refused.output, run("--help").output):
+        assert "abcdef" not in output
+        assert "ghijkl" not in output
 
 
 def test_a_command_may_handle_print_config_itself():

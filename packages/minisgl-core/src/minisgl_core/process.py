@@ -7,7 +7,6 @@ gone, killed even, the pipe's end closes and the child ends itself.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ from typing import Any
 import msgspec
 import setproctitle
 
+from minisgl_core import logs
 from minisgl_core.errors import MinisglError, WorkerDiedError
 from minisgl_core.messages import Decoder, Ready, encode
 
@@ -48,10 +48,11 @@ class Supervisor:
     Args:
         directory: removed by the children where the parent was killed and could not (the sockets' one).
         log_level: the least important messages that children log, such as ``info``; None leaves logging alone.
+        log_format: see `minisgl_core.logs`.
     """
 
-    def __init__(self, directory: str | None = None, log_level: str | None = None) -> None:
-        self._setup = (directory, log_level)
+    def __init__(self, directory: str | None = None, log_level: str | None = None, log_format: str = "text") -> None:
+        self._setup = (directory, log_level, log_format)
         self._context = get_context("spawn")
         self._processes: dict[str, Any] = {}
         self._pipes: dict[str, Any] = {}
@@ -184,14 +185,14 @@ def _describe_failure(name: str, failed: _Failed) -> str:
 def _child(
     name: str,
     pipe: Any,
-    setup: tuple[str | None, str | None],
+    setup: tuple[str | None, str | None, str],
     target: Callable[..., None] | str,
     args: tuple[Any, ...],
 ) -> None:
-    directory, log_level = setup
+    directory, log_level, log_format = setup
     setproctitle.setproctitle(f"minisgl: {name}")
     if log_level is not None:
-        logging.basicConfig(level=log_level.upper(), format=f"%(asctime)s %(levelname)s {name}: %(message)s")
+        logs.configure(name, log_level, log_format)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()

@@ -16,6 +16,22 @@ class ServerOptions:
     num_tokenizers: int = option(1, "Processes that tokenize prompts and detokenize output.", low=1, high=64)
     served_model_name: str | None = option(None, "The model's name in the API; its own where it is missing.")
     drain_timeout: float = option(10.0, "Seconds that running requests get to finish at SIGTERM.", low=0.0)
-    log_level: str = option(
-        "warning", "Least important messages to log.", choices=("debug", "info", "warning", "error", "critical")
+    api_key: tuple[str, ...] = option(
+        (), "Key that requests must bring as 'Authorization: Bearer KEY'; may be given several times.", secret=True
     )
+    api_key_file: str | None = option(None, "File with such keys, one a line.", metavar="FILE")
+    cors_origin: tuple[str, ...] = option(
+        (), "Origin whose web pages may use the API, '*' for any; may be given several times.", metavar="ORIGIN"
+    )
+    max_body_size: int = option(32 * 2**20, "Largest body of a request in bytes; others get status 413.", low=1)
+    max_concurrent_requests: int | None = option(
+        None, "Most POST requests served at a time; others get status 429.", low=1
+    )
+    metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
+    plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
+    log_level: str = option(
+        "warning",
+        "Least important messages to log; info has a line for each request.",
+        choices=("debug", "info", "warning", "error", "critical"),
+    )
+    log_format: str = option("text", "Log lines for people or for programs.", choices=("text", "json"))

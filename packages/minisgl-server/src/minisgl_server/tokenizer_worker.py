@@ -21,6 +21,7 @@ from minisgl_core.live_state import RequestState, RunState, State, StateRequest
 from minisgl_core.messages import (
     Abort,
     Count,
+    Detokenize,
     EngineInfo,
     Ready,
     Rejected,
@@ -32,6 +33,7 @@ from minisgl_core.messages import (
     Tokenize,
     TokenLogprobs,
     TokenOut,
+    Tokens,
 )
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
@@ -43,7 +45,7 @@ from minisgl_core.text.tokens import TokenBytes
 
 logger = logging.getLogger(__name__)
 
-Incoming = EngineInfo | Tokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
+Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
 Send = Callable[[msgspec.Struct], None]
 
 
@@ -89,7 +91,7 @@ class TokenizerWorker:
         info: the engine's limits.
         index: which worker this is.
         to_scheduler: takes `Submit`, `Abort`, `Count` and `StateRequest`.
-        to_api: takes `TextBatch`, `Rejected`, `Count` and `State`.
+        to_api: takes `TextBatch`, `Tokens`, `Rejected`, `Count` and `State`.
     """
 
     def __init__(self, tokenizer: Any, info: EngineInfo, index: int, to_scheduler: Send, to_api: Send) -> None:
@@ -106,9 +108,13 @@ class TokenizerWorker:
         """Requests that it holds state of."""
         return len(self._requests)
 
-    def handle(self, message: Tokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State) -> None:
+    def handle(
+        self, message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State
+    ) -> None:
         """Do what a message asks for."""
         match message:
+            case Tokenize(only_tokens=True) | Detokenize():
+                self._answer(message)
             case Tokenize():
                 self._submit(message)
             case Abort(request_id):
@@ -131,6 +137,23 @@ class TokenizerWorker:
                 self._add_previews(message)
                 self._to_api(message)
 
+    def _answer(self, message: Tokenize | Detokenize) -> None:
+        """Tell tokens, or the text of tokens; nothing runs."""
+        try:
+            if isinstance(message, Detokenize):
+                self._check_range("tokens", message.token_ids)
+                token_ids, names = message.token_ids, []
+                text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+            else:
+                token_ids, text = self._encode(message), ""
+                names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
+        except InvalidValueError as error:
+            self._reject(message.request_id, error)
+        except Exception:
+            self._fail(message.request_id, "The tokenizer failed.")
+        else:
+            self._to_api(Tokens(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text))
+
     def _submit(self, message: Tokenize) -> None:
         request_id = message.request_id
         try:
@@ -140,11 +163,12 @@ class TokenizerWorker:
             if message.echo:
                 waiting.prompt_text, waiting.prompt_token_ids = self._prompt_text(message, token_ids), token_ids
         except InvalidValueError as error:
-            self._to_api(Rejected(request_id=request_id, kind="invalid", message=str(error), param=error.name))
+            self._reject(request_id, error)
             return
         except Exception:
             self._fail(request_id, "The prompt could not be tokenized.")
             return
+        logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": request_id})
         self._requests[request_id] = _Request(OutputText(self._tokenizer, sampling), waiting)
         self._to_scheduler(
             Submit(
@@ -160,7 +184,7 @@ class TokenizerWorker:
         if message.messages is not None:
             return encode_chat(self._tokenizer, message.messages, message.chat_template_kwargs)
         if message.text is not None:
-            if not message.text:
+            if not message.text and not message.only_tokens:
                 raise InvalidValueError("prompt", "", "a text that is not empty")
             return encode_prompt(self._tokenizer, message.text, message.add_special_tokens)
         assert message.token_ids is not None
@@ -258,7 +282,10 @@ class TokenizerWorker:
             each.text = b"".join(pieces).decode(errors="ignore")
             each.token_ids = each.token_ids[:0]
 
+    def _reject(self, request_id: str, error: InvalidValueError) -> None:
+        self._to_api(Rejected(request_id=request_id, kind="invalid", message=str(error), param=error.name))
+
     def _fail(self, request_id: str, message: str) -> None:
         """Report a bug of ours to the client; called while an exception is handled."""
-        logger.exception("request %s failed", request_id)
+        logger.exception("the request failed", extra={"request_id": request_id})
         self._to_api(Rejected(request_id=request_id, kind="internal", message=message))

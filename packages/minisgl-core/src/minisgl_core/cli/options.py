@@ -25,19 +25,20 @@ import dataclasses
 import functools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from minisgl_core.cli.config_file import load_config_file
-from minisgl_core.config.options import AUTO, Option, check_value, type_words
+from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_words
 from minisgl_core.plugins.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG_PATH = "minisgl.config_path"
+_HIDDEN = object()
 
 
 def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]:
@@ -63,7 +64,7 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
             values = {name: params.pop(name) for name in names}
             sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
             if print_config and params.pop("print_config"):
-                return click.echo(format_config(values, sources), nl=False)
+                return click.echo(format_config(_shown(values, declared), sources), nl=False)
             return function(*args, values=values, sources=sources, **params)
 
         decorated: Any = run
@@ -76,6 +77,12 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
         return decorated  # type: ignore[no-any-return]
 
     return decorate
+
+
+def _shown(values: Mapping[str, Any], declared: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
+    """`values`, secrets aside."""
+    secret = {item.name for item in declared if item.metadata["option"].secret}
+    return {name: _HIDDEN if name in secret and value else value for name, value in values.items()}
 
 
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
@@ -91,9 +98,9 @@ def print_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
 def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """`values` as TOML, each with its source as a comment; what is None is a comment, as TOML has no word for it.
 
-    The result is a valid ``--config`` file.
+    The result is a valid ``--config`` file, without the values that must not be shown.
     """
-    lines = [f"# {name} is not set" if value is None else f"{name} = {_toml(value)}" for name, value in values.items()]
+    lines = [_line(name, value) for name, value in values.items()]
     width = max(map(len, lines), default=0)
     return "".join(f"{line:<{width}}  # {sources[name]}\n" for name, line in zip(values, lines, strict=True))
 
@@ -110,12 +117,14 @@ class ConfigOption(click.Option):
         self.item = item
         meta: Option = item.metadata["option"]
         is_flag = "bool" in type_words(item)
+        is_list = type_words(item) == [LIST]
         super().__init__(
             param_decls,
             type=_CheckedFlag() if is_flag else _Checked(),
             is_flag=is_flag,
+            multiple=is_list,
             default=item.default,
-            show_default=(AUTO if item.default == AUTO else False) if is_flag else item.default is not None,
+            show_default=(AUTO if item.default == AUTO else False) if is_flag else item.default not in (None, ()),
             envvar=[f"MINISGL_{item.name.upper()}", *meta.env],
             help=meta.help,
             metavar=None if is_flag else meta.metavar or _metavar(item, meta),
@@ -158,7 +167,8 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         assert isinstance(param, ConfigOption)
-        return check_value(param.spelling(ctx), value, param.item)
+        checked = check_value(param.spelling(ctx), value, param.item)
+        return checked[0] if param.multiple else checked
 
 
 class _CheckedFlag(_Checked, click.types.BoolParamType):
@@ -203,14 +213,22 @@ def _declarations(item: dataclasses.Field[Any]) -> tuple[str, str]:
 def _metavar(item: dataclasses.Field[Any], meta: Option) -> str:
     if meta.choices:
         return f"[{'|'.join(meta.choices)}]"
-    names = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT"}
+    names = {"int": "INTEGER", "float": "NUMBER", "str": "TEXT", LIST: "TEXT"}
     words = type_words(item)
     if meta.kind:
         return "NAME"
     return names[words[0]] + (f"|{AUTO}" if words[0] != "str" and "str" in words else "")
 
 
+def _line(name: str, value: Any) -> str:
+    if value is None or value is _HIDDEN:
+        return f"# {name} is {'not set' if value is None else 'set, and not shown'}"
+    return f"{name} = {_toml(value)}"
+
+
 def _toml(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_toml, value))}]"
     if isinstance(value, (bool, str)):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return repr(value)

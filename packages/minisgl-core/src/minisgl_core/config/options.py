@@ -30,6 +30,7 @@ class Option:
         low, high: bounds of a number, both allowed; None for none.
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
+        secret: the value must not be shown.
     """
 
     help: str
@@ -39,6 +40,11 @@ class Option:
     high: float | None = None
     metavar: str | None = None
     env: tuple[str, ...] = ()
+    secret: bool = False
+
+
+LIST = "tuple[str, ...]"
+"""The type of an option that may be given several times."""
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -176,6 +182,11 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     words = type_words(item)
     if value is None and ("None" in words or item.default is None):
         return None
+    if words == [LIST]:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
+            raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a text or a list of texts")
+        return tuple(values)
     if isinstance(value, str) and not (AUTO in (value, item.default) and value == AUTO and "str" in words):
         value = _from_text(name, value, words)
     if isinstance(value, bool) and "bool" not in words:

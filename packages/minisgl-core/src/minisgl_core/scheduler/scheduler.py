@@ -7,6 +7,7 @@ brings the results back, in order, possibly one step late (overlap).
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from bisect import insort
@@ -25,6 +26,8 @@ from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +365,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str, token_ids: list[int]) -> TokenOut:
         request.finish_reason = reason
+        logger.debug("ended by %s", reason, extra={"request_id": request.request_id})
         self.stats.num_finished += 1
         del self._by_id[request.request_id]
         if request.row == 0:

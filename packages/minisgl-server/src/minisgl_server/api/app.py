@@ -6,22 +6,27 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI
 
-from minisgl_server.api import chat, completions, errors
-from minisgl_server.api.choices import json_response, served_model
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_server.api import chat, completions, errors, health, models, native, openapi, tokens
 from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.metrics import export
+from minisgl_server.options import ServerOptions
 
-COUNT_TIMEOUT_S = 10.0
 
-
-def create_app(client: EngineClient, served_model_name: str | None = None) -> FastAPI:
+def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     """The API over an engine.
 
     Args:
         client: the way to the engine; run by the application's lifespan.
-        served_model_name: the model's name to clients; the engine's name for it where it is missing.
+        options: the user's.
+
+    Raises:
+        Exception: whatever a plugin's `api_routes` raises, where the user asked for plugins' routes.
     """
 
     @asynccontextmanager
@@ -30,51 +35,17 @@ def create_app(client: EngineClient, served_model_name: str | None = None) -> Fa
         yield
         task.cancel()
 
-    app = FastAPI(title="minisgl", summary="OpenAI-compatible API of a minisgl engine.", lifespan=lifespan)
+    summary = "OpenAI-compatible API of a minisgl engine."
+    app = FastAPI(title="minisgl", summary=summary, version=version("minisgl-server"), lifespan=lifespan)
     app.state.client = client
-    app.state.served_model_name = served_model_name
+    app.state.served_model_name = options.served_model_name
     app.state.started = int(time.time())
     errors.install(app)
-    app.include_router(chat.router)
-    app.include_router(completions.router)
-
-    @app.get("/health")
-    async def health(request: Request) -> Response:
-        """Whether requests are served: 200, or 503 while the engine starts."""
-        client.ready_info()
-        return json_response({"status": "ok"})
-
-    @app.get("/health/requests")
-    async def requests(request: Request) -> Response:
-        """How many requests each process holds, which also shows that all of them answer."""
-        client.ready_info()
-        try:
-            return json_response(await asyncio.wait_for(client.count(), COUNT_TIMEOUT_S))
-        except TimeoutError:
-            raise errors.ApiError(503, "Not every process answers.", code="no_answer") from None
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        """The one model that is served."""
-        return json_response({"object": "list", "data": [_model(request.app)]})
-
-    @app.get("/v1/models/{name:path}")
-    async def model(request: Request, name: str) -> Response:
-        """The model of that name."""
-        served = served_model(request.app)[1]
-        if name != served:
-            raise errors.model_not_found(name, served)
-        return json_response(_model(request.app))
-
+    openapi.install(app)
+    for module in (chat, completions, native, tokens, models, health):
+        app.include_router(module.router)
+    if options.metrics:
+        app.include_router(export.router)
+    if options.plugin_routes and (hook := Hooks(Registry.from_environment()).api_routes):
+        hook(app=app)
     return app
-
-
-def _model(app: FastAPI) -> dict[str, object]:
-    info, name = served_model(app)
-    return {
-        "id": name,
-        "object": "model",
-        "created": app.state.started,
-        "owned_by": "minisgl",
-        "max_model_len": info.max_seq_len,
-    }

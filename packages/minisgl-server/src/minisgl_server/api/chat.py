@@ -8,9 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.messages import Text
-from minisgl_server.api.choices import Choices, check, json_response, parse, schema_of, served_model, tokenize
+from minisgl_server.api.answers import ChatAnswer, ChatChunk
+from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.logprobs import chat_logprobs
+from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
 from minisgl_server.api.schemas import ChatRequest
 from minisgl_server.api.streaming import EventStream, UsageOptions
@@ -18,7 +20,7 @@ from minisgl_server.api.streaming import EventStream, UsageOptions
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", openapi_extra=schema_of(ChatRequest))
+@router.post("/v1/chat/completions", **documented(ChatRequest, ChatAnswer, streams=ChatChunk, errors=(400, 404, 429)))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     client = request.app.state.client

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request, Response
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import EngineInfo, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.access import access_of
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
 from minisgl_server.api.schemas import GenerationRequest
 
-R = TypeVar("R", bound=GenerationRequest)
+R = TypeVar("R", bound=BaseModel)
+
+_numbers = itertools.count(1)
+"""Make ids unique: clients may name several requests alike."""
 
 
 async def parse(kind: type[R], request: Request) -> R:
@@ -34,10 +39,15 @@ async def parse(kind: type[R], request: Request) -> R:
 
 def check(request: GenerationRequest, served: str) -> None:
     """Refuse another model than the one served, and options of streams where there is none."""
-    if request.model is not None and request.model != served:
-        raise model_not_found(request.model, served)
+    check_model(request.model, served)
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options is allowed only where stream is true.", "stream_options")
+
+
+def check_model(name: str | None, served: str) -> None:
+    """Refuse another model than the one served."""
+    if name is not None and name != served:
+        raise model_not_found(name, served)
 
 
 class Choices:
@@ -50,7 +60,7 @@ class Choices:
     """
 
     def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize]) -> None:
-        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.id = f"{prefix}-{REQUEST_ID.get()}-{next(_numbers):x}"
         self._model = model
         self._created = int(time.time())
         self._n = prompts[0].sampling.n
@@ -70,6 +80,7 @@ class Choices:
             ApiError: a request was refused.
         """
         generation = client.start(self.requests, request.receive)
+        access_of(request.scope).usage = self.usage
         try:
             return generation, self.count(await generation.next())
         except BaseException:
@@ -128,12 +139,6 @@ def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
     return info, app.state.served_model_name or info.model
 
 
-def json_response(body: dict[str, Any]) -> Response:
+def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
     """A successful answer."""
     return Response(msgspec.json.encode(body), media_type="application/json")
-
-
-def schema_of(kind: type[GenerationRequest]) -> dict[str, Any]:
-    """What the OpenAPI document says of a body that a route reads by itself."""
-    schema = kind.model_json_schema(ref_template=f"#/components/schemas/{kind.__name__}/$defs/{{model}}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

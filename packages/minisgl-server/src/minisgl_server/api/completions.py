@@ -9,9 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Text
-from minisgl_server.api.choices import Choices, check, json_response, parse, schema_of, served_model, tokenize
+from minisgl_server.api.answers import CompletionAnswer
+from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.logprobs import CompletionLogprobs
+from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
 from minisgl_server.api.schemas import CompletionRequest
 from minisgl_server.api.streaming import EventStream, UsageOptions
@@ -22,7 +24,10 @@ MAX_PROMPTS = 2048
 """Most prompts in one request."""
 
 
-@router.post("/v1/completions", openapi_extra=schema_of(CompletionRequest))
+@router.post(
+    "/v1/completions",
+    **documented(CompletionRequest, CompletionAnswer, streams=CompletionAnswer, errors=(400, 404, 429)),
+)
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
     client = request.app.state.client

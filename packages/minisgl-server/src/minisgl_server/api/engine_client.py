@@ -9,13 +9,24 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from minisgl_core.ipc import AsyncReceiver, Endpoints, Sender
-from minisgl_core.messages import Abort, Count, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
-from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, rejected
+from minisgl_core.messages import (
+    Abort,
+    Count,
+    Detokenize,
+    EngineInfo,
+    Rejected,
+    Stop,
+    Text,
+    TextBatch,
+    Tokenize,
+    Tokens,
+)
+from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, rejected, shutting_down, unsendable
 
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Rejected | Count | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | Stop
 
 
 class Generation:
@@ -91,15 +102,18 @@ class EngineClient:
         info: what the engine is; None until it is ready.
         ready: set once it is.
         stopped: set when it is no more.
+        is_draining: nothing new begins any more.
     """
 
     def __init__(self, endpoints: Endpoints) -> None:
         self.info: EngineInfo | None = None
         self.ready, self.stopped = asyncio.Event(), asyncio.Event()
+        self.is_draining = False
         self._receiver = AsyncReceiver[Any](endpoints.api_in, Incoming)
         self._workers = [Sender(address) for address in endpoints.tokenizer_in]
         self._next_worker = 0
         self._routes: dict[str, tuple[Generation, int]] = {}
+        self._asked: dict[str, asyncio.Future[Tokens]] = {}
         self._counting: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
 
     @property
@@ -111,8 +125,10 @@ class EngineClient:
         """What the engine is.
 
         Raises:
-            ApiError: 503, it is not ready.
+            ApiError: 503, it is not ready, or it drains.
         """
+        if self.is_draining:
+            raise shutting_down()
         if self.info is None:
             raise not_ready()
         return self.info
@@ -125,17 +141,45 @@ class EngineClient:
             receive: the HTTP request's ASGI channel, to notice that the client hung up.
 
         Raises:
-            ApiError: 400, a value inside a free-form field does not fit a message.
+            ApiError: 400, a value inside a free-form field does not fit a message; 503, it drains.
         """
+        if self.is_draining:
+            raise shutting_down()
         generation = Generation(self, [request.request_id for request in requests])
         try:
             for request in requests:
-                self._send(request, generation)
+                worker = self._choose_worker()
+                self._routes[request.request_id] = (generation, worker)
+                self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
             generation.close()
-            raise ApiError(400, "The request holds a value that is too large or no valid text.") from None
+            raise unsendable() from None
         generation.watch(receive)
         return generation
+
+    async def ask(self, question: Tokenize | Detokenize) -> Tokens:
+        """Have a tokenizer worker turn text into tokens or back; the engine has no part in it. The id must be new.
+
+        Raises:
+            ApiError: 400, it was refused or does not fit a message; 500, there is no answer any more.
+        """
+        answer: asyncio.Future[Tokens] = asyncio.get_running_loop().create_future()
+        self._asked[question.request_id] = answer
+        try:
+            self._workers[self._choose_worker()].send(question)
+            return await answer
+        except (OverflowError, RecursionError, UnicodeError):
+            raise unsendable() from None
+        finally:
+            del self._asked[question.request_id]
+
+    async def drain(self, timeout_s: float) -> None:
+        """Begin nothing new, and wait until what runs has ended; what still runs after `timeout_s` fails."""
+        self.is_draining = True
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while self._routes and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._fail_all(shutting_down())
 
     def abort(self, request_id: str) -> None:
         """Tell the engine to stop working on a request."""
@@ -166,7 +210,12 @@ class EngineClient:
                 case TextBatch(outputs):
                     for text in outputs:
                         self._deliver(text)
+                case Tokens() as tokens:
+                    if (asked := self._asked.get(tokens.request_id)) and not asked.done():
+                        asked.set_result(tokens)
                 case Rejected() as message:
+                    if (asked := self._asked.get(message.request_id)) and not asked.done():
+                        asked.set_exception(rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
                 case Count(worker=worker, counts=counts):
@@ -175,8 +224,7 @@ class EngineClient:
                         answer.set_result(counts)
                 case Stop():
                     self.info = None
-                    for generation, _ in list(self._routes.values()):
-                        generation.fail(ApiError(500, "The engine has stopped.", code="engine_stopped"))
+                    self._fail_all(ApiError(500, "The engine has stopped.", code="engine_stopped"))
                     self.stopped.set()
                     return
 
@@ -186,11 +234,17 @@ class EngineClient:
         for worker in self._workers:
             worker.close()
 
-    def _send(self, request: Tokenize, generation: Generation) -> None:
+    def _fail_all(self, error: ApiError) -> None:
+        for generation, _ in list(self._routes.values()):
+            generation.fail(error)
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _choose_worker(self) -> int:
         worker = self._next_worker
         self._next_worker = (worker + 1) % len(self._workers)
-        self._routes[request.request_id] = (generation, worker)
-        self._workers[worker].send(request)
+        return worker
 
     def _deliver(self, text: Text) -> None:
         route = self._routes.get(text.request_id)

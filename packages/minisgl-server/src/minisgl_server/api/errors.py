@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -26,11 +27,20 @@ class ApiError(Exception):
         message: what is wrong and what would be right.
         param: the field at fault.
         code: a word for programs.
+        headers: of the answer; where it is to be tried again, Retry-After is added.
     """
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = {"Retry-After": "1", **(headers or {})} if status in (429, 503) else dict(headers or {})
 
     def body(self) -> dict[str, Any]:
         """The JSON body."""
@@ -40,7 +50,7 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         """The whole answer."""
-        return Response(msgspec.json.encode(self.body()), self.status, media_type="application/json")
+        return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
 
 
 class ClientGoneError(Exception):
@@ -49,7 +59,17 @@ class ClientGoneError(Exception):
 
 def not_ready() -> ApiError:
     """The engine still starts."""
-    return ApiError(503, "The server is starting; try again when GET /health answers 200.", code="not_ready")
+    return ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
+
+
+def unsendable() -> ApiError:
+    """A value that JSON holds and a message does not."""
+    return ApiError(400, "The request holds a value that is too large or no valid text.")
+
+
+def shutting_down() -> ApiError:
+    """The server drains: what runs may end, nothing new begins."""
+    return ApiError(503, "The server is shutting down.", code="shutting_down")
 
 
 def model_not_found(asked: str, served: str) -> ApiError:

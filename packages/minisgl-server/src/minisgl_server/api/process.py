@@ -16,32 +16,45 @@ from minisgl_core.messages import Ready
 from minisgl_core.process import Report
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.guard import guarded
 from minisgl_server.options import ServerOptions
 
+SEND_TIMEOUT_S = 2
+"""What clients get at the end to take answers that are complete."""
 
-def run_api(options: ServerOptions, endpoints: Endpoints, listener: socket.socket, report: Report) -> None:
+
+def run_api(
+    options: ServerOptions, key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
+) -> None:
     """Body of the process: serve on `listener` until SIGTERM, then finish running requests for ``--drain-timeout``.
 
-    It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then.
+    It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then. While it drains, it
+    listens on and answers 503 to whatever is new, so that who watches /ready sees it.
     """
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(options, endpoints, listener, report))
+        runner.run(_serve(options, key_digests, endpoints, listener, report))
 
 
-async def _serve(options: ServerOptions, endpoints: Endpoints, listener: socket.socket, report: Report) -> None:
+async def _serve(
+    options: ServerOptions, key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
+) -> None:
     client = EngineClient(endpoints)
     config = uvicorn.Config(
-        create_app(client, options.served_model_name),
+        guarded(create_app(client, options), options, key_digests),
         log_config=None,
         log_level=options.log_level,
-        access_log=options.log_level in ("debug", "info"),
+        access_log=False,
         timeout_keep_alive=60,
-        timeout_graceful_shutdown=max(1, round(options.drain_timeout)),
+        timeout_graceful_shutdown=SEND_TIMEOUT_S,
         server_header=False,
     )
     server = _Server(config)
 
     def stop() -> None:
+        tasks.append(asyncio.create_task(drain()))
+
+    async def drain() -> None:
+        await client.drain(options.drain_timeout)
         server.should_exit = True
 
     async def report_when_ready() -> None:
@@ -51,10 +64,11 @@ async def _serve(options: ServerOptions, endpoints: Endpoints, listener: socket.
 
     async def stop_with_engine() -> None:
         await client.stopped.wait()
-        stop()
+        server.should_exit = True
 
+    tasks: list[asyncio.Task[None]] = []
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
-    tasks = [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
+    tasks += [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
     try:
         await server.serve(sockets=[listener])
     finally:

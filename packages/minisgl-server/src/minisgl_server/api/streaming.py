@@ -10,6 +10,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from minisgl_server.api.access import access_of
 from minisgl_server.api.choices import Choices
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
@@ -45,6 +46,7 @@ class EventStream(Response):
             except ApiError as error:
                 last = _events([error.body()])
             except ClientGoneError:
+                access_of(scope).is_cut = True
                 last = b""
             except Exception:
                 logger.exception("a stream failed")

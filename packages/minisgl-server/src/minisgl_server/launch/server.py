@@ -7,7 +7,9 @@ import os
 import shlex
 import signal
 import socket
+import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from types import FrameType
 from typing import Any, Self
 
@@ -21,6 +23,8 @@ from minisgl_core.messages import Stop
 from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_server.launch.keys import key_digests
+from minisgl_server.metrics.engine import prepare_metrics
 from minisgl_server.options import ServerOptions
 
 API = "api"
@@ -43,15 +47,18 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     """
     setproctitle.setproctitle("minisgl: launch")
     check_providers(config, registry)
+    digests = key_digests(options)
+    options = replace(options, api_key=())  # from here on, only the digests are known
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
         Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
         _Signals() as signals,
     ):
-        supervisor = Supervisor(endpoints.directory, options.log_level)
+        prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
+        supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
         try:
-            supervisor.start(API, RUN_API, options, endpoints, listener)
+            supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_host_of(options.host)}:{listener.getsockname()[1]}"
             listener.close()
             for rank, name in enumerate(_ranks(endpoints)):
@@ -59,7 +66,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, index, endpoints)
             if _wait_ready(supervisor, endpoints, signals):
-                click.echo(describe(supervisor, options, url))
+                _say(describe(supervisor, options, url))
                 supervisor.wait(wake=signals)
                 _drain(supervisor, options, signals)
         except WorkerDiedError:
@@ -122,10 +129,18 @@ def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals)
 def _drain(supervisor: Supervisor, options: ServerOptions, signals: _Signals) -> None:
     """Let the API server finish what runs; it takes nothing new. A second signal cuts it short."""
     signals.clear()
-    click.echo(f"Stopping: running requests get {options.drain_timeout:g} s. A second signal ends them now.")
+    _say(f"Stopping: running requests get {options.drain_timeout:g} s. A second signal ends them now.")
     supervisor.end(API)
     limit_s = options.drain_timeout + DRAIN_SLACK_S
     supervisor.wait(lambda: not supervisor.is_alive(API), timeout_s=limit_s, wake=signals)
+
+
+def _say(text: str) -> None:
+    """Print; a full disk behind standard output ends no server, and is not tried again."""
+    try:
+        click.echo(text)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _tell_clients(endpoints: Endpoints) -> None:

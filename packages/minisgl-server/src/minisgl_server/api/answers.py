@@ -1,0 +1,174 @@
+"""The form of every answer, for the OpenAPI document. Answers are made without these classes, which would cost time a chunk."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, RootModel
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorDetails(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Every answer but a success."""
+
+    error: ErrorDetails
+
+
+class Status(BaseModel):
+    """A server that is well."""
+
+    status: Literal["ok"]
+
+
+class Counts(RootModel[dict[str, int]]):
+    """Requests that each process holds, and locked pages."""
+
+
+class Model(BaseModel):
+    """A model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """Models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptDetails(BaseModel):
+    """Of a prompt's tokens."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+
+
+class Message(BaseModel):
+    """What the model says; fields such as tool_calls only where there are some."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+
+
+class ChatChoice(BaseModel):
+    """One of n answers."""
+
+    index: int
+    message: Message
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+
+
+class ChatAnswer(BaseModel):
+    """Answer of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ChatChunkChoice(BaseModel):
+    """What is new of one answer."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+
+
+class ChatChunk(BaseModel):
+    """An event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One of n outputs of a prompt; in a stream, what is new of it."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+
+
+class CompletionAnswer(BaseModel):
+    """Answer of ``POST /v1/completions``, or an event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenizeAnswer(BaseModel):
+    """Answer of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(BaseModel):
+    """Answer of ``POST /detokenize``."""
+
+    prompt: str
+
+
+class GenerateMeta(BaseModel):
+    """About one output of ``POST /generate``; log-probabilities only where asked for."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+
+
+class GenerateAnswer(BaseModel):
+    """One output of ``POST /generate``, so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMeta
+
+
+class GenerateAnswers(RootModel[GenerateAnswer | list[GenerateAnswer]]):
+    """Answer of ``POST /generate``: a list for several prompts or outputs."""

@@ -1,0 +1,113 @@
+"""What stands before the application: who may enter, how many, and with how much. Plain ASGI, at no cost a chunk."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl_server.api.access import RequestLog
+from minisgl_server.api.errors import ApiError
+from minisgl_server.options import ServerOptions
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""What needs no key: it tells nothing but that a server is there."""
+
+
+def guarded(app: ASGIApp, options: ServerOptions, key_digests: Sequence[bytes]) -> ASGIApp:
+    """`app` behind everything that `options` ask for; a request passes the last one first."""
+    app = Limits(app, options.max_body_size, options.max_concurrent_requests)
+    if key_digests:
+        app = KeyCheck(app, key_digests)
+    if options.cors_origin:
+        methods, headers = ["*"], ["*"]
+        exposed = ["X-Request-Id", "Retry-After"]
+        app = CORSMiddleware(app, options.cors_origin, methods, headers, expose_headers=exposed)
+    return RequestLog(app)
+
+
+class KeyCheck:
+    """Lets in who brings a key.
+
+    Args:
+        app: what is protected.
+        digests: SHA-256 of each key. Equal lengths, compared in constant time, each time all of them.
+    """
+
+    def __init__(self, app: ASGIApp, digests: Sequence[bytes]) -> None:
+        self._app, self._digests = app, digests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or answer 401."""
+        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._knows(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            message = "A valid API key is required, as the header 'Authorization: Bearer KEY'."
+            response = ApiError(401, message, code="invalid_api_key").response()
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
+        return bool(sum([hmac.compare_digest(digest, known) for known in self._digests])) and scheme.lower() == "bearer"
+
+
+class Limits:
+    """Refuses bodies that are too large, before they are read, and more requests at a time than wanted.
+
+    Args:
+        app: what is protected.
+        max_body_bytes: of one request.
+        max_requests: POST requests at a time; None for any number.
+    """
+
+    def __init__(self, app: ASGIApp, max_body_bytes: int, max_requests: int | None) -> None:
+        self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
+        self._num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on or answer 413 or 429."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        length = Headers(scope=scope).get("content-length")
+        is_post = scope["method"] == "POST"
+        if length is not None and int(length) > self._max_body_bytes:
+            return await self._too_large().response()(scope, receive, send)
+        if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
+            message = f"{self._num_requests} requests are being served, as many as this server takes at a time."
+            return await ApiError(429, message, code="too_many_requests").response()(scope, receive, send)
+        self._num_requests += is_post
+        try:
+            await self._app(scope, receive if length is not None else self._counting(receive), send)
+        finally:
+            self._num_requests -= is_post
+
+    def _counting(self, receive: Receive) -> Receive:
+        """For bodies whose length only their end tells."""
+        num_bytes = 0
+
+        async def counted() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return counted
+
+    def _too_large(self) -> ApiError:
+        """The connection ends with the answer: what the client still sends belongs to a request that is over."""
+        return ApiError(
+            413,
+            f"The body is larger than {self._max_body_bytes} bytes.",
+            code="body_too_large",
+            headers={"Connection": "close"},
+        )

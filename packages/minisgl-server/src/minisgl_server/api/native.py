@@ -1,0 +1,193 @@
+"""``POST /generate``, as SGLang's users know it: a text or tokens in, text and tokens out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import EngineInfo, Logprob, Text, Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.answers import GenerateAnswer, GenerateAnswers
+from minisgl_server.api.choices import Choices, json_response, parse, served_model
+from minisgl_server.api.completions import MAX_PROMPTS
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.openapi import documented
+from minisgl_server.api.schemas import Int, Strict, TokenId
+from minisgl_server.api.streaming import EventStream
+
+router = APIRouter()
+
+
+class GenerateSampling(Strict):
+    """How to sample. Names are SGLang's, and this project's own where those differ."""
+
+    max_new_tokens: Int | None = Field(None, description="Most tokens to generate; 128 by default.")
+    min_new_tokens: Int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    seed: Int | None = None
+    sampling_seed: Int | None = Field(None, description="Another name for seed.")
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    n: Int | None = None
+
+
+_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+
+
+class GenerateRequest(Strict):
+    """Body of ``POST /generate``: exactly one of text, prompt and input_ids."""
+
+    text: str | list[str] | None = Field(None, description="A prompt, or several.")
+    prompt: str | list[str] | None = Field(None, description="Another name for text.")
+    input_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="A prompt in tokens, or several.")
+    sampling_params: GenerateSampling | None = None
+    max_tokens: Int | None = Field(None, description="Another name for sampling_params.max_new_tokens.")
+    ignore_eos: bool | None = Field(None, description="Another name for sampling_params.ignore_eos.")
+    stream: bool | None = Field(None, description="Send events; each has all of the text so far.")
+    return_logprob: bool | None = None
+    top_logprobs_num: Int | None = Field(None, description="How many most likely tokens to tell with return_logprob.")
+    priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
+
+
+@router.post("/generate", **documented(GenerateRequest, GenerateAnswers, streams=GenerateAnswer, errors=(400, 429)))
+async def generate(request: Request) -> Response:
+    """Continue one or more prompts; several prompts or outputs give a list of answers."""
+    started_s = time.perf_counter()
+    client = request.app.state.client
+    info, model = served_model(request.app)
+    asked = await parse(GenerateRequest, request)
+    prompts, is_single = _prompts(asked)
+    sampling = _sampling(asked, info)
+    messages = [
+        Tokenize(request_id="", sampling=sampling, priority=asked.priority or 0, **prompt) for prompt in prompts
+    ]
+    choices = Choices("gen", model, messages)
+    outputs = [_Output(one.request_id, started_s) for one in choices.requests]
+    generation, first = await choices.start(client, request)
+    is_single = is_single and len(outputs) == 1
+    if asked.stream:
+        return EventStream(generation, _chunks(choices, generation, first, outputs, is_single))
+    try:
+        while first:
+            for place, text in first:
+                outputs[place].add(text)
+            first = await choices.more(generation)
+    finally:
+        generation.close()
+    answers = [output.answer() for output in outputs]
+    return json_response(answers[0] if is_single else answers)
+
+
+async def _chunks(
+    choices: Choices,
+    generation: Generation,
+    new: list[tuple[int, Text]],
+    outputs: list[_Output],
+    is_single: bool,
+) -> AsyncIterator[list[dict[str, Any]]]:
+    while new:
+        chunks = []
+        for place, text in new:
+            outputs[place].add(text)
+            chunks.append(outputs[place].answer() | ({} if is_single else {"index": place}))
+        yield chunks
+        new = await choices.more(generation)
+
+
+class _Output:
+    """One output, all of it so far."""
+
+    def __init__(self, name: str, started_s: float) -> None:
+        self._name, self._started_s = name, started_s
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] | None = None
+        self._top_logprobs: list[Any] = []
+        self._last = Text(request_id="", text="", token_ids=[])
+
+    def add(self, text: Text) -> None:
+        """Take in what is new."""
+        self._text += text.text
+        self._token_ids += text.token_ids
+        self._last = text
+        if text.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += [_logprob(place.token) for place in text.logprobs]
+            self._top_logprobs += [[_logprob(entry) for entry in place.top] for place in text.logprobs]
+
+    def answer(self) -> dict[str, Any]:
+        """In SGLang's form."""
+        last = self._last
+        meta: dict[str, Any] = {
+            "id": self._name,
+            "finish_reason": _finish_reason(last, self._token_ids),
+            "prompt_tokens": last.num_prompt_tokens,
+            "completion_tokens": len(self._token_ids),
+            "cached_tokens": last.num_cached_tokens,
+            "e2e_latency": time.perf_counter() - self._started_s,
+        }
+        if self._logprobs is not None:
+            meta["output_token_logprobs"], meta["output_top_logprobs"] = self._logprobs, self._top_logprobs
+        return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+
+
+def _logprob(entry: Logprob) -> tuple[float, int, None]:
+    """The last place is the token's text in SGLang, which leaves it out unless asked."""
+    return entry.logprob, entry.token_id, None
+
+
+def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
+    if last.finish_reason is None:
+        return None
+    if last.finish_reason == "length":
+        return {"type": "length", "length": len(token_ids)}
+    return {"type": last.finish_reason, "matched": token_ids[-1] if last.stop_reason is None else last.stop_reason}
+
+
+def _prompts(asked: GenerateRequest) -> tuple[list[dict[str, Any]], bool]:
+    """Each prompt as a field of `Tokenize`, and whether it was given alone and not in a list."""
+    given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(asked, name)) is not None}
+    if len(given) != 1:
+        raise InvalidValueError("text", ", ".join(given) or "nothing", "exactly one of text, prompt and input_ids")
+    [(name, prompt)] = given.items()
+    is_single = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
+    prompts = [prompt] if is_single else prompt
+    if not 1 <= len(prompts) <= MAX_PROMPTS:
+        raise InvalidValueError(name, f"{len(prompts)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
+    return [{"token_ids" if name == "input_ids" else "text": each} for each in prompts], is_single
+
+
+def _sampling(asked: GenerateRequest, info: EngineInfo) -> SamplingParams:
+    given = {} if asked.sampling_params is None else asked.sampling_params.model_dump(exclude_none=True)
+    values: dict[str, Any] = {"max_tokens": 128, **info.default_sampling}
+    names: dict[str, str] = {}
+    sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
+    sources += [
+        (name, name, value) for name in ("max_tokens", "ignore_eos") if (value := getattr(asked, name)) is not None
+    ]
+    for source, name, value in sources:
+        if name in names:
+            raise InvalidValueError(source, value, f"left out where {names[name]} is given")
+        names[name], values[name] = source, value
+    if asked.top_logprobs_num is not None and not asked.return_logprob:
+        raise InvalidValueError("top_logprobs_num", asked.top_logprobs_num, "left out unless return_logprob is true")
+    if asked.return_logprob:
+        values["logprobs"], names["logprobs"] = asked.top_logprobs_num or 0, "top_logprobs_num"
+    try:
+        return SamplingParams(**values)
+    except InvalidValueError as error:
+        raise InvalidValueError(names.get(error.name, error.name), error.value, error.allowed, error.remedy) from None

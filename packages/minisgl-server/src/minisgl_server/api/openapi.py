@@ -1,0 +1,95 @@
+"""The OpenAPI document: every body and every status, for routes that read and write their bodies by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from fastapi import FastAPI, Response
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+from minisgl_server.api.answers import Error
+
+ERRORS = {
+    400: "The request is not valid; param names the field.",
+    401: "No valid API key.",
+    404: "There is no such model.",
+    413: "The body is larger than --max-body-size.",
+    429: "Too many requests run or wait; try again later.",
+    500: "The server failed on this request.",
+    503: "The engine is starting, or the server is shutting down.",
+}
+_TEMPLATE = "#/components/schemas/{model}"
+
+_described: set[type[BaseModel]] = {Error}
+
+
+def documented(
+    body: type[BaseModel] | None = None,
+    answer: type[BaseModel] | None = None,
+    *,
+    streams: type[BaseModel] | None = None,
+    errors: Iterable[int] = (),
+    is_ready: bool = True,
+) -> dict[str, Any]:
+    """Keyword arguments of a FastAPI route.
+
+    Args:
+        body: what the route reads.
+        answer: what it answers with status 200; None for a route that never does.
+        streams: what each server-sent event holds where the body asks for a stream.
+        errors: further statuses, keys of `ERRORS`. Those that any route may answer are added.
+        is_ready: it answers 503 where the engine does not serve.
+    """
+    _described.update(each for each in (body, answer, streams) if each is not None)
+    responses: dict[int | str, Any] = {}
+    if answer is not None:
+        content = {"application/json": {"schema": _reference(answer)}}
+        if streams is not None:
+            content["text/event-stream"] = {"schema": {"type": "string", "description": _events(streams)}}
+        responses[200] = {"description": "Success.", "content": content}
+    general = {401, 500} | ({503} if is_ready else set()) | ({413} if body is not None else set())
+    for status in sorted({*errors, *general}):
+        error = {"application/json": {"schema": _reference(Error)}}
+        responses[status] = {"description": ERRORS[status], "content": error}
+    route: dict[str, Any] = {"responses": responses, "response_class": Response, "status_code": min(responses)}
+    if body is not None:
+        wanted = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
+        route["openapi_extra"] = {"requestBody": wanted}
+    return route
+
+
+def install(app: FastAPI) -> None:
+    """Make `app` serve the document."""
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document(app)
+        return app.openapi_schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    models = sorted(_described, key=lambda model: model.__name__)
+    _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
+    schemas = {"schemas": definitions["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    document["components"] = schemas
+    document["security"] = [{}, {"key": []}]
+    for operation in (each for path in document["paths"].values() for each in path.values()):
+        operation["responses"].pop("422", None)  # FastAPI's own checks, which nothing here uses
+    return document
+
+
+def _reference(model: type[BaseModel]) -> dict[str, str]:
+    return {"$ref": _TEMPLATE.format(model=model.__name__)}
+
+
+def _events(model: type[BaseModel]) -> str:
+    return (
+        f"Lines that begin with 'data: ' and hold one {model.__name__} each, with empty lines between; then 'data: [DONE]'."
+        " An error after the beginning is one more such line, which holds an Error."
+    )

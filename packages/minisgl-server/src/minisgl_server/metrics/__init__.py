@@ -1,0 +1,1 @@
+"""Prometheus metrics: what the engine counts, and how a server shows it."""

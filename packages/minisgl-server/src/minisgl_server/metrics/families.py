@@ -1,0 +1,97 @@
+"""Every metric, once: names in ``minisgl:`` after vLLM's, labelled with the served model's name."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client import Counter, Gauge, Histogram
+
+LABELS = ("model_name",)
+SECONDS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    25.0,
+    50.0,
+    100.0,
+    250.0,
+    1000.0,
+)
+"""Bounds of times that reach from a step to the longest request."""
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+"""Bounds of times between tokens."""
+TOKENS = tuple(2**power for power in range(18))
+REQUESTS = tuple(2**power for power in range(11))
+
+
+class WeightedHistogram(Histogram):
+    """A histogram that takes many equal observations at once, in the time of one."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """The same as `count` calls of `observe`."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
+
+
+@cache
+def families() -> SimpleNamespace:
+    """The metrics of this process, registered with prometheus_client; several engines in it share them."""
+
+    def gauge(name: str, help: str) -> Gauge:
+        return Gauge(f"minisgl:{name}", help, LABELS, multiprocess_mode="mostrecent")
+
+    def counter(name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"minisgl:{name}", help, (*LABELS, *labels))
+
+    def histogram(name: str, help: str, buckets: tuple[float, ...]) -> WeightedHistogram:
+        return WeightedHistogram(f"minisgl:{name}", help, LABELS, buckets=buckets)
+
+    return SimpleNamespace(
+        num_requests_running=gauge("num_requests_running", "Requests in the running batch."),
+        num_requests_waiting=gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
+        kv_cache_usage=gauge("kv_cache_usage_perc", "Share of the KV pages that running requests hold; 1 is all."),
+        kv_pages_used=gauge("kv_pages_used", "KV pages that running requests hold."),
+        kv_pages=gauge("kv_pages", "KV pages that there are."),
+        prompt_tokens=counter("prompt_tokens", "Prompt tokens of requests that were admitted, cached ones included."),
+        prefix_cache_queries=counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
+        prefix_cache_hits=counter("prefix_cache_hits", "Prompt tokens that the prefix cache held."),
+        generation_tokens=counter("generation_tokens", "Tokens generated."),
+        preemptions=counter("num_preemptions", "Requests that lost their pages and were queued again."),
+        requests=counter("request_success", "Requests that ended, by why: stop, length or abort.", "finished_reason"),
+        queue_time=histogram("request_queue_time_seconds", "From arrival to the first place in a batch.", SECONDS),
+        prefill_time=histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS),
+        decode_time=histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS),
+        time_to_first_token=histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS),
+        inter_token_latency=histogram("inter_token_latency_seconds", "Between tokens of a request.", TOKEN_SECONDS),
+        time_per_output_token=histogram(
+            "request_time_per_output_token_seconds", "A request's mean between its tokens.", TOKEN_SECONDS
+        ),
+        latency=histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS),
+        request_prompt_tokens=histogram("request_prompt_tokens", "A request's prompt tokens.", TOKENS),
+        request_generation_tokens=histogram("request_generation_tokens", "A request's generated tokens.", TOKENS),
+        iteration_tokens=histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS),
+        iteration_requests=histogram("iteration_num_requests", "Requests in a step: the batch size.", REQUESTS),
+    )
+
+
+def labelled(model_name: str) -> Any:
+    """The metrics of one model, by the names of `families`; ``requests`` takes the reason and gives the counter."""
+    found = vars(families())
+    one = {name: family.labels(model_name) for name, family in found.items() if name != "requests"}
+    requests = partial(found["requests"].labels, model_name)
+    for reason in ("stop", "length", "abort"):
+        requests(reason)
+    return SimpleNamespace(**one, requests=requests)
