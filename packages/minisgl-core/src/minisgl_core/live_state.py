@@ -38,6 +38,7 @@ class StepState(msgspec.Struct, kw_only=True):
 class RequestState(msgspec.Struct, kw_only=True):
     """A request that has not ended, or whose last step has not been processed."""
 
+    request_id: str
     number: int
     """In the order of arrival, from 1."""
     is_running: bool

@@ -28,6 +28,11 @@ class ServerOptions:
         None, "Most POST requests served at a time; others get status 429.", low=1
     )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
+    page: bool = option(
+        True,
+        "Serve a page to chat and to watch the engine at /, and what it shows at /engine/state: beginnings of users'"
+        " prompts and ends of answers, for everyone who may use the API.",
+    )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
     log_level: str = option(
         "warning",

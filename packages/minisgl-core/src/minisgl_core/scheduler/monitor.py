@@ -122,6 +122,7 @@ class Monitor:
 
 def _request_state(request: Request, now_s: float) -> RequestState:
     return RequestState(
+        request_id=request.request_id,
         number=request.arrival,
         is_running=request.row > 0,
         age_s=now_s - request.arrival_s,

@@ -172,3 +172,18 @@ class GenerateAnswer(BaseModel):
 
 class GenerateAnswers(RootModel[GenerateAnswer | list[GenerateAnswer]]):
     """Answer of ``POST /generate``: a list for several prompts or outputs."""
+
+
+class EngineState(BaseModel):
+    """Answer of ``GET /engine/state``; what the fields hold is told by `minisgl_core.live_state.State`."""
+
+    engine: dict[str, Any]
+    time_s: float
+    step: int
+    num_waiting: int
+    num_running: int
+    totals: dict[str, int]
+    pages: dict[str, Any]
+    requests: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    steps: list[dict[str, Any]]

@@ -16,6 +16,7 @@ from minisgl_server.api import chat, completions, errors, health, models, native
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.metrics import export
 from minisgl_server.options import ServerOptions
+from minisgl_server.page.routes import add_page
 
 
 def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
@@ -46,6 +47,8 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
         app.include_router(module.router)
     if options.metrics:
         app.include_router(export.router)
+    if options.page:
+        add_page(app, client)
     if options.plugin_routes and (hook := Hooks(Registry.from_environment()).api_routes):
         hook(app=app)
     return app

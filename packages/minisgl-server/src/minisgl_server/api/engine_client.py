@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
 from minisgl_core.ipc import AsyncReceiver, Endpoints, Sender
+from minisgl_core.live_state import State, StateRequest
 from minisgl_core.messages import (
     Abort,
     Count,
@@ -26,7 +27,7 @@ from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, reje
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | State | Stop
 
 
 class Generation:
@@ -115,6 +116,7 @@ class EngineClient:
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._asked: dict[str, asyncio.Future[Tokens]] = {}
         self._counting: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
+        self._watching: deque[asyncio.Future[State]] = deque()
 
     @property
     def num_requests(self) -> int:
@@ -200,6 +202,13 @@ class EngineClient:
             counts |= await answer
         return counts
 
+    async def state(self, since: int) -> State:
+        """What the engine does now, with the steps after step `since`. Never comes back if the engine does not answer."""
+        answer: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        self._watching.append(answer)
+        self._workers[0].send(StateRequest(worker=0, since=since))
+        return await answer
+
     async def run(self) -> None:
         """Hand out what arrives, until `Stop`: then every request fails."""
         while True:
@@ -222,6 +231,10 @@ class EngineClient:
                     answer = self._counting[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)
+                case State() as state:
+                    watching = self._watching.popleft()
+                    if not watching.done():
+                        watching.set_result(state)
                 case Stop():
                     self.info = None
                     self._fail_all(ApiError(500, "The engine has stopped.", code="engine_stopped"))

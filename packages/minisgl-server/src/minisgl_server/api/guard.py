@@ -14,8 +14,9 @@ from minisgl_server.api.access import RequestLog
 from minisgl_server.api.errors import ApiError
 from minisgl_server.options import ServerOptions
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
-"""What needs no key: it tells nothing but that a server is there."""
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_FOLDER = "/page/"
+"""What needs no key: it tells nothing but that a server is there. The page's files are the same for everyone."""
 
 
 def guarded(app: ASGIApp, options: ServerOptions, key_digests: Sequence[bytes]) -> ASGIApp:
@@ -43,7 +44,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or answer 401."""
-        if scope["type"] == "lifespan" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        if scope["type"] == "lifespan" or _is_open(scope["path"]) or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -57,6 +58,10 @@ class KeyCheck:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
         return bool(sum([hmac.compare_digest(digest, known) for known in self._digests])) and scheme.lower() == "bearer"
+
+
+def _is_open(path: str) -> bool:
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class Limits:

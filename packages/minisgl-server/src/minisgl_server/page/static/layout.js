@@ -1,0 +1,60 @@
+// Where the nodes of the radix tree go: the newest at the top, each in line with the first that follows it. From runs to boxes.
+
+export const HEIGHT = 40;
+const ROW = 47;
+const GAP = 30;
+const ROOT_WIDTH = 18;
+const MARGIN = 4;
+const PAGE = 7;
+
+// Runs joined where one continues the other alone and was used alike: one node each.
+function join(runs) {
+  const nodes = new Map();
+  const root = { number: 0, children: [], numTokens: 0 };
+  nodes.set(0, root);
+  for (const run of runs) {
+    const node = {
+      number: run.number, numbers: [run.number], parent: nodes.get(run.parent), children: [], text: run.text, lastPage: run.last_page,
+      numTokens: run.num_tokens, numPages: run.num_pages, numLocks: run.num_locks, numHits: run.num_hits, sinceHitS: run.since_hit_s,
+    };
+    nodes.set(run.number, node);
+    node.parent.children.push(node);
+  }
+  const visit = (node) => {
+    while (node !== root && node.children.length === 1 && alike(node, node.children[0])) {
+      const [next] = node.children;
+      node.numbers.push(...next.numbers);
+      node.numTokens += next.numTokens;
+      node.numPages += next.numPages;
+      node.lastPage = next.lastPage;
+      node.children = next.children;
+      for (const child of node.children) child.parent = node;
+    }
+    node.newest = Math.max(...(node.numbers ?? [0]), ...node.children.map(visit));
+    node.children.sort((a, b) => b.newest - a.newest);
+    return node.newest;
+  };
+  visit(root);
+  return root;
+}
+
+const alike = (a, b) => a.numLocks === b.numLocks && a.numHits === b.numHits;
+
+// The root with a place for every node, and the size of it all.
+export function layOut(runs) {
+  const root = join(runs);
+  const nodes = [];
+  let width = 0;
+  let numLeaves = 0;
+  const place = (node, x, level) => {
+    node.level = level;
+    node.x = x;
+    node.width = node === root ? ROOT_WIDTH : Math.max(184, Math.min(310, 20 + PAGE * node.numPages));
+    width = Math.max(width, x + node.width);
+    if (node !== root) nodes.push(node);
+    for (const child of node.children) place(child, x + node.width + GAP, level + 1);
+    node.y = node.children.length ? node.children[0].y : MARGIN + ROW * numLeaves++;
+  };
+  place(root, MARGIN, 0);
+  return { root, nodes, width: width + MARGIN, height: Math.max(1, numLeaves) * ROW + 2 * MARGIN };
+}

@@ -1,0 +1,53 @@
+// Puts the parts together.
+
+import { setKey } from "./api.js";
+import { showConversations, startChat } from "./chat.js";
+import { byId } from "./dom.js";
+import { showPages } from "./pages.js";
+import { showRequests } from "./requests.js";
+import { showSteps } from "./steps.js";
+import { showTiles } from "./tiles.js";
+import { showTree } from "./tree.js";
+import { Watch } from "./watch.js";
+
+let latest = null;
+
+function show(state) {
+  latest = state;
+  const { model, dtype, device, max_seq_len } = state.engine;
+  byId("model").textContent = `${model} · ${dtype} on ${device} · context ${max_seq_len.toLocaleString("en")}`;
+  showConversations(state);
+  showTiles(state);
+  showTree(state);
+  showSteps(state);
+  showPages(state);
+  showRequests(state);
+}
+
+function showStatus(text, isBad) {
+  byId("status").textContent = text;
+  byId("status").classList.toggle("bad", isBad);
+}
+
+const watch = new Watch(show, showStatus);
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(byId("key").value);
+  byId("key").value = "";
+  byId("key-form").hidden = true;
+  watch.nudge();
+});
+window.addEventListener("key-needed", ({ detail: hadOne }) => {
+  const form = byId("key-form");
+  if (hadOne) form.querySelector("label").textContent = "That API key was refused. Another one?";
+  if (!form.hidden) return;
+  form.hidden = false;
+  byId("key").focus();
+});
+const redraw = () => latest && show(latest);
+window.addEventListener("resize", redraw);
+window.addEventListener("selection", redraw);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+startChat(() => watch.nudge());
+watch.run();

@@ -1,0 +1,74 @@
+// Where the KV pages are: a bar of the counts, and a map with a cell a page.
+
+import { byId, canvasContext, count, cssColor, element, requestColor } from "./dom.js";
+import { selection } from "./selection.js";
+
+const HEIGHT = 150;
+const KINDS = [
+  ["locked", "shared, in use", "num_locked"],
+  ["private", "a request's own", "num_private"],
+  ["cached", "cached, not in use", "num_evictable"],
+  ["free", "free", "num_free"],
+];
+let hovered = null;
+
+export function showPages(state) {
+  const { pages } = state;
+  byId("pages-summary").textContent = `${count(pages.capacity, "page")} of ${count(pages.page_size, "token")}`;
+  const entries = KINDS.map(([kind, words, name]) => {
+    const entry = element("li", { className: kind }, element("i"), element("b", { textContent: pages[name].toLocaleString("en") }), ` ${words}`);
+    entry.dataset.count = pages[name];
+    return entry;
+  });
+  byId("pages-legend").replaceChildren(...entries);
+  draw(state);
+}
+
+function draw(state) {
+  const { pages } = state;
+  const canvas = byId("pages");
+  const { context, width } = canvasContext(canvas, HEIGHT);
+  const size = Math.max(3, Math.min(14, Math.floor(Math.sqrt((width * HEIGHT) / pages.num_mapped))));
+  const columns = Math.max(1, Math.floor(width / size));
+  const gap = size > 4 ? 1 : 0;
+  const runs = new Map(state.runs.map((run) => [run.number, run]));
+  const anySelected = selection.owners.size > 0;
+  pages.map_starts.forEach((start, place) => {
+    const owner = pages.map_owners[place];
+    context.fillStyle = colorOf(owner, runs);
+    context.globalAlpha = anySelected && !selection.owners.has(owner) ? 0.28 : 1;
+    const end = pages.map_starts[place + 1] ?? pages.num_mapped;
+    for (let cell = start; cell < end; cell++) {
+      context.fillRect((cell % columns) * size, Math.floor(cell / columns) * size, size - gap, size - gap);
+    }
+  });
+  canvas.onpointermove = ({ offsetX, offsetY }) => {
+    hovered = Math.floor(offsetY / size) * columns + Math.floor(offsetX / size);
+    describe(state);
+  };
+  canvas.onpointerleave = () => {
+    hovered = null;
+    describe(state);
+  };
+  describe(state);
+}
+
+function colorOf(owner, runs) {
+  if (owner === 0) return cssColor("--free");
+  if (owner < -1) return requestColor(-1 - owner);
+  return cssColor(runs.get(owner)?.num_locks ? "--locked" : "--cached");
+}
+
+function describe(state) {
+  const { pages } = state;
+  let text = pages.stride > 1 ? `The map shows every ${pages.stride}th page.` : "A cell is a page; point at one to see whose it is.";
+  if (hovered !== null && hovered < pages.num_mapped) {
+    let place = pages.map_starts.findIndex((start) => start > hovered);
+    if (place < 0) place = pages.map_starts.length;
+    const owner = pages.map_owners[place - 1];
+    const run = state.runs.find((each) => each.number === owner);
+    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : run ? `cached: ${run.text.replaceAll("\n", " ")}` : "cached";
+    text = `Page ${1 + hovered * pages.stride}, ${whose}`;
+  }
+  byId("pages-detail").textContent = text;
+}

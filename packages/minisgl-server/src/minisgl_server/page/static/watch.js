@@ -1,0 +1,60 @@
+// Asks for the engine's state again and again: often while it works, seldom while it rests, never while nobody looks.
+
+import { call, KeyNeeded } from "./api.js";
+
+const BUSY_MS = 200;
+const IDLE_MS = 1000;
+const RATE_S = 2;
+export const MAX_STEPS = 400;
+
+export class Watch {
+  #steps = [];
+  #history = [];
+  #wake = () => {};
+
+  constructor(show, showStatus) {
+    Object.assign(this, { show, showStatus });
+    document.addEventListener("visibilitychange", () => this.nudge());
+  }
+
+  // Ask at once.
+  nudge() {
+    this.#wake();
+  }
+
+  async run() {
+    while (true) {
+      let pause = document.hidden ? 3_600_000 : IDLE_MS;
+      try {
+        if (!document.hidden) pause = await this.#ask();
+      } catch (error) {
+        this.showStatus(error instanceof KeyNeeded ? "API key needed" : error.message, true);
+        if (error instanceof KeyNeeded) pause = 3_600_000;
+      }
+      await new Promise((resolve) => {
+        this.#wake = resolve;
+        setTimeout(resolve, pause);
+      });
+    }
+  }
+
+  async #ask() {
+    const since = this.#steps.at(-1)?.step ?? 0;
+    const state = await (await call(`engine/state?since=${since}`)).json();
+    if (state.step < since) [this.#steps, this.#history] = [[], []]; // another engine
+    this.#steps = [...this.#steps, ...state.steps].slice(-MAX_STEPS);
+    const moment = { time_s: state.time_s, ...state.totals };
+    this.#history = [...this.#history.filter((each) => each.time_s > state.time_s - 60), moment];
+    this.show({ ...state, steps: this.#steps, rates: this.#rates(), history: this.#history });
+    this.showStatus("live", false);
+    return state.num_running + state.num_waiting > 0 ? BUSY_MS : IDLE_MS;
+  }
+
+  // Tokens a second over the last moments.
+  #rates() {
+    const last = this.#history.at(-1);
+    const first = this.#history.find((each) => each.time_s >= last.time_s - RATE_S);
+    const rate = (name) => (last[name] - first[name]) / (last.time_s - first.time_s || 1);
+    return { output: rate("num_output_tokens"), prefill: rate("num_prefilled_tokens") };
+  }
+}

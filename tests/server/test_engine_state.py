@@ -1,0 +1,149 @@
+"""``GET /engine/state`` and the page's files, without a browser."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from minisgl_core.ipc import Endpoints, Receiver, Sender
+from minisgl_core.live_state import PagesState, State, StateRequest, StepState, TotalsState
+from minisgl_core.messages import EngineInfo
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.errors import ApiError
+from minisgl_server.page import feed as feed_module
+from minisgl_server.page.feed import StateFeed
+from minisgl_server.page.routes import STATIC
+
+
+def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "Go on."}]
+    body = {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return http.stream("POST", "/v1/chat/completions", json=body)
+
+
+def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client) -> None:
+    before = http.get("/engine/state").json()
+    system = "You keep the bees of the abbey, and you answer whatever the novices ask about honey, wax and smoke."
+    with stream(http, system) as answer:
+        lines = answer.iter_lines()
+        request_id = json.loads(next(lines).removeprefix("data: "))["id"]
+        during = http.get("/engine/state", params={"since": before["step"]}).json()
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    after = http.get("/engine/state", params={"since": during["step"]}).json()
+    [request] = [each for each in during["requests"] if each["request_id"] == f"{request_id}-0"]
+    assert request["is_running"]
+    assert request["num_prompt"] > 32
+    own = [step for step in (*during["steps"], *after["steps"]) if request["number"] in step["requests"]]
+    new = [step["num_new"][step["requests"].index(request["number"])] for step in own]
+    assert new[0] + max(request["num_cached"], 0) == request["num_prompt"]
+    assert new[1:] == [1] * 39
+    assert [step["step"] for step in after["steps"]] == list(range(during["step"] + 1, after["step"] + 1))
+    assert any("bees of the abbey" in run["text"] or "You keep" in run["text"] for run in after["runs"])
+    assert after["totals"]["num_output_tokens"] - before["totals"]["num_output_tokens"] == 40
+    for state in (before, during, after):
+        pages = state["pages"]
+        kinds = [pages[name] for name in ("num_free", "num_private", "num_locked", "num_evictable")]
+        assert sum(kinds) == pages["capacity"] == pages["num_mapped"] == 1199
+        assert len(pages["map_starts"]) == len(pages["map_owners"])
+
+
+@pytest.mark.parametrize("since", ["-1", "x", "1.5", "9" * 30, "²"])
+def test_a_step_that_is_none_is_refused(http: httpx.Client, since: str) -> None:
+    answer = http.get("/engine/state", params={"since": since})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "since"
+
+
+def test_the_page_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+    page = http.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    names = set(re.findall(r'(?:src|href)="([^"]+)"', page.text))
+    assert names
+    assert all(name.startswith("page/") for name in names)
+    for file in STATIC.iterdir():
+        answer = http.get(f"/page/{file.name}")
+        assert answer.status_code == 200
+        assert answer.headers["content-security-policy"] == policy
+        text = re.sub(r'"http://www\.w3\.org/[^"]*"', "", file.read_text())
+        assert not re.search(r"https?://|\bstyle=|<script>|onclick=|innerHTML", text), file.name
+    assert http.get("/page/../routes.py").status_code == 404
+    assert http.get("/page/nothing.js").json()["error"]["type"] == "invalid_request_error"
+
+
+def step_state(step: int) -> StepState:
+    one = np.ones(1, np.int32)
+    return StepState(step=step, time_s=float(step), num_decodes=1, num_tokens=1, requests=one, num_new=one)
+
+
+def answer_to(request: StateRequest, last_step: int) -> State:
+    """What an engine that never had a request but has made steps would say."""
+    no_counts = dict.fromkeys(TotalsState.__struct_fields__, 0)
+    pages = {name: 1 for name in PagesState.__struct_fields__ if not name.startswith("map_")}
+    return State(
+        worker=request.worker,
+        time_s=float(last_step),
+        step=last_step,
+        num_waiting=0,
+        num_running=0,
+        totals=TotalsState(**no_counts),
+        pages=PagesState(**pages, map_starts=np.zeros(1, np.int32), map_owners=np.zeros(1, np.int64)),
+        requests=[],
+        runs=[],
+        steps=[step_state(step) for step in range(request.since + 1, last_step + 1)],
+    )
+
+
+def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    info = dict.fromkeys(("model", "architecture", "dtype", "device"), "m")
+    numbers = dict.fromkeys(("max_seq_len", "vocab_size", "num_pages", "page_size"), 16)
+    started = EngineInfo(**info, **numbers, eos_token_ids=[0], bos_token_id=None, default_sampling={}, choices=[])
+
+    async def main() -> None:
+        with (
+            Endpoints.create() as endpoints,
+            Receiver[StateRequest](endpoints.tokenizer_in[0], StateRequest) as asked,
+            Sender(endpoints.api_in) as engine,
+        ):
+            client = EngineClient(endpoints)
+            running = asyncio.create_task(client.run())
+            feed = StateFeed(client)
+            with pytest.raises(ApiError, match="starting"):
+                await feed.state(0)
+            engine.send(started)
+            await client.ready.wait()
+
+            async def question() -> StateRequest:
+                request = await asyncio.to_thread(asked.receive, 20)
+                assert request is not None
+                return request
+
+            viewers = [asyncio.create_task(feed.state(since)) for since in (0, 0, 2)]
+            gone = asyncio.create_task(feed.state(0))
+            request = await question()
+            gone.cancel()
+            engine.send(answer_to(request, 3))
+            states = await asyncio.gather(*viewers)
+            assert [[step["step"] for step in state["steps"]] for state in states] == [[1, 2, 3], [1, 2, 3], [3]]
+            monkeypatch.setattr(feed_module, "SHARED_S", 100.0)
+            assert (await feed.state(3))["steps"] == []
+            assert asked.receive(timeout_s=0) is None, "an answer serves all who ask soon after"
+            monkeypatch.setattr(feed_module, "SHARED_S", -1.0)
+            viewer = asyncio.create_task(feed.state(1))
+            request = await question()
+            assert request.since == 3, "the engine tells no step twice"
+            engine.send(answer_to(request, 5))
+            assert [step["step"] for step in (await viewer)["steps"]] == [2, 3, 4, 5]
+            running.cancel()
+            client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

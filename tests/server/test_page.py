@@ -1,0 +1,195 @@
+"""The page at ``/`` as a user sees it, in headless Chromium."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+expect = playwright.expect
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+TIMEOUT_MS = 60_000
+TURN = re.compile(r"TTFT \d+ ms · [\d.]+ tok/s · prompt (\d+) \((\d+) cached\) · output (\d+)")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    if CHROMIUM is None:
+        pytest.skip("no Chromium in PATH")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
+    """Opens pages; at the end none may have complained: no error in the console, no violation of the policy."""
+    complaints: list[str] = []
+    contexts: list[Any] = []
+
+    def make(url: str, **options: Any) -> Any:
+        context = browser.new_context(**options)
+        contexts.append(context)
+        context.set_default_timeout(TIMEOUT_MS)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text) if message.type != "log" else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto(url)
+        return page
+
+    yield make
+    for context in contexts:
+        context.close()
+    assert [text for text in complaints if "401" not in text] == []
+
+
+@pytest.fixture
+def page(open_page: Callable[..., Any], server: Any) -> Any:
+    page = open_page(server.url, viewport={"width": 1400, "height": 1000})
+    expect(page.locator("#status")).to_have_text("live", timeout=TIMEOUT_MS)
+    return page
+
+
+def set_options(page: Any, system: str, max_tokens: int, temperature: float = 0) -> None:
+    page.click("#settings summary")
+    page.fill("#system", system)
+    page.fill("#temperature", str(temperature))
+    page.fill("#max-tokens", str(max_tokens))
+
+
+def wait_until_done(page: Any) -> None:
+    expect(page.locator("#stop")).to_be_disabled(timeout=TIMEOUT_MS)
+    expect(page.locator(".assistant.running")).to_have_count(0)
+
+
+def legend(page: Any) -> dict[str, int]:
+    """Pages by kind, as the legend has them."""
+    entries = page.locator("#pages-legend li").all()
+    return {entry.get_attribute("class"): int(entry.get_attribute("data-count")) for entry in entries}
+
+
+def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: openai.OpenAI) -> None:
+    system, text = "You are terse.", "Say <b>hello</b><img src=x onerror=alert(1)>\nin two lines."
+    set_options(page, system, 24)
+    page.fill("#message", text)
+    page.press("#message", "Enter")
+    answer = page.locator(".assistant")
+    expect(answer).not_to_be_empty()
+    wait_until_done(page)
+    assert page.locator(".user").text_content() == text
+    assert page.locator(".said b, .said img").count() == 0
+    messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    same = client.chat.completions.create(
+        model="SmolLM2-135M-Instruct", messages=messages, max_tokens=24, temperature=0
+    )
+    assert answer.text_content() == same.choices[0].message.content
+    found = TURN.search(page.locator(".turn").text_content())
+    assert found is not None
+    assert same.usage is not None
+    assert (int(found[1]), int(found[3])) == (same.usage.prompt_tokens, same.usage.completion_tokens)
+    # The next turn continues the conversation: all but the end of what was said is in the cache.
+    page.fill("#message", "Again.")
+    page.click("#send")
+    wait_until_done(page)
+    again = TURN.search(page.locator(".turn").last.text_content())
+    assert again is not None
+    assert int(again[2]) >= int(found[1]) // 16 * 16
+
+
+def test_what_two_chats_share_is_one_node(page: Any) -> None:
+    system = f"You keep lighthouse {time.time_ns()}, and tell sailors what they ask about the sea, the wind and rocks."
+    set_options(page, system, 40)
+    page.click("#more")
+    assert page.locator(".lane").count() == 2
+    first_step = page.locator("#steps-detail").text_content()
+    page.fill("#message", "How deep is it here?")
+    page.click("#send")
+    # While both run, they are listed, and they read through one node.
+    expect(page.locator("#requests li")).to_have_count(2, timeout=TIMEOUT_MS)
+    shared = page.locator(".node.in-use", has=page.locator("circle:nth-child(2)")).filter(has_text="2 reading").first
+    expect(shared).to_be_visible(timeout=TIMEOUT_MS)
+    expect(page.locator("#steps-detail")).to_contain_text("2 decodes", timeout=TIMEOUT_MS)
+    assert page.locator("#steps-detail").text_content() != first_step
+    wait_until_done(page)
+    cached = sorted(int(TURN.search(each.text_content())[2]) for each in page.locator(".turn").all())  # type: ignore[index]
+    assert cached[1] >= 32, "the second found the first one's prompt"
+    expect(page.locator("#tiles")).to_contain_text("0 waiting")
+    expect(page.locator("#requests li")).to_have_count(0, timeout=TIMEOUT_MS)
+    assert re.search(r"[1-9]\d* hit", shared.text_content() if shared.count() else page.locator("#tree").text_content())
+
+
+def test_the_pages_add_up_and_are_drawn(page: Any, http: httpx.Client) -> None:
+    set_options(page, "You count.", 60)
+    page.fill("#message", "Count to twenty.")
+    page.click("#send")
+    expect(page.locator("#pages-legend .private")).not_to_have_attribute("data-count", "0", timeout=TIMEOUT_MS)
+    counts = legend(page)
+    assert sum(counts.values()) == http.get("/engine/state").json()["pages"]["capacity"] == 1199
+    assert counts["locked"] + counts["private"] > 0
+    wait_until_done(page)
+    for canvas in ("steps", "pages"):
+        colors = page.evaluate(
+            """(id) => {
+              const canvas = document.getElementById(id);
+              const data = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+              return new Set(data).size;
+            }""",
+            canvas,
+        )
+        assert colors >= 3, canvas
+
+
+def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) -> None:
+    set_options(page, "", 4000, temperature=1)
+    page.click("#more")
+    page.fill("#message", "Tell a very long story.")
+    page.click("#send")
+    first, second = page.locator(".assistant").all()
+    for answer in (first, second):
+        expect(answer).not_to_be_empty(timeout=TIMEOUT_MS)
+    page.get_by_role("button", name="Stop conversation 1").click()
+    expect(page.locator(".turn").first).to_contain_text("stopped")
+    assert "running" in second.get_attribute("class")
+    page.keyboard.press("Escape")
+    expect(page.locator(".turn").last).to_contain_text("stopped")
+    wait_until_done(page)
+    length = len(first.text_content())
+    expect(page.locator("#requests-summary")).to_have_text("0 running, 0 waiting", timeout=TIMEOUT_MS)
+    assert len(first.text_content()) == length
+    counts = http.get("/health/requests").json()
+    assert counts["running"] == counts["locked pages"] == 0
+
+
+def test_the_tree_is_walked_with_the_keyboard(page: Any) -> None:
+    page.click("#demo")
+    expect(page.locator("#tree .node").nth(2)).to_be_visible(timeout=TIMEOUT_MS)
+    page.keyboard.press("Escape")
+    wait_until_done(page)
+    tree, detail = page.locator("#tree"), page.locator("#tree-detail")
+    tree.focus()
+    expect(detail).to_contain_text("hit")
+    seen = {detail.text_content()}
+    for key in ("ArrowRight", "ArrowDown", "ArrowLeft"):
+        page.keyboard.press(key)
+        active = tree.get_attribute("aria-activedescendant")
+        assert page.locator(f"#{active}").get_attribute("role") == "treeitem"
+        expect(page.locator(f"#{active}.selected")).to_have_count(1)
+        seen.add(detail.text_content())
+    assert len(seen) > 1
+
+
+def test_narrow_and_dark(open_page: Callable[..., Any], server: Any) -> None:
+    page = open_page(server.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
+    expect(page.locator("#status")).to_have_text("live", timeout=TIMEOUT_MS)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    background = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
