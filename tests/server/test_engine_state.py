@@ -14,8 +14,10 @@ import pytest
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import PagesState, State, StateRequest, StepState, TotalsState
 from minisgl_core.messages import EngineInfo
+from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
+from minisgl_server.options import ServerOptions
 from minisgl_server.page import feed as feed_module
 from minisgl_server.page.feed import StateFeed
 from minisgl_server.page.routes import STATIC
@@ -147,3 +149,17 @@ def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
             client.close()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_no_page_and_no_state_where_they_are_turned_off() -> None:
+    async def statuses(options: ServerOptions) -> list[int]:
+        with Endpoints.create() as endpoints:
+            client = EngineClient(endpoints)
+            transport = httpx.ASGITransport(create_app(client, options))
+            async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+                found = [(await http.get(path)).status_code for path in ("/", "/page/main.js", "/engine/state")]
+            client.close()
+            return found
+
+    assert asyncio.run(statuses(ServerOptions())) == [200, 200, 503]
+    assert asyncio.run(statuses(ServerOptions(page=False))) == [404, 404, 404]

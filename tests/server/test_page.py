@@ -6,6 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -193,3 +194,35 @@ def test_narrow_and_dark(open_page: Callable[..., Any], server: Any) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(
+    launch: Callable[..., Any], tiny_checkpoint: Path, open_page: Callable[..., Any]
+) -> None:
+    flags = ("--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key", "open-sesame")
+    url = launch(*flags).wait_started().url
+    for path in ("", "page/main.js"):
+        assert httpx.get(f"{url}/{path}").status_code == 200
+    assert httpx.get(f"{url}/engine/state").status_code == 401
+    assert httpx.get(f"{url}/page/%2e%2e/v1/models").status_code == 404
+    page = open_page(url)
+    key, status = page.get_by_label("This server asks for an API key."), page.locator("#status")
+    expect(key).to_be_focused(timeout=TIMEOUT_MS)
+    key.fill("open-barley")
+    key.press("Enter")
+    refused = page.get_by_label("That API key was refused. Another one?")
+    refused.fill("open-sesame")
+    refused.press("Enter")
+    expect(status).to_have_text("live", timeout=TIMEOUT_MS)
+    expect(refused).to_be_hidden()
+    set_options(page, "", 4)
+    page.fill("#message", "Hello")
+    page.press("#message", "Enter")
+    wait_until_done(page)
+    expect(page.locator(".turn")).to_contain_text("output 4")
+    page.reload()
+    expect(status).to_have_text("live", timeout=TIMEOUT_MS)
+    expect(key).to_be_hidden()
+    stranger = open_page(url)
+    expect(stranger.get_by_label("This server asks for an API key.")).to_be_focused(timeout=TIMEOUT_MS)
+    expect(stranger.locator("#status")).to_have_text("API key needed")
