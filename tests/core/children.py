@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Ready
@@ -49,6 +50,14 @@ def end_with(code: int, report: Callable[[Ready], None]) -> None:
 
 def never_ready(report: Callable[[Ready], None]) -> None:
     time.sleep(600)
+
+
+def die_among_the_ranks(config: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
+    """A rank that is killed when it has joined the others."""
+    from minisgl_core.engine import build, worker
+
+    build.load_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    worker.run_worker(config, rank, endpoints, report)
 
 
 def main(pid_file: str, directory: str) -> None:

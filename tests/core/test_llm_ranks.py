@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+import children as children_module
 import psutil
 import pytest
 import tiny_folder
@@ -21,7 +23,8 @@ DEADLINE_S = 10.0
 
 
 def new_llm(model: str, tp: int, **options: Any) -> LLM:
-    return LLM(model, tp=tp, dtype="float32", platform="cpu", ops="torch", num_pages=100, **options)
+    fixed = {"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 100}
+    return LLM(model, tp=tp, **(fixed | options))
 
 
 def children() -> list[psutil.Process]:
@@ -77,17 +80,39 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
     with pytest.raises(MinisglError, match="closed"):
         llm.generate(PROMPTS, GREEDY)
     llm.close()
+    if in_a_step and overlap:
+        assert_ranks_start_anew()
+
+
+def assert_ranks_start_anew() -> None:
+    """In the same process, after a failure."""
+    with new_llm(tiny_folder.llama(), 2) as llm:
+        assert len(llm.generate(PROMPTS, GREEDY)[0].token_ids) == GREEDY.max_tokens
+    assert children() == []
+    assert not [thread for thread in threading.enumerate() if thread.name in ("abort", "watch the ranks")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_pages", [100, None])
+def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the pool's size to agree on, rank 0 waits in a collective; without, it is done before it knows."""
+    monkeypatch.setattr("minisgl_core.engine.ranks.run_worker", children_module.die_among_the_ranks)
+    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
+        new_llm(tiny_folder.llama(), 2, num_pages=num_pages)
+    assert children() == []
 
 
 @pytest.mark.slow
 def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 meets the others in a wait that a rank which has ended would never end."""
-    monkeypatch.setattr("minisgl_core.engine.ranks.run_worker", print)
-    started = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="'scheduler rank 1' ended unexpectedly"):
-        new_llm(tiny_folder.llama(), 2)
-    assert time.monotonic() - started < 6 * DEADLINE_S
-    assert children() == []
+    with monkeypatch.context() as patch:
+        patch.setattr("minisgl_core.engine.ranks.run_worker", print)
+        started = time.monotonic()
+        with pytest.raises(WorkerDiedError, match="'scheduler rank 1' ended unexpectedly"):
+            new_llm(tiny_folder.llama(), 2)
+        assert time.monotonic() - started < 6 * DEADLINE_S
+        assert children() == []
+    assert_ranks_start_anew()
 
 
 def test_a_size_that_does_not_fit_starts_nothing() -> None:

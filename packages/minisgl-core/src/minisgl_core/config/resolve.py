@@ -15,6 +15,7 @@ import torch
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
 from minisgl_core.layers.base import check_tp_size
@@ -118,7 +119,8 @@ def resolve(
         choices.append(Choice("moe", moe, why))
     communicator = config.backends.communicator
     if config.parallel.tp > 1:
-        communicator, why = picker.pick("communicator", communicator)
+        place = CommunicatorSpec(0, config.parallel.tp, device, "")
+        communicator, why = picker.pick("communicator", communicator, place)
         choices.append(Choice("communicator", communicator, why))
 
     grammar = config.backends.grammar

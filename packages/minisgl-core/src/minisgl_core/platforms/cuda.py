@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -62,6 +63,7 @@ class CudaPlatform(Platform):
         run()
         self.synchronize()
         peak = torch.cuda.max_memory_reserved(self.device)
+        gc.collect()
         torch.cuda.empty_cache()
         return peak - before
 

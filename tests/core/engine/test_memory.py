@@ -1,0 +1,71 @@
+"""The KV pool gets what is left of the memory once everything else has had its share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.errors import OutOfMemoryError
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+
+UNIT = 8192
+METER = """
+import dataclasses
+from minisgl_core.platforms.cpu import CpuPlatform
+
+UNIT = 8192
+steps = []
+
+class Meter(CpuPlatform):
+    @classmethod
+    def hardware(cls):
+        return dataclasses.replace(super().hardware(), total_memory=100 * UNIT)
+
+    def free_memory(self):
+        return 70 * UNIT if steps else 80 * UNIT  # libraries take more while they run
+
+    def measure_peak(self, run):
+        run()
+        steps.append("run")
+        return 15 * UNIT
+"""
+PAGE_BYTES = 2 * 2 * 16 * 2 * 8 * 4
+"""K and V of 2 layers, 16 tokens, 2 heads of 8 float32."""
+
+
+def build(site: Any, **options: Any) -> BuiltEngine:
+    site.install("minisgl-meter", {"platform": {"meter": "meter:Meter"}}, meter=METER)
+    fixed = {"platform": "meter", "ops": "torch", "dtype": "float32", "max_running_requests": 8, "page_size": 16}
+    fixed["max_seq_len_override"] = 256
+    config = EngineConfig.from_flat(model=str(tiny.checkpoint()), **(fixed | options))
+    return build_engine(config, Registry.from_environment(), Hooks(), progress=False)
+
+
+@pytest.mark.parametrize("max_prefill_length", [16, 100, 1000, 10_000])
+def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) -> None:
+    """60 % of 100 MiB less 30 in use and 15 for the largest step, which has been run, with any number of prompts."""
+    built = build(site, memory_ratio=0.6, max_prefill_length=max_prefill_length)
+    assert built.num_pages == 15 * UNIT // PAGE_BYTES
+    assert __import__("meter").steps == ["run"]
+    built.engine.close()
+
+
+def test_no_more_pages_than_the_requests_can_fill(site: Any) -> None:
+    built = build(site, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=160)
+    assert built.num_pages == 2 * 10 + 1
+    built.engine.close()
+
+
+def test_what_does_not_fit_is_an_error_with_a_remedy(site: Any) -> None:
+    with pytest.raises(OutOfMemoryError, match=r"0\.00 GiB are left for KV .*--memory-ratio"):
+        build(site, memory_ratio=0.4)
+
+
+def test_a_pool_of_a_given_size_is_not_measured(site: Any) -> None:
+    assert build(site, num_pages=7).num_pages == 7
+    assert __import__("meter").steps == []
