@@ -1,8 +1,8 @@
 """Attention over the paged KV pool: decode with split keys, and prefill.
 
 Softmax runs over tiles of keys as they come (arXiv 2205.14135). A decode has one query, so its keys are split over several
-programs whose results are merged by their log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding). The G query heads
-of a KV head share a tile, so that K and V are read once for all of them.
+programs whose results are merged by their log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding), by whichever of them
+ends last. The G query heads of a KV head share a tile, so that K and V are read once for all of them.
 
 Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, R rows and M
 columns of the page table, N splits.
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+from minisgl_backends.kernels.device import has_large_shared_memory
 
 LOG2_E = 1.4426950408889634
 MIN_SPLIT = 256
@@ -81,10 +83,10 @@ def _splits(
 
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _decode(
-    q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse,
+    q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
     scale, num_requests, num_splits, heads, most_programs,
-    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    G_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, MIN_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, G_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, MIN_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, stop, split_len = _splits(
@@ -110,42 +112,37 @@ def _decode(
         )  # fmt: skip
     total = total / norm[:, None]
     heads_before = request.to(tl.int64) * heads * G + q_head
-    if stop - first <= split_len:
-        tl.store(out + heads_before[:, None] * D + dim[None, :], total.to(out.dtype.element_ty), mask=real)
-    else:
+    used = tl.cdiv(stop - first, split_len)
+    if used > 1:
         place = heads_before * num_splits + split
         tl.store(part + place[:, None] * D + dim[None, :], total, mask=real)
         tl.store(part_lse + place, top + tl.log2(norm), mask=member < G)
+        tl.debug_barrier()  # all of the program's stores come before its arrival
+        counter = arrived + request * heads + head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < used - 1:
+            return
+        tl.store(counter, 0)  # for the next layer
+        total = _merge(part, part_lse, heads_before, num_splits, used, G, D, G_BLOCK)
+    tl.store(out + heads_before[:, None] * D + dim[None, :], total.to(out.dtype.element_ty), mask=real)
 
 
-@triton.jit(do_not_specialize=["num_requests", "num_splits"])
-def _merge(
-    seq_lens, out, part, part_lse, num_requests, num_splits, heads, most_programs,
-    G: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    G_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, MIN_SPLIT: tl.constexpr,
-):  # fmt: skip
-    request, head = tl.program_id(0), tl.program_id(1)
-    first, stop, split_len = _splits(
-        seq_lens, request, num_requests, num_splits, heads, most_programs, WINDOW, N_BLOCK, R_BLOCK, MIN_SPLIT
-    )
-    if stop - first <= split_len:
-        return
+@triton.jit
+def _merge(part, part_lse, heads_before, num_splits, used, G: tl.constexpr, D: tl.constexpr, G_BLOCK: tl.constexpr):
+    """All splits' results of a group of heads, weighted; read past the L1 cache, as other processors wrote them."""
     member, dim = tl.arange(0, G_BLOCK), tl.arange(0, D)
-    real = (member < G)[:, None]
-    heads_before = request.to(tl.int64) * heads * G + head * G + member
     total = tl.zeros((G_BLOCK, D), tl.float32)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((G_BLOCK,), tl.float32)
-    for split in range(tl.cdiv(stop - first, split_len)):
+    for split in range(used):
         place = heads_before * num_splits + split
-        lse = tl.load(part_lse + place, mask=member < G, other=0.0)
+        lse = tl.load(part_lse + place, mask=member < G, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, lse)
         kept, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-        values = tl.load(part + place[:, None] * D + dim[None, :], mask=real, other=0.0)
+        values = part + place[:, None] * D + dim[None, :]
+        values = tl.load(values, mask=(member < G)[:, None], other=0.0, cache_modifier=".cg")
         total = total * kept[:, None] + values * weight[:, None]
         top, norm = new_top, norm * kept + weight
-    total = total / norm[:, None]
-    tl.store(out + heads_before[:, None] * D + dim[None, :], total.to(out.dtype.element_ty), mask=real)
+    return total / norm[:, None]
 
 
 @triton.jit
@@ -201,11 +198,13 @@ class DecodeScratch:
     Attributes:
         part: float32 [B, Hq, N, D].
         lse: float32 [B, Hq, N], to base 2.
+        arrived: how many of a head's splits are done, int32 [B, Hkv]; 0 between launches.
         most_programs: how many programs a batch is split into, about.
     """
 
     part: torch.Tensor
     lse: torch.Tensor
+    arrived: torch.Tensor
     most_programs: int
 
     @classmethod
@@ -218,7 +217,9 @@ class DecodeScratch:
         wanted = max(8, triton.cdiv(most_programs, batch * num_kv_heads))
         num_splits = min(triton.cdiv(longest, MIN_SPLIT), wanted)
         part = torch.empty(batch, num_q_heads, num_splits, dim, dtype=torch.float32, device=device)
-        return cls(part, torch.empty(part.shape[:-1], dtype=torch.float32, device=device), most_programs)
+        lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
+        arrived = torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device)
+        return cls(part, lse, arrived, most_programs)
 
 
 def decode(
@@ -253,24 +254,21 @@ def decode(
     heads = k_pages.shape[2]
     num_splits = scratch.part.shape[2]
     group = num_q_heads // heads
-    sizes = {
-        "G": group,
-        "D": dim,
-        "WINDOW": window or 0,
-        "G_BLOCK": max(16, triton.next_power_of_2(group)),
-        "N_BLOCK": 64 if dim <= 128 else 32,
-        "R_BLOCK": triton.next_power_of_2(most_requests),
-        "MIN_SPLIT": MIN_SPLIT,
-    }
     _decode[(num_requests, heads, num_splits)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
-        scratch.part, scratch.lse, scale * LOG2_E, num_requests, num_splits, heads, scratch.most_programs,
-        PAGE_SIZE=k_pages.shape[1], WIDEN=not q.is_cuda, num_warps=4, num_stages=3, **sizes,
+        scratch.part, scratch.lse, scratch.arrived, scale * LOG2_E, num_requests, num_splits, heads, scratch.most_programs,
+        G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=window or 0, G_BLOCK=max(16, triton.next_power_of_2(group)),
+        N_BLOCK=_decode_keys(q), R_BLOCK=triton.next_power_of_2(most_requests), MIN_SPLIT=MIN_SPLIT,
+        WIDEN=not q.is_cuda, num_warps=4, num_stages=3,
     )  # fmt: skip
-    if num_splits > 1:
-        _merge[(num_requests, heads)](
-            seq_lens, out, scratch.part, scratch.lse, num_requests, num_splits, heads, scratch.most_programs, **sizes
-        )
+
+
+def _decode_keys(q: torch.Tensor) -> int:
+    """Keys a step takes; three steps' K and V are in a processor's shared memory at once."""
+    dim = q.shape[-1]
+    if dim > 128:
+        return 32
+    return 128 if q.element_size() == 2 and has_large_shared_memory(q.device) else 64
 
 
 def prefill_tile_size(dim: int, dtype: torch.dtype) -> int:

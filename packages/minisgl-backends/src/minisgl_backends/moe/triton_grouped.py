@@ -168,7 +168,9 @@ def _options(x: torch.Tensor, inner_size: int, blocks: SortedBlocks, tiles: Tile
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sum_choices(rows, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _sum_choices(  # type: ignore[no-untyped-def]
+    rows, out, hidden_size, TOP_K: tl.constexpr, BLOCK: tl.constexpr
+):
     token = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), dtype=tl.float32)

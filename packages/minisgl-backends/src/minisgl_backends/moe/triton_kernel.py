@@ -33,12 +33,11 @@ class TritonMoe(MoeKernel):
 
     def __init__(self, spec: MoeSpec) -> None:
         super().__init__(spec)
-        from minisgl_backends.moe import (
-            sorted_blocks,
-            triton_grouped,
-        )  # not before: listing providers must not need triton
+        from minisgl_backends.kernels import device  # not before: listing providers must not need triton
+        from minisgl_backends.moe import sorted_blocks, triton_grouped
 
         self._blocks, self._grouped = sorted_blocks, triton_grouped
+        self._large_memory = device.has_large_shared_memory(spec.device)
 
     def forward(
         self,
@@ -53,11 +52,11 @@ class TritonMoe(MoeKernel):
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
         block_size = choose_block_size(num_rows, num_experts)
         blocks = self._blocks.sort_into_blocks(expert_ids.contiguous(), num_experts, block_size)
-        tiles = choose_tiles(block_size, x.element_size())
+        first, second = choose_tiles(num_rows, block_size, x.element_size(), self._large_memory)
         hidden = x.new_empty(num_rows, self.spec.intermediate_size)
-        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k, tiles)
+        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k, first)
         rows = x.new_empty(num_rows, self.spec.hidden_size)
-        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), rows, blocks, tiles)
+        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), rows, blocks, second)
         out = x.new_empty(num_tokens, self.spec.hidden_size)
         self._grouped.sum_choices(rows, out)
         return out

@@ -1,0 +1,142 @@
+"""Where the time goes on a GPU: workload W by kernel, and how long the device idles in a decode step.
+
+    python scripts/profile_engine.py MODEL_DIR [--dummy-weight] [any option of LLM as name=value ...]
+
+Prints the throughput of W without a profiler, then tables from traces: W by kind of kernel, and for decodes of 256 requests
+and of one, the part of a step in which no kernel runs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import click
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from minisgl_core import LLM, SamplingParams
+
+KINDS = {
+    "all-reduce": r"nccl|all_?reduce|multimem|one_shot|two_shot",
+    "experts": r"_gate_up_silu|_weighted_down",
+    "routing": r"^_route|^_sort|_sum_choices",
+    "attention": r"flash|_decode\b|_merge\b|_prefill\b|Decode|Prefill|attention|Attention|Combine|combine|prepare_varlen|fmha",
+    "matrix products": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
+    "norm": r"rms_norm",
+    "rotary, store": r"rotary|store_kv",
+    "activation": r"silu",
+    "sampling": r"^_reduce|^_find|argmax|softmax|log_softmax",
+    "copies": r"Memcpy|Memset|memcpy|memset",
+}
+Kernels = list[tuple[str, int, int]]
+"""(name, start, end) in nanoseconds, by start."""
+
+
+def trace(run: Callable[[], Any]) -> Kernels:
+    """What the device did while `run` ran."""
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    events = profiler.profiler.kineto_results.events()
+    kernels = [
+        (event.name(), event.start_ns(), event.end_ns())
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA
+    ]
+    return sorted(kernels, key=lambda kernel: kernel[1])
+
+
+def busy(kernels: Kernels) -> tuple[float, float]:
+    """Seconds in which any kernel ran, and seconds from the first to the last."""
+    total = end = 0
+    for _, start, stop in kernels:
+        total += max(0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e9, (end - kernels[0][1]) / 1e9
+
+
+def kind_of(name: str) -> str:
+    """Row of the table."""
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
+
+
+def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
+    """Print a table of kinds of kernels."""
+    in_use, span = busy(kernels)
+    seconds: dict[str, float] = defaultdict(float)
+    names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for name, start, stop in kernels:
+        seconds[kind_of(name)] += (stop - start) / 1e9
+        names[name][0] += (stop - start) / 1e9
+        names[name][1] += 1
+    total = sum(seconds.values())
+    print(
+        f"\n{title}: {span:.3f} s, idle {1 - in_use / span:.1%}, {len(kernels)} kernels, {span / steps * 1e3:.3f} ms a step"
+    )
+    for kind, part in sorted(seconds.items(), key=lambda item: -item[1]):
+        print(f"  {kind:18} {part:8.3f} s {part / total:6.1%}")
+    for name, (part, count) in sorted(names.items(), key=lambda item: -item[1][0])[:16]:
+        print(f"    {part:8.3f} s {int(count):7} x {part / count * 1e6:8.1f} us  {name[:90]}")
+    sys.stdout.flush()
+    return {"title": title, "span_s": span, "idle": 1 - in_use / span, "seconds": dict(seconds)}
+
+
+def draw(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Workload W."""
+    rng = random.Random(seed)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    lengths = [rng.randint(100, 1024) for _ in range(256)]
+    return prompts, [SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=n) for n in lengths]
+
+
+@click.command()
+@click.argument("model")
+@click.argument("options", nargs=-1)
+@click.option("--dummy-weight", is_flag=True)
+@click.option("--trace-w/--no-trace-w", default=True, help="also trace the whole of W")
+@click.option("--json", "path", type=click.Path(dir_okay=False))
+def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool, path: str | None) -> None:
+    """Profile one model."""
+    begun = time.perf_counter()
+    found: list[dict[str, Any]] = []
+    pairs = dict(option.split("=") for option in options)
+    with LLM(model, dtype="bfloat16", dummy_weight=dummy_weight, **pairs) as llm:
+        print(f"{model} {pairs}: start {time.perf_counter() - begun:.1f} s", flush=True)
+        prompts, params = draw(1)
+        llm.generate(prompts, SamplingParams(max_tokens=16, temperature=0.6, ignore_eos=True))
+        prompts, params = draw(0)
+        begun = time.perf_counter()
+        num_tokens = sum(len(output.token_ids) for output in llm.generate(prompts, params))
+        seconds = time.perf_counter() - begun
+        print(f"W {model} {pairs}: {seconds:.2f} s, {num_tokens / seconds:.0f} tok/s", flush=True)
+        found.append({"title": "W", "span_s": seconds, "tok_s": num_tokens / seconds})
+        for batch in (256, 1):
+            prompts = [[random.randint(0, 10000) for _ in range(560)] for _ in range(batch)]
+            sampling = SamplingParams(max_tokens=48, temperature=0.6, ignore_eos=True)
+            kernels = trace(lambda: llm.generate(prompts, sampling))  # noqa: B023
+            last = kernels[-1][2]
+            first = (
+                last - 0.6 * (last - kernels[0][1]) if batch == 256 else kernels[0][1] + 0.4 * (last - kernels[0][1])
+            )
+            # The tail is the last step's end; the head, prefills.
+            window = [kernel for kernel in kernels if first < kernel[1] < last - 0.05 * (last - first)]
+            steps = sum("_find" in name or "argmax" in name.lower() for name, _, _ in window) or 1
+            found.append(report(f"decode of {batch}", window, steps))
+        if trace_w:
+            prompts, params = draw(2)
+            kernels = trace(lambda: llm.generate(prompts, params))
+            found.append(report("W traced", kernels, max(p.max_tokens or 0 for p in params)))
+    if path:
+        with open(path, "w") as file:
+            json.dump({"model": model, "options": pairs, "found": found}, file)
+
+
+if __name__ == "__main__":
+    main()
