@@ -191,16 +191,16 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
     with new_llm(disable_overlap=not overlap) as llm:
         stream = llm.stream(PROMPTS[1], greedy(30))
         next(stream)
-        launch, calls = llm._loop.engine.launch, 0
+        begin, calls = llm._loop.engine.begin, 0
 
         def interrupted(plan: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 3:
                 raise KeyboardInterrupt
-            return launch(plan)
+            return begin(plan)
 
-        monkeypatch.setattr(llm._loop.engine, "launch", interrupted)
+        monkeypatch.setattr(llm._loop.engine, "begin", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(30))
         assert_nothing_in_use(llm)

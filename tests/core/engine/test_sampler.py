@@ -33,6 +33,7 @@ def plan(params: list[SamplingParams], uniform: np.ndarray, **more: object) -> S
         "bias_index": NO_INTS,
         "bias_token": NO_INTS,
         "bias_value": NO_FLOATS,
+        "masked": NO_INTS,
     }
     return SamplePlan(**(fields | more))  # type: ignore[arg-type]
 

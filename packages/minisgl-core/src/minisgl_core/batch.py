@@ -48,6 +48,7 @@ class SamplePlan(msgspec.Struct, kw_only=True):
         bias_index: place in 0..N of each logit change below, int32 [M].
         bias_token: the token it applies to, int32 [M].
         bias_value: what is added, float32 [M]; -inf forbids the token.
+        masked: place in 0..N of each request whose tokens a grammar restricts, int32 [G]. Their `TokenMasks` follow the plan.
     """
 
     index: np.ndarray
@@ -62,6 +63,17 @@ class SamplePlan(msgspec.Struct, kw_only=True):
     bias_index: np.ndarray
     bias_token: np.ndarray
     bias_value: np.ndarray
+    masked: np.ndarray
+
+
+class TokenMasks(msgspec.Struct, tag=True, kw_only=True):
+    """Which tokens the `SamplePlan.masked` requests of the plan before may sample.
+
+    Attributes:
+        words: packed as `minisgl_core.contracts.grammar` says, int32 [G * W].
+    """
+
+    words: np.ndarray
 
 
 class BatchPlan(msgspec.Struct, tag=True, kw_only=True):

@@ -224,8 +224,11 @@ class LLM:
         if not self._is_open:
             raise MinisglError("this LLM is closed")
         ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        submit = Submit(request_id="", token_ids=token_array(ids), sampling=params)
+        grammar = params.structured_outputs.source() if params.structured_outputs else None
+        submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar)
         self._loop.scheduler.validate(submit)
+        if grammar is not None and self._loop.scheduler.grammars is not None:
+            self._loop.scheduler.grammars.check(grammar)
         return submit, params
 
     def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:

@@ -4,7 +4,7 @@
     API server  --Detokenize-->  tokenizer worker,  API server  <--Tokens--  tokenizer worker
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
     API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
-    scheduler (rank 0)  --BatchPlan/Stop-->  the other ranks
+    scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
 
 One tokenizer worker serves a request in both directions, so that detokenizer state stays in one place.
 """
@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.structured_outputs import GrammarSource
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +87,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     worker: int = 0
     """Index of the tokenizer worker that the output goes to."""
     priority: int = 0
+    grammar: GrammarSource | None = None
+    """What the output must follow; `sampling`'s own structured_outputs is not looked at any more."""
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
@@ -114,6 +117,8 @@ class TokenOut(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Set once, with the first tokens; the first entry is None: nothing predicts the first token."""
+    rejected: Rejected | None = None
+    """Set with the reason ``abort`` where the fault is the request's: a grammar that does not compile or gets too complex."""
 
 
 class TokenBatch(msgspec.Struct, tag=True):

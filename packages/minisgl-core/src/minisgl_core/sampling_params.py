@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
@@ -35,6 +36,7 @@ class SamplingParams:
         logprobs: None for none; k returns the sampled token's log-probability and the k most likely ones.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
+        structured_outputs: what form the output must have. The output ends where it is complete, whatever min_tokens says.
     """
 
     max_tokens: int = 128
@@ -55,6 +57,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -121,13 +121,13 @@ class BackendOptions:
     ops: str = option(AUTO, "Kernels between attention calls.", kind="ops")
     communicator: str = option(AUTO, "Collectives between ranks.", kind="communicator")
     platform: str = option(AUTO, "Device.", kind="platform")
+    grammar: str = option(AUTO, "Structured output.", kind="grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """All options of an engine, grouped by the part that reads them."""
 
-    grammar: str = option(AUTO, "Structured output.", kind="grammar")
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
     scheduler: SchedulerOptions = SchedulerOptions()

@@ -90,6 +90,21 @@ class Ops:
         sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
         return torch.where(temperature > 0, sampled, logits.argmax(-1))
 
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Rule tokens out. May overwrite `logits`.
+
+        Args:
+            logits: [N, V], any float dtype.
+            rows: the rows of `logits` that masks apply to, each at most once, int64 [G].
+            words: bit ``t % 32`` of word ``t // 32`` is set where token t is allowed, int32 [G, ceil(V / 32)].
+
+        Returns:
+            [N, V], -inf where a token is ruled out.
+        """
+        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
+        allowed = (bits & 1).view(len(rows), -1)[:, : logits.shape[1]] != 0
+        return logits.index_copy_(0, rows, logits[rows].masked_fill_(~allowed, -torch.inf))
+
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,18 +1,23 @@
 """Runs plans on one rank.
 
 BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --sampler--> tokens [N] --> PendingStep
+|---------------------------- begin ---------------------------|          |---------- finish ----------|
                                                                                          |
                                           last_tokens[row], the next step's input  <-----+
+
+Where grammars restrict the tokens of a step, the host builds their masks between `Engine.begin` and `Engine.finish`, while the
+device does what `begin` gave it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from minisgl_core.batch import BatchPlan
+from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.contracts.attention import AttentionBackend
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
@@ -26,6 +31,23 @@ from minisgl_core.kv.page_table import PageTable
 
 _LOGITS_ROWS = 256
 """Rows of prompt logits computed at once: [256, V] in float32 is 150 MB for a vocabulary of 150,000."""
+
+
+@dataclass(frozen=True, slots=True)
+class BegunStep:
+    """A step up to its logits.
+
+    Attributes:
+        plan: the step.
+        hidden: of all its tokens, [T, hidden_size].
+        rows: page-table rows of the sampling requests, int32 [N].
+        logits: of those, [N, V]; None where N is 0.
+    """
+
+    plan: BatchPlan
+    hidden: torch.Tensor
+    rows: torch.Tensor
+    logits: torch.Tensor | None
 
 
 class Engine:
@@ -56,32 +78,45 @@ class Engine:
             )
 
     def launch(self, plan: BatchPlan) -> PendingStep:
-        """Start a step. On an asynchronous device this returns before the step is done."""
+        """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""
+        return self.finish(self.begin(plan))
+
+    def begin(self, plan: BatchPlan) -> BegunStep:
+        """Start a step, up to its logits."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 update_table(plan, self.platform, self._table)
                 hidden, rows = self._graphs.run(plan)
-                tokens, logprobs = self._sample(plan, hidden, rows)
-                return PendingStep(plan, self.platform, tokens, logprobs, None)
+                return BegunStep(plan, hidden, rows, self.model.compute_logits(hidden))
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             attend = BoundAttention(self.attention, self.attention.plan(inputs.batch))
             hidden = self.model(inputs.input_ids, inputs.positions, attend)
-            sampled = hidden if len(plan.sample.index) == len(hidden) else hidden[inputs.logits_index]
-            tokens, logprobs = self._sample(plan, sampled, inputs.sample_rows)
-            prompt = self._prompt_logprobs(plan, hidden) if len(plan.prompt_logprobs) else None
+            num_sampled = len(plan.sample.index)
+            sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
+            logits = self.model.compute_logits(sampled) if num_sampled else None
+            return BegunStep(plan, hidden, inputs.sample_rows, logits)
+
+    def finish(self, step: BegunStep, masks: TokenMasks | None = None) -> PendingStep:
+        """Sample. Steps are finished in the order in which they were begun, each before the next is begun.
+
+        Args:
+            step: what `begin` returned.
+            masks: of the requests in ``step.plan.sample.masked``; None where there are none.
+        """
+        plan = step.plan
+        with self.platform.stream(), torch.inference_mode():
+            tokens, logprobs = self._sample(step, masks)
+            prompt = self._prompt_logprobs(plan, step.hidden) if len(plan.prompt_logprobs) else None
             return PendingStep(plan, self.platform, tokens, logprobs, prompt)
 
-    def _sample(
-        self, plan: BatchPlan, hidden: torch.Tensor, rows: torch.Tensor
-    ) -> tuple[torch.Tensor, LogprobTensors | None]:
-        """hidden [N, hidden_size] and rows [N] of the sampling requests to tokens, int64 [N], and what was asked about them."""
-        if len(hidden) == 0:
-            return torch.empty(0, dtype=torch.int64, device=hidden.device), None
-        logits = self.model.compute_logits(hidden)
-        tokens = self._sampler(logits, plan.sample, rows)
-        self._last_tokens.index_copy_(0, rows.long(), tokens.int())
-        num_top = int(plan.sample.num_logprobs.max())
-        return tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
+    def _sample(self, step: BegunStep, masks: TokenMasks | None) -> tuple[torch.Tensor, LogprobTensors | None]:
+        """Tokens, int64 [N], and what was asked about them."""
+        if step.logits is None:
+            return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
+        tokens = self._sampler(step.logits, step.plan.sample, step.rows, masks)
+        self._last_tokens.index_copy_(0, step.rows.long(), tokens.int())
+        num_top = int(step.plan.sample.num_logprobs.max())
+        return tokens, token_logprobs(step.logits, tokens, num_top) if num_top >= 0 else None
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
         """Log-probabilities of the plan's prompt targets, a slice of the prompt at a time."""

@@ -43,6 +43,7 @@ def largest_step(max_running: int, max_prefill_tokens: int, max_seq_len: int, vo
         bias_index=np.arange(max_running, dtype=np.int32),
         bias_token=np.zeros(max_running, np.int32),
         bias_value=ones,
+        masked=np.empty(0, np.int32),
     )
     return BatchPlan(
         num_decodes=num_decodes,

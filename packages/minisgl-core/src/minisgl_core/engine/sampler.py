@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_core.batch import SamplePlan
+from minisgl_core.batch import SamplePlan, TokenMasks
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 
@@ -57,13 +57,16 @@ class Sampler:
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
 
-    def __call__(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor, masks: TokenMasks | None = None
+    ) -> torch.Tensor:
         """Sample.
 
         Args:
             logits: [N, V].
             plan: N requests.
             rows: their page-table rows, int [N], on the device.
+            masks: of the requests in ``plan.masked``.
 
         Returns:
             int64 [N].
@@ -76,6 +79,11 @@ class Sampler:
             index, token = self._platform.to_device(np.concatenate((plan.bias_index, plan.bias_token))).chunk(2)
             value = self._platform.to_device(plan.bias_value)
             logits = logits.float().index_put((index.long(), token.long()), value, accumulate=True)
+        if masks is not None:
+            words = self._platform.to_device(masks.words).view(len(plan.masked), -1)
+            # The log-probabilities that are reported are those before any restriction.
+            logits = logits.clone() if (plan.num_logprobs >= 0).any() else logits
+            logits = self._ops.mask_logits(logits, self._platform.to_device(plan.masked).long(), words)
         tokens = self._pick(logits, plan)
         if self._output_counts is not None:
             ones = torch.ones_like(tokens, dtype=self._output_counts.dtype)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 import psutil
 
-from minisgl_core.batch import BatchPlan
+from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
@@ -18,12 +19,14 @@ from minisgl_core.live_state import StateRequest
 from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.scheduler.constraints import Grammars
 from minisgl_core.scheduler.monitor import Monitor
 from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
 
 logger = logging.getLogger(__name__)
 
 Incoming = Submit | Abort | Count | StateRequest | Stop
+FromRank0 = BatchPlan | TokenMasks | Stop
 
 
 def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Callable[[Ready], None]) -> None:
@@ -39,7 +42,7 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
     if rank > 0:
-        with Receiver[BatchPlan | Stop](endpoints.rank_in[rank], BatchPlan | Stop) as inbox:
+        with Receiver[FromRank0](endpoints.rank_in[rank], FromRank0) as inbox:
             built = build_engine(config, registry, hooks, rank, rendezvous(endpoints))
             report(Ready(process=f"scheduler rank {rank}"))
             follow(built, inbox)
@@ -48,6 +51,8 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
         built = build_engine(config, registry, hooks, 0, rendezvous(endpoints))
         followers = [Sender(address) for address in endpoints.rank_in[1:]]
         loop = make_loop(built, registry, hooks, followers)
+        if loop.scheduler.grammars is not None:
+            loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
             hooks.engine_started(info=built.info)
         report(Ready(process="scheduler rank 0", engine=built.info))
@@ -83,11 +88,23 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
     policy = registry.load("policy", config.scheduler.policy)()
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     overlap = not config.scheduler.disable_overlap
-    scheduler = Scheduler(limits, cache, policy, hooks.request_finished)
+    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size)
+    scheduler = Scheduler(limits, cache, policy, hooks.request_finished, grammars)
     return EngineLoop(scheduler, built.engine, hooks, overlap=overlap, send_plan=send_plan)
 
 
-def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
+def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
+    """The provider of grammars, for the engine's model.
+
+    Raises:
+        MinisglError: it is not installed, or cannot read the model's tokenizer.
+    """
+    checkpoint = built.checkpoint
+    provider: type[Grammar] = registry.load("grammar", built.config.backends.grammar)
+    return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
+
+
+def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
     """Run the plans of rank 0, in their order, until it stops.
 
     One step's result is waited for before the step after next is launched, so that a rank never runs ahead without bound.
@@ -95,7 +112,11 @@ def follow(built: BuiltEngine, inbox: Receiver[BatchPlan | Stop]) -> None:
     pending = None
     try:
         while isinstance(plan := inbox.receive(), BatchPlan):
-            launched = built.engine.launch(plan)
+            begun = built.engine.begin(plan)
+            masks = inbox.receive() if len(plan.sample.masked) else None
+            if not isinstance(masks, TokenMasks | None):
+                break
+            launched = built.engine.finish(begun, masks)
             if pending is not None:
                 pending.result()
             pending = launched
@@ -149,6 +170,9 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
 def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
     batches: dict[int, list[TokenOut]] = {}
     for worker, output in outputs:
-        batches.setdefault(worker, []).append(output)
+        if output.rejected is not None:
+            workers[worker].send(output.rejected)
+        else:
+            batches.setdefault(worker, []).append(output)
     for worker, batch in batches.items():
         workers[worker].send(TokenBatch(batch))

@@ -52,6 +52,7 @@ class Planner:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
+        special = special or request.constraint is not None
         self._needs_host[row] = request if special else None
 
     def plan(self, chunks: list[Chunk], num_decodes: int, new_pages: Int32) -> BatchPlan:
@@ -84,7 +85,7 @@ class Planner:
         counters = np.fromiter(
             (c.request.length - c.request.num_prompt for c in chunks if c.samples), np.int32, len(index)
         )
-        penalties, states, bias = self._host_work(index, rows, chunks)
+        penalties, states, bias, masked = self._host_work(rows)
         return SamplePlan(
             index=index,
             temperature=self._temperature[rows],
@@ -98,16 +99,18 @@ class Planner:
             bias_index=bias[0],
             bias_token=bias[1],
             bias_value=bias[2],
+            masked=masked,
         )
 
     def _host_work(
-        self, index: Int32, rows: Int32, chunks: list[Chunk]
-    ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]]]:
-        """Penalties and logit changes, for the few requests that have any."""
+        self, rows: Int32
+    ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]], Int32]:
+        """Penalties, logit changes and grammars, for the few requests that have any."""
         states: list[PenaltyState] = []
         places: list[Int32] = []
         tokens: list[Int32] = []
         values: list[npt.NDArray[np.float32]] = []
+        masked: list[int] = []
         penalised = False
         for i, row in enumerate(rows):
             request = self._needs_host[row]
@@ -121,7 +124,9 @@ class Planner:
                     states.append(PenaltyState(row=int(row), prompt_ids=prompt, output_ids=output))
                     request.penalties_sent = True
             token_ids, biases = request.bias_ids, request.bias_values
-            if request.length - request.num_prompt < request.sampling.min_tokens and request.stop_ids:
+            if request.constraint is not None:
+                masked.append(i)  # its mask bans the stop tokens where min_tokens does
+            elif request.length - request.num_prompt < request.sampling.min_tokens and request.stop_ids:
                 banned = np.fromiter(request.stop_ids, np.int32)
                 token_ids = np.concatenate((token_ids, banned))
                 biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
@@ -134,7 +139,8 @@ class Planner:
             if places
             else (_NO_INTS, _NO_INTS, _NO_FLOATS)
         )
-        return (self._penalties[:, rows].ravel() if penalised else _NO_FLOATS), states, bias
+        penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS
+        return penalties, states, bias, np.array(masked, np.int32) if masked else _NO_INTS
 
 
 def _targets(chunk: Chunk) -> Int32:

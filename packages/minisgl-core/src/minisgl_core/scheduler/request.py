@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from minisgl_core.messages import Submit, TokenLogprobs
+from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.growing_array import GrowingArray, Int32
 
 
@@ -31,6 +32,7 @@ class Request:
         row: page-table row; 0 while waiting.
         num_inflight: launched steps that include the request and are not processed yet.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
+        constraint: the grammar that the output follows, if any; it knows the tokens that the host knows.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
@@ -39,6 +41,7 @@ class Request:
         "arrival_s",
         "bias_ids",
         "bias_values",
+        "constraint",
         "finish_reason",
         "first_token_s",
         "handle",
@@ -64,7 +67,15 @@ class Request:
         "worker",
     )
 
-    def __init__(self, submit: Submit, *, arrival: int, seed: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        submit: Submit,
+        *,
+        arrival: int,
+        seed: int,
+        eos_ids: frozenset[int],
+        constraint: Constraint | None = None,
+    ) -> None:
         """`seed`: used where the request has none."""
         sampling = submit.sampling
         self.request_id, self.worker, self.priority, self.sampling = (
@@ -86,6 +97,7 @@ class Request:
         self.bias_ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int32)
         self.bias_values = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
+        self.constraint = constraint
         self.num_cached = -1
         self.finish_reason: str | None = None
         self.reset()
@@ -118,6 +130,12 @@ class Request:
     def wants_step(self) -> bool:
         """Whether another step could give it another token."""
         return self.finish_reason is None and self.length < self.max_length
+
+    def banned_tokens(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """Tokens that a grammar's mask is to leave out at the next place that the host does not know."""
+        if self.num_output < self.sampling.min_tokens:
+            return self.stop_ids | eos_ids
+        return eos_ids if self.sampling.ignore_eos else frozenset()
 
     @property
     def known_computed(self) -> Int32:

@@ -15,14 +15,15 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
-from minisgl_core.batch import BatchPlan, StepResult
+from minisgl_core.batch import BatchPlan, StepResult, TokenMasks
 from minisgl_core.contracts.policy import Policy, Waiting
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
-from minisgl_core.messages import Submit, TokenOut
+from minisgl_core.messages import Rejected, Submit, TokenOut
 from minisgl_core.plugins.hooks import Hook
 from minisgl_core.plugins.hookspecs import RequestRecord
+from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
@@ -77,6 +78,10 @@ class SchedulerStats:
     num_preemptions: int = 0
 
 
+_COMPILE_WAIT_S = 0.02
+"""How long nothing else happens, where all there is to do waits for a grammar."""
+
+
 def _queue_key(request: Request) -> tuple[int, int]:
     return request.priority, request.arrival
 
@@ -89,10 +94,23 @@ class Scheduler:
     """
 
     def __init__(
-        self, limits: SchedulerLimits, cache: PrefixCache, policy: Policy, request_finished: Hook | None = None
+        self,
+        limits: SchedulerLimits,
+        cache: PrefixCache,
+        policy: Policy,
+        request_finished: Hook | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`request_finished` is the hook of that name, called when a request has ended and holds nothing any more."""
-        self.limits = limits
+        """Begin with nothing.
+
+        Args:
+            limits: see there.
+            cache: of the engine's pages.
+            policy: orders the waiting requests.
+            request_finished: the hook of that name, called when a request has ended and holds nothing any more.
+            grammars: compiles those of requests; may be left out where none has one.
+        """
+        self.limits, self.grammars = limits, grammars
         self._request_finished = request_finished
         self.pages = PageManager(limits.num_pages, limits.page_size, cache)
         capacity = self.pages.allocator.capacity * limits.page_size
@@ -105,6 +123,8 @@ class Scheduler:
         self.stats = SchedulerStats()
         self._waiting: list[Request] = []
         self._running: list[Request] = []
+        self._compiling: list[tuple[Request, Constraint]] = []
+        """Those of the waiting whose grammars are not compiled yet."""
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
@@ -151,13 +171,20 @@ class Scheduler:
         if len(self._waiting) >= limits.max_queued:
             raise QueueFullError(f"{limits.max_queued} requests are waiting already; try again later")
         self._num_arrived += 1
+        constraint = None
+        if submit.grammar is not None:
+            assert self.grammars is not None, "a scheduler without grammars"
+            constraint = self.grammars.start(submit.grammar)
         request = Request(
             submit,
             arrival=self._num_arrived,
             seed=random.getrandbits(64),
             eos_ids=limits.eos_ids,
+            constraint=constraint,
         )
         self._by_id[request.request_id] = request
+        if constraint is not None:
+            self._compiling.append((request, constraint))
         insort(self._waiting, request, key=_queue_key)
 
     def abort(self, request_id: str) -> None:
@@ -206,12 +233,16 @@ class Scheduler:
 
     def schedule(self) -> ScheduledStep | None:
         """Plan the next step; None where nothing can run before `process` has seen the steps in flight."""
+        if self._compiling:
+            self._take_compiled()
         decodes = self._schedule_decodes()
         if decodes is None:
             return None
         prefills = self._schedule_prefills()
         chunks = decodes + prefills
         if not chunks:
+            if self._compiling and not self._running and not self._aborted:
+                wait_for_any([constraint for _, constraint in self._compiling], _COMPILE_WAIT_S)
             return self._unblock()
         plan = self.planner.plan(chunks, len(decodes), self.pages.drain_table_writes())
         for chunk in chunks:
@@ -223,6 +254,17 @@ class Scheduler:
         if self.step_planned is not None:
             self.step_planned(chunks, len(decodes))
         return ScheduledStep(plan, chunks)
+
+    def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
+        """What the grammars of a step's requests allow, all steps before having been processed; None where there are none."""
+        if not len(step.plan.sample.masked):
+            return None
+        assert self.grammars is not None
+        sampled = [chunk.request for chunk in step.chunks if chunk.samples]
+        requests = [sampled[place] for place in step.plan.sample.masked]
+        constraints = [None if request.finish_reason else request.constraint for request in requests]
+        words = self.grammars.fill(constraints, [each.banned_tokens(self.limits.eos_ids) for each in requests])
+        return TokenMasks(words=words.ravel())
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:
         """Take in a step's result. Returns (tokenizer worker, output) pairs, in the batch's order."""
@@ -246,8 +288,9 @@ class Scheduler:
             self.stats.num_output_tokens += 1
             reason = self._reason_to_stop(request, token)
             if reason is not None:
+                self.stats.num_aborted += reason == "abort"
                 output = self._finish(request, reason, [token])
-                output.stop_token_id = token if reason == "stop" else None
+                output.stop_token_id = token if token in request.stop_ids else None
             else:
                 output = TokenOut(
                     request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt
@@ -307,6 +350,16 @@ class Scheduler:
 
     # Prefills.
 
+    def _take_compiled(self) -> None:
+        """Let the requests whose grammars are compiled be admitted; end those whose grammars are not valid."""
+        done = [each for each in self._compiling if each[1].is_compiled]
+        for request, constraint in done:
+            self._compiling.remove((request, constraint))
+            constraint.begin()
+            if constraint.error and request.finish_reason is None:
+                self.stats.num_aborted += 1
+                self._aborted.append((request.worker, self._finish(request, "abort", [])))
+
     def _schedule_prefills(self) -> list[Chunk]:
         budget = self.limits.max_prefill_tokens
         chunks: list[Chunk] = []
@@ -319,7 +372,10 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
-        ordered = self.policy.order(self._waiting, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
+        waiting = self._waiting
+        if self._compiling:
+            waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
+        ordered = self.policy.order(waiting, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
         for request in cast(list[Request], list(ordered)):
             if budget <= 0 or self.rows.num_free == 0:
                 return
@@ -359,7 +415,12 @@ class Scheduler:
     # Ends.
 
     def _reason_to_stop(self, request: Request, token: int) -> str | None:
-        if token in request.stop_ids:
+        constraint = request.constraint
+        if constraint is not None:
+            constraint.accept(token)
+            if constraint.error:
+                return "abort"
+        if token in request.stop_ids or (constraint is not None and constraint.is_finished):
             return "stop"
         return "length" if len(request.tokens) >= request.max_length else None
 
@@ -372,13 +433,17 @@ class Scheduler:
             self._waiting.remove(request)
             self._report(request)
         self._release_if_done(request)
-        return TokenOut(
+        output = TokenOut(
             request_id=request.request_id,
             token_ids=token_ids,
             finish_reason=reason,
             num_prompt_tokens=request.num_prompt,
             num_cached_tokens=max(request.num_cached, 0),
         )
+        if request.constraint is not None and (why := request.constraint.error):
+            param = request.constraint.param
+            output.rejected = Rejected(request_id=request.request_id, kind="invalid", message=why, param=param)
+        return output
 
     def _release_if_done(self, request: Request) -> None:
         if request.finish_reason is None or request.num_inflight or request.row == 0:
