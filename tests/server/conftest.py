@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import openai
@@ -17,12 +17,15 @@ import pytest
 
 
 class Server:
-    """A ``minisgl launch`` in a process of its own, on a port that it chooses."""
+    """A ``minisgl launch`` in a process of its own, on a port that it chooses.
 
-    def __init__(self, *flags: str) -> None:
+    `log`: what it has for standard error instead of a file that the test can read; `environ`: variables to add.
+    """
+
+    def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets}
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
+        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **environ}
+        self.log = log or tempfile.TemporaryFile("w+")  # closed with the server
         self.process = subprocess.Popen(
             [Path(sys.executable).with_name("minisgl"), "launch", "--port", "0", *flags],
             env=environ,
@@ -76,18 +79,28 @@ def server(smollm2_path: Path) -> Iterator[Server]:
     made.close()
 
 
-@pytest.fixture
-def launch() -> Iterator[Callable[..., Server]]:
-    """Launches servers with the flags given and ends them after the test."""
+def launcher() -> Iterator[Callable[..., Server]]:
     servers: list[Server] = []
 
-    def make(*flags: str) -> Server:
-        servers.append(Server(*flags))
+    def make(*flags: str, **options: Any) -> Server:
+        servers.append(Server(*flags, **options))
         return servers[-1]
 
     yield make
     for each in servers:
         each.close()
+
+
+@pytest.fixture
+def launch() -> Iterator[Callable[..., Server]]:
+    """Launches servers with the flags given and ends them after the test."""
+    yield from launcher()
+
+
+@pytest.fixture(scope="module")
+def launch_shared() -> Iterator[Callable[..., Server]]:
+    """The same for servers that a module's tests share."""
+    yield from launcher()
 
 
 @pytest.fixture(scope="session")

@@ -69,6 +69,7 @@ class EngineMetrics:
         self._metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model)
         self._num_pages = info.num_pages - 1  # one takes the writes of padding
         self._set("kv_pages", self._num_pages)
+        _reserve_space()
 
     @hookimpl
     def batch_finished(self, plan: BatchPlan, state: EngineState) -> None:
@@ -123,3 +124,15 @@ class EngineMetrics:
         self._gauges[name] = value
         getattr(self._metrics, name).set(value)
         return True
+
+
+def _reserve_space() -> None:
+    """Take the disk space of this process's values now, as a write to a mapped file on a full disk would kill the process.
+
+    Raises:
+        OSError: there is no room.
+    """
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        for path in Path(directory).glob(f"*_{os.getpid()}.db"):
+            with path.open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

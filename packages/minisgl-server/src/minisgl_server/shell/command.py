@@ -18,6 +18,7 @@ class ShellOptions:
     """Whom to talk to, and how."""
 
     url: str | None = option(None, "Chat with the server at this address instead of loading a model.", metavar="URL")
+    api_key: str | None = option(None, "Key that the server at --url asks for.", secret=True)
     system: str | None = option(None, "System prompt; the chat template's own where it is missing.")
     max_tokens: int | None = option(None, "Most tokens of an answer; up to the end of the context if missing.", low=1)
 
@@ -35,13 +36,12 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     options = ShellOptions(**pick(values, ShellOptions))
     with ExitStack() as stack:
         if options.url is None:
-            answers: LocalModel | RemoteModel = stack.enter_context(
-                LocalModel(pick(values, EngineConfig), options.max_tokens)
-            )
+            answers: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
         else:
             _refuse_engine_flags(options.url, values, sources)
-            answers = stack.enter_context(RemoteModel(options.url, options.max_tokens))
-        run(Conversation(answers, options.system))
+            answers = stack.enter_context(RemoteModel(options.url, options.api_key))
+        settings = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+        run(Conversation(answers, options.system, settings))
 
 
 def _refuse_engine_flags(url: str, values: dict[str, Any], sources: dict[str, str]) -> None:

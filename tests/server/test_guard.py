@@ -1,0 +1,188 @@
+"""Who may enter, with how much, and how many at a time; and what is told of it in answers and logs."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+KEYS = ("first-key-4711", "second-key-4712", "third-key-4713")
+MAX_BODY = 20_000
+
+
+@pytest.fixture(scope="module")
+def guarded(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with everything switched on, and its keys from three places."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"\n{KEYS[1]}\n")
+    flags = ["--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key-file", str(file)]
+    flags += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example"]
+    flags += ["--max-body-size", str(MAX_BODY), "--max-concurrent-requests", "2", "--plugin-routes"]
+    flags += ["--log-level", "debug", "--log-format", "json"]
+    server = launch_shared(*flags, MINISGL_API_KEY=f"{KEYS[0]} {KEYS[2]}", MINISGL_EXAMPLE_LOG="")
+    return server.wait_started()
+
+
+@pytest.fixture(scope="module")
+def inside(guarded: Any) -> Iterator[httpx.Client]:
+    """A client with a key."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    with httpx.Client(base_url=guarded.url, timeout=100, headers=headers) as made:
+        yield made
+
+
+def lines(server: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.stderr().splitlines()]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_from_any_source_opens(guarded: Any, key: str) -> None:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=100) as client:
+        assert len(client.models.list().data) == 1
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])
+def test_without_a_key_all_is_closed_but_health(guarded: Any, authorization: str) -> None:
+    headers = {"Authorization": authorization.encode("latin-1")}
+    with httpx.Client(base_url=guarded.url, timeout=100) as client:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such", "/health/requests", "/docs"):
+            answer = client.get(path, headers=headers)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+        assert client.post("/generate", headers=headers, json={}).status_code == 401
+        assert client.get("/health", headers=headers).status_code == 200
+        assert client.get("/ready", headers=headers).status_code == 200
+
+
+def test_the_clients_error_class(guarded: Any) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError) as caught:
+        client.models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+def test_bodies_that_are_too_large_are_refused_before_they_are_read(guarded: Any, inside: httpx.Client) -> None:
+    fits = {"prompt": "x", "max_tokens": 1, "stop": ["y" * (MAX_BODY - 100)]}
+    assert inside.post("/v1/completions", json=fits).status_code == 200
+    port = int(guarded.url.rpartition(":")[2])
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+    for request in (
+        f"{head}Content-Length: {10**12}\r\n\r\n".encode(),
+        f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * (MAX_BODY // 4096 + 1),
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(request)
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 413 "), answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
+    assert inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_more_requests_at_a_time_than_wanted_are_429(guarded: Any, inside: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+    native = {"text": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+    with (
+        inside.stream("POST", "/v1/completions", json=body) as first,
+        inside.stream("POST", "/generate", json=native) as second,
+    ):
+        chunks = first.iter_lines(), second.iter_lines()  # kept: an iterator that is dropped hangs up
+        for each in chunks:
+            next(each)
+        refused = inside.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_requests"
+        assert inside.get("/v1/models").status_code == 200, "what costs nothing is not counted"
+    while (answer := inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 429:
+        pass
+    assert answer.status_code == 200, "clients that hang up make room"
+
+
+def test_only_the_origins_that_were_named_may_use_it_from_web_pages(guarded: Any, inside: httpx.Client) -> None:
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://b.example", **wish})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://b.example"
+    refused = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://c.example", **wish})
+    assert "access-control-allow-origin" not in refused.headers
+    answer = inside.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    closed = httpx.get(f"{guarded.url}/v1/models", headers={"Origin": "https://a.example"})
+    assert closed.status_code == 401
+    assert closed.headers["access-control-allow-origin"] == "https://a.example", "so that the page can read why"
+
+
+def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
+    answer = http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert http.options("/v1/models", headers={"Origin": "https://a.example"}).status_code == 405
+
+
+def test_requests_are_named(guarded: Any, inside: httpx.Client) -> None:
+    given = inside.post("/generate", json={"text": "x", "max_tokens": 2}, headers={"X-Request-Id": "my:request/7"})
+    assert given.headers["x-request-id"] == "my:request/7"
+    assert "my:request/7" in given.json()["meta_info"]["id"]
+    for bad in ("a b", "a" * 129, "é".encode()):
+        fresh = inside.get("/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert re.fullmatch(r"[0-9a-f]{16}", fresh)
+    for path, status in (("/no/such", 404), ("/v1/completions", 405)):
+        answer = inside.get(path, headers={"X-Request-Id": f"id-{status}"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, f"id-{status}")
+    ours = [line for line in lines(guarded) if "my:request/7" in line.get("request_id", "")]
+    assert {line["process"] for line in ours} == {"api", "tokenizer 0", "scheduler rank 0"}
+    [access] = [line for line in ours if line["logger"] == "minisgl_server.api.access"]
+    assert (access["status"], access["prompt_tokens"], access["output_tokens"]) == (200, 1, 2)
+    assert access["duration_s"] > 0
+    [cut] = [line for line in lines(guarded) if line.get("client_gone") and line["path"] == "/v1/completions"]
+    assert cut["status"] == 200
+
+
+def test_no_key_is_told(guarded: Any, inside: httpx.Client) -> None:
+    inside.get(f"/v1/models?key={KEYS[0]}")
+    told = guarded.banner + guarded.stderr() + inside.get("/openapi.json").text + inside.get("/metrics").text
+    processes = [psutil.Process(guarded.process.pid), *guarded.children().values()]
+    told += " ".join(word for process in processes for word in process.cmdline())
+    assert not [key for key in KEYS if key in told]
+    assert "/v1/models" in told
+
+
+def test_flags_do_not_stay_in_the_list_of_processes(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
+    server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key", KEYS[0]).wait_started()
+    processes = [psutil.Process(server.process.pid), *server.children().values()]
+    assert len(processes) >= 4
+    assert KEYS[0] not in " ".join(word for process in processes for word in process.cmdline())
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "words"),
+    [
+        (["--api-key", "se cret"], {}, ["--api-key", "printable ASCII"]),
+        (["--api-key", ""], {}, ["--api-key"]),
+        (["--api-key-file", "/no/such"], {}, ["--api-key-file", "/no/such", "No such file"]),
+        (["--api-key-file", "/dev/null"], {}, ["--api-key-file", "at least one key"]),
+        ([], {"MINISGL_API_KEY": " "}, ["MINISGL_API_KEY"]),
+        (["--max-body-size", "0"], {}, ["--max-body-size", "at least 1"]),
+    ],
+)
+def test_a_source_without_a_good_key_leaves_no_server_open(
+    launch: Callable[..., Any], flags: list[str], environ: dict[str, str], words: list[str]
+) -> None:
+    server = launch(*flags, **environ)
+    assert server.wait_ended() == 2
+    for word in words:
+        assert word in server.stderr()
+    assert "se cret" not in server.stderr()

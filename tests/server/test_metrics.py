@@ -1,0 +1,201 @@
+"""What /metrics says is what happened; and the dashboard asks for nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_server.metrics.families import WeightedHistogram
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = ROOT / "docs/grafana/minisgl.json"
+
+
+@pytest.fixture(scope="module")
+def measured(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
+    """A server with room for 199 tokens' KV in pages of one, so that requests get into each other's way."""
+    flags = ["--page-size", "1", "--num-pages", "200", "--max-seq-len-override", "150", "--max-running-requests", "4"]
+    return launch_shared("--model", str(tiny_checkpoint), *flags, "--served-model-name", "tiny").wait_started()
+
+
+@pytest.fixture(scope="module")
+def client(measured: Any) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=measured.url, timeout=200) as made:
+        yield made
+
+
+def samples(client: httpx.Client) -> dict[str, float]:
+    """Every sample of the model by its name, with its other labels in braces."""
+    found = {}
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if labels.pop("model_name", None) == "tiny":
+                found[sample.name + "".join(f"{{{value}}}" for value in labels.values())] = sample.value
+    return found
+
+
+def complete(client: httpx.Client, num_prompt: int = 5, num_output: int = 3, first: int = 1000) -> None:
+    prompt = list(range(first, first + num_prompt))
+    body = {"prompt": prompt, "max_tokens": num_output, "ignore_eos": True, "temperature": 0}
+    assert client.post("/v1/completions", json=body).status_code == 200
+
+
+def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
+    """How far each sample moves."""
+    before = samples(client)
+    act()
+    return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}
+
+
+def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
+    def act() -> None:
+        complete(client)
+        complete(client)
+
+    moved = change(client, act)
+    assert moved["minisgl:prompt_tokens_total"] == moved["minisgl:prefix_cache_queries_total"] == 10
+    assert moved["minisgl:prefix_cache_hits_total"] == 4, "the last token is computed anew"
+    assert moved["minisgl:generation_tokens_total"] == 6
+    assert moved["minisgl:request_success_total{length}"] == 2
+    assert moved["minisgl:request_success_total{stop}"] == moved["minisgl:request_success_total{abort}"] == 0
+    for name in ("request_queue_time", "request_prefill_time", "time_to_first_token", "e2e_request_latency"):
+        assert moved[f"minisgl:{name}_seconds_count"] == 2
+        assert moved[f"minisgl:{name}_seconds_sum"] > 0
+    latency = moved["minisgl:e2e_request_latency_seconds_sum"]
+    parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
+    assert sum(moved[f"minisgl:{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
+    assert moved["minisgl:inter_token_latency_seconds_count"] == 4
+    assert 0 < moved["minisgl:inter_token_latency_seconds_sum"] < latency
+    assert moved["minisgl:request_time_per_output_token_seconds_count"] == 2
+    assert moved["minisgl:request_prompt_tokens_sum"] == 10
+    assert moved["minisgl:request_generation_tokens_sum"] == 6
+    assert moved["minisgl:iteration_num_requests_sum"] == moved["minisgl:iteration_num_requests_count"] == 6
+    assert moved["minisgl:iteration_tokens_total_sum"] == 5 + 2 + 1 + 2
+
+
+def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
+    """Six long requests: four places, pages for two."""
+    threads = [
+        threading.Thread(target=complete, args=(client, 10, 139), kwargs={"first": 2000 + 100 * index})
+        for index in range(6)
+    ]
+    before = samples(client)
+    for thread in threads:
+        thread.start()
+    seen: list[dict[str, float]] = []
+    while any(thread.is_alive() for thread in threads):
+        seen.append(samples(client))
+        time.sleep(0.02)
+    assert max(now["minisgl:num_requests_running"] for now in seen) in (2, 3, 4)
+    assert max(now["minisgl:num_requests_waiting"] for now in seen) >= 2
+    assert before["minisgl:kv_pages"] == 199
+    assert all(now["minisgl:kv_cache_usage_perc"] == pytest.approx(now["minisgl:kv_pages_used"] / 199) for now in seen)
+    assert max(now["minisgl:kv_pages_used"] for now in seen) > 100
+    after = samples(client)
+    assert after["minisgl:num_preemptions_total"] > before["minisgl:num_preemptions_total"]
+    assert after["minisgl:generation_tokens_total"] - before["minisgl:generation_tokens_total"] == 6 * 139
+    for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
+        assert after[f"minisgl:{name}"] == 0
+
+
+def test_an_abort_is_counted(client: httpx.Client) -> None:
+    before = samples(client)["minisgl:request_success_total{abort}"]
+    body = {"prompt": "x", "max_tokens": 140, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        for _ in zip(range(2), answer.iter_lines(), strict=False):
+            pass
+    while samples(client)["minisgl:request_success_total{abort}"] == before:
+        pass
+    assert samples(client)["minisgl:num_requests_running"] == 0
+
+
+def test_the_values_lie_where_only_the_user_can_read(measured: Any) -> None:
+    [directory] = Path(measured.sockets).glob("*/metrics")
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    assert list(directory.iterdir())
+
+
+def test_openmetrics_for_those_who_ask(client: httpx.Client) -> None:
+    answer = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+    assert answer.headers["content-type"].startswith("application/openmetrics-text")
+    assert answer.text.endswith("# EOF\n")
+
+
+def test_every_expression_of_the_dashboard_names_what_there_is(client: httpx.Client) -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
+    assert len(expressions) >= 12
+    exposed = {name.partition("{")[0] for name in samples(client)}
+    asked = {name for expression in expressions for name in re.findall(r"minisgl:\w+", expression)}
+    assert asked <= exposed, asked - exposed
+    families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in exposed}
+    missing = families - {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in asked}
+    assert not missing, "the dashboard shows everything"
+
+
+def test_every_metric_is_in_the_docs(client: httpx.Client) -> None:
+    text = (ROOT / "docs/server.md").read_text()
+    listed = set(re.findall(r"`(minisgl:\w+)`", text))
+    families = {family.name: family.type for family in text_string_to_metric_families(client.get("/metrics").text)}
+    names = {name + "_total" if kind == "counter" else name for name, kind in families.items()}
+    assert listed == {name for name in names if name.startswith("minisgl:")}
+
+
+def test_there_are_none_where_nobody_wants_them(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
+    server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--no-metrics").wait_started()
+    assert httpx.get(f"{server.url}/metrics").status_code == 404
+    maps = {path.path for path in server.children()["scheduler rank 0"].memory_maps()}
+    assert not any("/metrics/" in path for path in maps)
+    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_in_process(tiny_checkpoint: Path) -> None:
+    """A script around `LLM` asks by an environment variable."""
+    code = f"""
+from prometheus_client import REGISTRY
+from minisgl_core import LLM, SamplingParams
+with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
+    llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
+    print(REGISTRY.get_sample_value("minisgl:generation_tokens_total", {{"model_name": llm.info.model}}))
+"""
+    environ = {**os.environ, "MINISGL_METRICS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "3.0\n", done.stderr
+
+
+def test_no_hook_is_called_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MINISGL_METRICS", raising=False)
+    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example")
+    hooks = Hooks(Registry.from_environment())
+    assert hooks.batch_finished is hooks.request_finished is None
+    monkeypatch.setenv("MINISGL_METRICS", "1")
+    assert Hooks(Registry.from_environment()).batch_finished is not None
+
+
+def test_many_observations_at_once_are_as_many_single_ones() -> None:
+    single, many = (WeightedHistogram(name, "", buckets=(1.0, 2.0), registry=None) for name in ("single", "many"))
+    for amount in (0.5, 1.0, 1.5, 7.0):
+        for _ in range(3):
+            single.observe(amount)
+        many.observe_many(amount, 3)
+    values = [
+        [sample.value for sample in next(iter(each.collect())).samples if "created" not in sample.name]
+        for each in (single, many)
+    ]
+    assert values[0] == values[1] == [6.0, 9.0, 12.0, 12.0, 30.0]
