@@ -119,7 +119,7 @@ def _decode(
         tl.store(part_lse + place, top + tl.log2(norm), mask=member < G)
         tl.debug_barrier()  # all of the program's stores come before its arrival
         counter = arrived + request * heads + head
-        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") < used - 1:
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") != used - 1:
             return
         tl.store(counter, 0)  # for the next layer
         total = _merge(part, part_lse, heads_before, num_splits, used, G, D, G_BLOCK)

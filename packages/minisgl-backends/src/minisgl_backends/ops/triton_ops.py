@@ -7,13 +7,13 @@ import os
 
 import torch
 
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import LinearOp, Ops
 
 
 class TritonOps(Ops):
     """Norms with the residual add, rotary embedding with the q/k norms, activation, routing and sampling, one launch each.
 
-    Matrix products stay torch's (cuBLAS).
+    Matrix products of a few rows read weights faster than cuBLAS does; larger ones stay torch's.
     """
 
     @classmethod
@@ -28,10 +28,28 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import activation, norm, rotary, route, sample
+        from minisgl_backends.kernels import activation, norm, rotary, route, sample, skinny_linear
 
         self._norm, self._activation, self._rotary = norm, activation, rotary
-        self._route, self._sample = route, sample
+        self._route, self._sample, self._skinny = route, sample, skinny_linear
+        self._split_scratch = skinny_linear.SplitScratch(device)
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_linear`."""
+        return self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False)
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_gated`."""
+        return self._with_skinny(super().prepare_gated(weight, bias), weight, bias, gated=True)
+
+    def _with_skinny(
+        self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+    ) -> LinearOp:
+        if not self._skinny.fits(weight):
+            return large
+        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated)
+        max_rows = self._skinny.MAX_ROWS
+        return lambda x: skinny(x) if len(x) <= max_rows else large(x)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
