@@ -14,3 +14,4 @@ if [ $# -gt 0 ]; then exec "$@"; fi
 python3 -m pytest -m gpu
 python3 scripts/make_model.py qwen3-0.6b .gpu/models/qwen3-0.6b
 minisgl bench offline --model .gpu/models/qwen3-0.6b --dummy-weight --workload W
+python3 scripts/gpu_tp.py --out .gpu/tp

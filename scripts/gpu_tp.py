@@ -499,8 +499,11 @@ def main(
         return
     import torch
 
-    num_gpus = torch.cuda.device_count()
-    sizes = sizes or tuple(size for size in (2, 4) if size <= num_gpus)
+    from minisgl_core.plugins.registry import Registry
+
+    if missing := set(communicators) - set(Registry.from_environment().names("communicator")):
+        sys.exit(f"no such communicator: {', '.join(sorted(missing))}; are the wheels older than the checkout?")
+    sizes = sizes or tuple(size for size in (2, 4) if size <= torch.cuda.device_count())
     phases = phases or PHASES
     out.mkdir(parents=True, exist_ok=True)
     (out / "gpu_tp.log").write_text("")
@@ -522,7 +525,7 @@ def main(
         if phase == "fill":
             results += run_part(out, "fill", "fill", 1, str(scratch / shapes[phase]))
         else:
-            for communicator in reversed(communicators):
+            for communicator in reversed(communicators) if sizes else ():
                 results += run_part(
                     out, "speed", phase, max(sizes), str(scratch / shapes[phase]), max(sizes), communicator
                 )
