@@ -75,7 +75,8 @@ def check_blocks(blocks: SortedBlocks, ids: torch.Tensor, num_experts: int, bloc
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "num_experts", "block_size"), [(1, 128, 16), (128 * 10, 128, 16), (128 * 16, 128, 32), (128 * 22, 128, 64), (10**6, 8, 128)]
+    ("num_rows", "num_experts", "block_size"),
+    [(1, 128, 16), (128 * 10, 128, 16), (128 * 16, 128, 32), (128 * 22, 128, 64), (10**6, 8, 128)],
 )
 def test_block_sizes_follow_the_rows_of_an_expert(num_rows: int, num_experts: int, block_size: int) -> None:
     assert choose_block_size(num_rows, num_experts) == block_size

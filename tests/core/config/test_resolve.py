@@ -69,7 +69,7 @@ def test_a_laptop_gets_what_runs_there() -> None:
 
 
 def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
-    assert choose(H200).config.backends.attn == "fa"
+    assert choose(H200).config.backends.attn == "fa,triton"
     resolved = choose(H200, refused=["fa"])
     assert resolved.config.backends.attn == "fi,triton"
     reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
@@ -80,7 +80,7 @@ def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> Non
 
 def test_a_plugin_may_prefer_its_own() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
-    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa"
+    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,triton"
 
 
 def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:

@@ -24,7 +24,7 @@ Unsupported = Callable[..., list[str]]
 """``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("attention", "cuda"): ("fa", "fi,triton", "triton", "torch"),
+    ("attention", "cuda"): ("fa,triton", "fi,triton", "triton", "torch"),
     ("attention", "cpu"): ("torch",),
     ("ops", "cuda"): ("triton", "torch"),
     ("ops", "cpu"): ("onednn", "torch"),
@@ -39,8 +39,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 }
 """What ``auto`` tries, best first, by kind and platform. A hook may put another name before them.
 
-Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill and decode;
-without it, FlashInfer's prefill is the fastest, and Triton's decode needs no planning on the host.
+Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill, FlashInfer comes
+next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host.
 """
 
 
