@@ -25,7 +25,7 @@ class Server:
     def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
         environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **environ}
-        self.log = log or tempfile.TemporaryFile("w+")  # closed with the server
+        self.log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
             [Path(sys.executable).with_name("minisgl"), "launch", "--port", "0", *flags],
             env=environ,

@@ -89,25 +89,6 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         assert server.wait_ended() == 0
 
 
-@pytest.mark.parametrize("victim", ["scheduler rank 0", "tokenizer 0", "api"])
-def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
-    server = start().wait_started()
-    children = server.children()
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(stream=True), timeout=100) as answer:
-        chunks = events(answer)
-        next(chunks)
-        children[victim].kill()
-        if victim == "api":
-            with pytest.raises(httpx.RemoteProtocolError):
-                list(chunks)
-        else:
-            *_, last = chunks
-            assert last["error"]["code"] == "engine_stopped"
-    assert server.wait_ended() == 1
-    assert f"'{victim}' was killed by SIGKILL" in server.stderr()
-    assert_gone(children.values())
-
-
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

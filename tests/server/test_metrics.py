@@ -114,6 +114,17 @@ def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
         assert after[f"minisgl:{name}"] == 0
 
 
+def test_a_stop_text_is_no_abort(client: httpx.Client) -> None:
+    def act() -> None:
+        answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 100, "temperature": 0}).json()
+        stop = answer["choices"][0]["text"][3:5]
+        body = {"prompt": "x", "max_tokens": 100, "temperature": 0, "stop": stop}
+        assert client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "stop"
+
+    moved = change(client, act)
+    assert (moved["minisgl:request_success_total{stop}"], moved["minisgl:request_success_total{abort}"]) == (1, 0)
+
+
 def test_an_abort_is_counted(client: httpx.Client) -> None:
     before = samples(client)["minisgl:request_success_total{abort}"]
     body = {"prompt": "x", "max_tokens": 140, "ignore_eos": True, "stream": True}

@@ -96,7 +96,7 @@ def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
     rig.output("one END two")
     [text] = rig.take()
     assert (text.text, text.finish_reason, text.stop_reason) == ("one ", "stop", "END")
-    assert rig.scheduler[1:] == [Abort("a")]
+    assert rig.scheduler[1:] == [Abort("a", "stop")]
     assert rig.worker.num_requests == 0
 
 
@@ -169,4 +169,4 @@ def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, capl
     assert (text.request_id, text.text) == ("b", " fine")
     assert rig.scheduler[2:] == [Abort("a")]
     assert rig.worker.num_requests == 1
-    assert "a" in caplog.text
+    assert [record.request_id for record in caplog.records] == ["a"]

@@ -295,7 +295,7 @@ class LLM:
                 if running is None:
                     continue
                 if running.add(new):
-                    self._loop.scheduler.abort(name)
+                    self._loop.scheduler.abort(name, "stop")
                 if running.done:
                     del self._running[name]
                     ended.append(name)

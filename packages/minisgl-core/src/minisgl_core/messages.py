@@ -76,6 +76,8 @@ class Abort(msgspec.Struct, tag=True):
     """Towards the scheduler: forget a request. Unknown ids are ignored: the request may have just finished."""
 
     request_id: str
+    reason: str = "abort"
+    """``stop`` where its output is complete: it ended with a stop text, which the scheduler does not see."""
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):

@@ -248,7 +248,7 @@ class TokenizerWorker:
         waiting.num_prompt_tokens, waiting.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         waiting.finish_reason, waiting.stop_reason = piece.finish_reason, piece.stop_reason
         if piece.is_early:
-            self._to_scheduler(Abort(out.request_id))
+            self._to_scheduler(Abort(out.request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[out.request_id]
         elif not piece.text:

@@ -135,7 +135,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
             if isinstance(message, Submit):
                 _submit(loop.scheduler, message, workers)
             elif isinstance(message, Abort):
-                loop.scheduler.abort(message.request_id)
+                loop.scheduler.abort(message.request_id, message.reason)
             elif isinstance(message, Count):
                 message.counts.update(_counts(loop.scheduler))
                 workers[message.worker].send(message)

@@ -187,13 +187,13 @@ class Scheduler:
             self._compiling.append((request, constraint))
         insort(self._waiting, request, key=_queue_key)
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request, wherever it is. Unknown ids are ignored: it may have just finished."""
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        """Stop a request, wherever it is; `reason` as in `Abort`. Unknown ids are ignored: it may have just finished."""
         request = self._by_id.get(request_id)
         if request is None or request.finish_reason is not None:
             return
-        self.stats.num_aborted += 1
-        self._aborted.append((request.worker, self._finish(request, "abort", [])))
+        self.stats.num_aborted += reason == "abort"
+        self._aborted.append((request.worker, self._finish(request, reason, [])))
 
     def request_ids(self) -> Set[str]:
         """Ids of the requests that have not ended."""

@@ -1,0 +1,156 @@
+"""What happens when something breaks: docs/server.md says so, in the same order."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+Launch = Callable[..., Any]
+
+
+@pytest.fixture
+def start(launch: Launch, tiny_checkpoint: Path) -> Launch:
+    """Launches a server of the tiny model."""
+    return partial(launch, "--model", str(tiny_checkpoint), "--num-pages", "1100")
+
+
+def endless(**options: Any) -> dict[str, Any]:
+    """A streamed request that runs for the whole context."""
+    return {"prompt": "Hi", "max_tokens": 16000, "ignore_eos": True, "temperature": 0, "stream": True, **options}
+
+
+def events(response: httpx.Response) -> Iterator[Any]:
+    """The chunks of a stream; ``[DONE]`` as text."""
+    for line in response.iter_lines():
+        if line:
+            data = line.removeprefix("data: ")
+            yield data if data == "[DONE]" else json.loads(data)
+
+
+@pytest.mark.parametrize("victim", ["scheduler rank 0", "tokenizer 0", "api"])
+def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
+    server = start().wait_started()
+    children = server.children()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(), timeout=100) as answer:
+        chunks = events(answer)
+        next(chunks)
+        children[victim].kill()
+        if victim == "api":
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(chunks)
+        else:
+            *_, last = chunks
+            assert last["error"]["code"] == "engine_stopped"
+    assert server.wait_ended() == 1
+    assert f"'{victim}' was killed by SIGKILL" in server.stderr()
+    _, alive = psutil.wait_procs(list(children.values()), timeout=20)
+    assert not alive
+
+
+def test_sigterm_under_load_loses_nothing(start: Launch) -> None:
+    server = start("--drain-timeout", "200").wait_started()
+
+    def ask(number: int) -> list[Any]:
+        body = endless(prompt=f"{number} and", max_tokens=80, echo=True)
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=200) as answer:
+            if answer.status_code != 200:
+                return [answer.status_code, json.loads(answer.read())["error"]["code"]]
+            chunks = events(answer)
+            first = next(chunks)
+            started.append(number)
+            return [first, *chunks]
+
+    started: list[int] = []
+    with ThreadPoolExecutor(24) as pool:
+        answers = [pool.submit(ask, number) for number in range(24)]
+        while len(started) < 12:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        ended = [answer.result() for answer in answers]
+    assert server.wait_ended() == 0
+    refused = [answer for answer in ended if answer[0] == 503]
+    assert all(answer == [503, "shutting_down"] for answer in refused)
+    for number, answer in enumerate(ended):
+        if answer not in refused:
+            assert answer[0]["choices"][0]["text"].startswith(f"{number} and"), "its own answer"
+            assert answer[-2]["choices"][0]["finish_reason"] == "length"
+            assert answer[-1] == "[DONE]"
+    assert len(ended) - len(refused) >= 12
+    assert server.stderr() == ""
+
+
+def test_what_does_not_end_within_the_drain_timeout_is_told(start: Launch) -> None:
+    server = start("--drain-timeout", "0.5").wait_started()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(), timeout=100) as answer:
+        chunks = events(answer)
+        next(chunks)
+        server.process.send_signal(signal.SIGTERM)
+        *_, last = chunks
+    assert last["error"]["code"] == "shutting_down"
+    assert server.wait_ended() == 0
+    assert server.stderr() == ""
+
+
+def test_a_full_disk_for_logs_and_output_loses_these_and_nothing_else(tiny_checkpoint: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).with_name("minisgl")), "launch", "--model", str(tiny_checkpoint)]
+    command += ["--num-pages", "1100", "--port", str(port), "--log-level", "debug"]
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=100) as client:
+            while True:
+                assert process.poll() is None
+                try:
+                    if client.get("/ready").status_code == 200:
+                        break
+                except httpx.TransportError:
+                    pass
+            for _ in range(20):
+                assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_slow_reader_holds_up_nobody_and_loses_nothing(start: Launch) -> None:
+    server = start().wait_started()
+    # Each event has all of the text so far: more in all than the system's buffers hold.
+    body = json.dumps({"text": "Hi", "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()
+    with socket.socket() as slow, httpx.Client(base_url=server.url, timeout=100) as others:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.settimeout(100)
+        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        slow.sendall(head + body)
+        answer = slow.recv(100)
+        assert answer.startswith(b"HTTP/1.1 200")
+        num_served = 0
+        while any(others.get("/health/requests").json().values()):
+            assert others.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
+            num_served += 1
+        assert num_served > 0, "the others were served while the engine worked for the slow one"
+        parts = [answer]
+        while part := slow.recv(2**16):
+            parts.append(part)
+    whole = b"".join(parts)
+    assert len(whole) > 6 * 2**20
+    last = [line for line in whole.splitlines() if line.startswith(b"data: {")][-1]
+    assert json.loads(last.removeprefix(b"data: "))["meta_info"]["completion_tokens"] == 1500
+    assert b"data: [DONE]" in whole[-30:]
+    assert server.stderr() == ""
