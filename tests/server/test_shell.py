@@ -74,6 +74,18 @@ def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
     terminal.type("/help\r")
     terminal.wait_for("forget the conversation")
     terminal.wait_for(PROMPT)
+    terminal.type("/set max_tokens 5\r")
+    terminal.wait_for(PROMPT)
+    terminal.type("Briefly\r")
+    line = terminal.wait_for(r"5 output tokens, [\d.]+ s\]")
+    assert re.search(r"\[[\d.]+ s to the first token, [\d.]+ tok/s, \d+ prompt tokens \(\d+ cached\), $", line)
+    terminal.wait_for(PROMPT)
+    terminal.type("/set colour red\r")
+    terminal.wait_for("/set='colour' is not valid: must be one of max_tokens")
+    terminal.wait_for(PROMPT)
+    terminal.type("/stats\r")
+    terminal.wait_for("hidden")
+    terminal.wait_for(PROMPT)
     terminal.type("/reset\r")
     terminal.wait_for(PROMPT)
     terminal.type("\x04")
@@ -93,6 +105,35 @@ def test_in_a_pipe_each_line_is_a_message(server: Any) -> None:
     assert done.returncode == 0
     assert done.stdout.strip()
     assert done.stderr == "No such command: /nope. /help lists them.\n"
+
+
+def test_commands_change_how_it_answers(server: Any) -> None:
+    text = """/system
+/set
+/set max_tokens 3
+/set temperature 0
+/set ignore_eos true
+/set
+Hi
+/system Answer in French.
+/system
+Hi
+/set temperature default
+/set temperature -1
+"""
+    done = shell("--url", server.url, "--system", "You are a cat.", text=text)
+    assert done.stderr.startswith("minisgl: temperature=-1 is not valid")
+    assert done.returncode == 2
+    lines = done.stdout.splitlines()
+    assert lines[:5] == [
+        "You are a cat.",
+        "The model's own sampling, all of it.",
+        "max_tokens 3",
+        "temperature 0",
+        "ignore_eos True",
+    ]
+    assert "Answer in French." in lines[6:]
+    assert "tok/s" not in done.stdout, "quiet in a pipe"
 
 
 def test_bad_addresses_and_flags(server: Any) -> None:
