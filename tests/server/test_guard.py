@@ -150,6 +150,14 @@ def test_requests_are_named(guarded: Any, inside: httpx.Client) -> None:
     assert cut["status"] == 200
 
 
+def test_routes_of_plugins_stand_behind_the_key_and_wait_to_be_asked_for(
+    guarded: Any, inside: httpx.Client, http: httpx.Client
+) -> None:
+    assert inside.get("/example").json() == {"greeting": "hello from minisgl-example"}
+    assert httpx.get(f"{guarded.url}/example").status_code == 401
+    assert http.get("/example").status_code == 404
+
+
 def test_no_key_is_told(guarded: Any, inside: httpx.Client) -> None:
     inside.get(f"/v1/models?key={KEYS[0]}")
     told = guarded.banner + guarded.stderr() + inside.get("/openapi.json").text + inside.get("/metrics").text

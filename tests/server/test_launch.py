@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -124,6 +125,19 @@ def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(start: Launch) ->
         server = start("--port", str(port))
         assert server.wait_ended() == 2
     assert f"127.0.0.1:{port}" in server.stderr()
+
+
+def test_several_servers_run_side_by_side(start: Launch) -> None:
+    servers = [start("--served-model-name", name) for name in ("one", "two")]
+    for name, server in zip(("one", "two"), servers, strict=True):
+        [model] = httpx.get(f"{server.wait_started().url}/v1/models", timeout=60).json()["data"]
+        assert model["id"] == name
+    assert servers[0].url != servers[1].url
+    body = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
+    assert httpx.post(f"{servers[0].url}/v1/completions", json=body, timeout=60).status_code == 200
+    for server, num_tokens in zip(servers, (2, 0), strict=True):
+        [line] = re.findall(r"minisgl:generation_tokens_total.* (\S+)\n", httpx.get(f"{server.url}/metrics").text)
+        assert float(line) == num_tokens, "each counts its own"
 
 
 def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(start: Launch) -> None:

@@ -1,12 +1,16 @@
-"""A hook module: appends a line to a file for each request that ends, where the user names one."""
+"""A hook module: appends a line to a file for each request that ends, where the user names one, and adds a route."""
 
 from __future__ import annotations
 
 import json
 import os
+from typing import TYPE_CHECKING
 
 from minisgl_core import hookimpl
 from minisgl_core.plugins.hookspecs import RequestRecord
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
 
 
 @hookimpl
@@ -18,3 +22,12 @@ def request_finished(record: RequestRecord) -> None:
     line = {"id": record.request_id, "reason": record.finish_reason, "output_tokens": record.num_output_tokens}
     with open(path, "a") as file:
         file.write(json.dumps(line) + "\n")
+
+
+@hookimpl
+def api_routes(app: FastAPI) -> None:
+    """Serve a greeting, where the user asks for plugins' routes."""
+
+    @app.get("/example")
+    async def example() -> dict[str, str]:
+        return {"greeting": "hello from minisgl-example"}
