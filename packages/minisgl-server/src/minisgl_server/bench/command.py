@@ -8,7 +8,10 @@ import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
+from minisgl_server.bench.attention.command import attention
 from minisgl_server.bench.options import OfflineOptions
+from minisgl_server.bench.serve.command import serve
+from minisgl_server.bench.trace.command import trace
 
 
 @click.group(invoke_without_command=True)
@@ -66,3 +69,8 @@ def offline(values: dict[str, Any], sources: dict[str, str], **options: Any) -> 
     from minisgl_server.bench.offline import run_offline
 
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))
+
+
+bench.add_command(attention)
+bench.add_command(serve)
+bench.add_command(trace)

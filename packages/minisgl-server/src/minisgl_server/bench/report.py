@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from minisgl_core.messages import EngineInfo
+from minisgl_server.bench import machine
 from minisgl_server.bench.measure import Result
 
 TITLES = ("workload", "engine", "seconds", "output tok/s", "total tok/s", "step ms", "prefill ms")
-_PACKAGES = ("minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server", "torch", "transformers", "triton")
 
 
 def table(results: Sequence[Sequence[Result]]) -> list[tuple[str, ...]]:
@@ -61,8 +55,8 @@ def as_json(
     """Everything that is known of the measurement; times in the units that the names say."""
     return {
         "started": started,
-        "machine": machine(info),
-        "versions": versions(),
+        "machine": _machine(info),
+        "versions": _versions(),
         "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
         "choices": {what: {"value": value, "reason": reason} for what, value, reason in info.choices},
         "options": dict(options),
@@ -101,37 +95,20 @@ def _as_json(result: Result) -> dict[str, Any]:
     }
 
 
-def machine(info: EngineInfo) -> dict[str, Any]:
-    """What it ran on."""
-    found: dict[str, Any] = {
-        "cpu": _cpu_name(),
-        "num_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
-        "num_usable_cpus": len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else os.cpu_count(),
-        "num_threads": torch.get_num_threads(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "system": platform.platform(),
-    }
+def _machine(info: EngineInfo) -> dict[str, Any]:
+    found = {**machine.machine(), "num_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"], found["num_gpus"] = info.device, torch.cuda.device_count()
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of Python, CUDA and the packages that matter, as far as they are there."""
-    found = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+def _versions() -> dict[str, str]:
+    return {**machine.versions(), **({"cuda": torch.version.cuda} if torch.version.cuda else {})}
 
 
 def headline(info: EngineInfo) -> list[str]:
     """What was measured and on what, before the table."""
-    about, packages = machine(info), versions()
+    about, packages = _machine(info), _versions()
     device = f"{about['num_gpus']} x {about['gpu']}, " if "gpu" in about else ""
     threads = f"{about['num_usable_cpus']} CPUs, {about['num_threads']} threads"
     chosen = ", ".join(f"{what} {value}" for what, value, _ in info.choices if what not in ("platform", "dtype"))
@@ -142,15 +119,6 @@ def headline(info: EngineInfo) -> list[str]:
         f"versions {', '.join(f'{name} {number}' for name, number in packages.items() if name != 'minisgl-server')}",
         "",
     ]
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,0 +1,1 @@
+"""``minisgl bench attention``: attention providers side by side on this machine."""

@@ -1,0 +1,113 @@
+"""One step of attention over a pool full of random keys and values, with the right answer.
+
+Shape legend: T new tokens, Hq and Hkv heads, D head dimension, S tokens a page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.kv.pool import KVPool, KVPoolSpec
+from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
+
+MIN_MAX_SEQ_LEN = 8192
+
+
+def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
+    """`count` lengths around `mean`, at most `spread` of it away, that add up to ``count * mean``; always the same."""
+    random = np.random.default_rng(0)
+    half = (1 + spread * random.uniform(-1, 1, count // 2)) * mean
+    lengths = [*half.round().astype(int).tolist()]
+    mirrored = [2 * mean - length for length in lengths]
+    return [max(1, length) for length in (*lengths, *mirrored, *[mean] * (count % 2))]
+
+
+class Case:
+    """A backend with requests in its pool, and one step to run.
+
+    Attributes:
+        batch: the step.
+        spec: what the backend was made for.
+    """
+
+    def __init__(
+        self, backend: type[AttentionBackend], spec: AttentionSpec, lengths: Sequence[int], num_new: int | None
+    ) -> None:
+        """Fill the pool.
+
+        Args:
+            backend: must support `spec`.
+            spec: `max_batch` and `max_seq_len` must fit `lengths`.
+            lengths: of the requests, in tokens.
+            num_new: queries of each request, which are its last tokens; None for all of them.
+        """
+        self.spec, self.layer = spec, AttentionLayer(0, spec.head_dim**-0.5)
+        size, device = spec.page_size, spec.device
+        counts = [-(-length // size) for length in lengths]
+        num_pages = 1 + sum(counts)
+        self._pool = KVPool(
+            KVPoolSpec(1, num_pages, size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, device, backend.kv_layout)
+        )
+        self._pool.data.normal_()
+        self._table = PageTable(len(lengths), spec.max_seq_len, size, device)
+        pages = torch.from_numpy(np.random.default_rng(0).permutation(num_pages - 1) + 1)
+        new = [length if num_new is None else num_new for length in lengths]
+        slots = []
+        for row, (length, count, queries) in enumerate(zip(lengths, counts, new, strict=True), 1):
+            mine, pages = pages[:count], pages[count:]
+            self._table.data[row, :count] = mine
+            positions = torch.arange(length - queries, length)
+            slots.append(mine[positions // size] * size + positions % size)
+        starts = np.concatenate(([0], np.cumsum(new)))
+        self.batch = AttentionBatch(
+            num_decodes=len(lengths) if num_new == 1 else 0,
+            rows=torch.arange(1, len(lengths) + 1, dtype=torch.int32, device=device),
+            cu_seqlens_q=torch.tensor(starts, dtype=torch.int32, device=device),
+            seq_lens=torch.tensor(lengths, dtype=torch.int32, device=device),
+            slots=torch.cat(slots).to(device),
+            q_lens_host=np.array(new, np.int32),
+            seq_lens_host=np.array(lengths, np.int32),
+        )
+        heads = [spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads]
+        fused = torch.randn(sum(new), sum(heads), spec.head_dim, dtype=spec.dtype, device=device)
+        self._q, self._k, self._v = torch.split(fused, heads, dim=1)
+        self.backend = backend(spec, self._pool, self._table.data)
+
+    def forward(self, plan: object) -> torch.Tensor:
+        """One layer; [T, Hq, D]."""
+        return self.backend.forward(self._q, self._k, self._v, self.layer, plan)
+
+    def error(self, out: torch.Tensor) -> float:
+        """How far the first and the last request's outputs are from attention in float64, as a share of what is allowed."""
+        largest = 0.0
+        ends = np.cumsum(self.batch.q_lens_host)
+        for place in {0, len(ends) - 1}:
+            length, num_new = int(self.batch.seq_lens_host[place]), int(self.batch.q_lens_host[place])
+            pages = self._table.data[place + 1, : -(-length // self.spec.page_size)].long()
+            found = [part[pages] for part in (self._pool.k(0), self._pool.v(0))]
+            if self._pool.spec.layout == "HND":
+                found = [part.transpose(1, 2) for part in found]
+            k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
+            queries = slice(int(ends[place]) - num_new, int(ends[place]))
+            expected = dense_attention(self._q[queries].cpu(), k, v, self.layer.scale, None)
+            off = (out[queries].cpu().double() - expected).abs().max().item()
+            largest = max(largest, off if np.isfinite(off) else float("inf"))
+        return largest / TOLERANCES[self.spec.dtype]
+
+    @property
+    def num_kv_bytes(self) -> int:
+        """K and V of all tokens."""
+        tokens = int(self.batch.seq_lens_host.astype(np.int64).sum())
+        return tokens * 2 * self.spec.num_kv_heads * self.spec.head_dim * self.spec.kv_dtype.itemsize
+
+    @property
+    def num_flops(self) -> float:
+        """Of both products, with the causal mask."""
+        new, lengths = self.batch.q_lens_host.astype(float), self.batch.seq_lens_host.astype(float)
+        pairs = (new * (lengths - new) + new * (new + 1) / 2).sum()
+        return float(4 * self.spec.num_q_heads * self.spec.head_dim * pairs)

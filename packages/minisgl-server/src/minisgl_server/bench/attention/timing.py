@@ -1,0 +1,83 @@
+"""How long a step of attention takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from minisgl_core.contracts.attention import GraphCapturable
+from minisgl_server.bench.attention.cases import Case
+
+CALLS_BETWEEN_EVENTS = 10
+"""On a GPU, where single calls are shorter than it takes to launch them one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """One case on one backend.
+
+    Attributes:
+        error: as a share of what is allowed; more than 1 is wrong.
+        seconds: of a layer, on the device.
+        plan_s: of the host, once a step.
+        is_graph: the layer was replayed from a CUDA graph, as decodes are served where the backend can.
+    """
+
+    error: float
+    seconds: float
+    plan_s: float
+    is_graph: bool
+
+
+def time_case(case: Case, repeats: int) -> Timing:
+    """Check the output first, then time the layer and the plan."""
+    backend, is_decode = case.backend, case.batch.num_decodes > 0
+    if case.spec.device.type == "cuda" and is_decode and isinstance(backend, GraphCapturable):
+        return _time_graph(case, backend, repeats)
+    plan = backend.plan(case.batch)
+    error = case.error(case.forward(plan))
+    run = lambda: case.forward(plan)  # noqa: E731  # it is short
+    seconds = _device_seconds(run, repeats) if case.spec.device.type == "cuda" else _host_seconds(run, repeats)
+    return Timing(error, seconds, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
+
+
+def _time_graph(case: Case, backend: GraphCapturable, repeats: int) -> Timing:
+    plan = backend.plan_capture(case.batch)
+    error = case.error(case.forward(plan))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = case.forward(plan)
+    plan_s = _host_seconds(lambda: backend.plan_replay(case.batch), repeats)
+    graph.replay()
+    error = max(error, case.error(out))
+    return Timing(error, _device_seconds(graph.replay, repeats), plan_s, True)
+
+
+def _host_seconds(run: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(1 + repeats):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return median(times[1:])
+
+
+def _device_seconds(run: Callable[[], object], repeats: int) -> float:
+    make: Any = torch.cuda.Event  # has no types
+    times: list[float] = []
+    run()
+    for _ in range(repeats):
+        start, stop = make(enable_timing=True), make(enable_timing=True)
+        start.record()
+        for _ in range(CALLS_BETWEEN_EVENTS):
+            run()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / CALLS_BETWEEN_EVENTS / 1000)
+    return median(times)

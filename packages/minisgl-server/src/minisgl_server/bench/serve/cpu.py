@@ -1,0 +1,81 @@
+"""What a server's processes cost in processor time."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable
+
+import psutil
+
+from minisgl_server.bench.serve.http import Address
+
+TITLE = "minisgl: "
+"""What the titles of minisgl's processes begin with."""
+
+
+class ServerCpu:
+    """Processor time of a server's processes since this object was made, user and system together."""
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        """The processes are those with the ids given and all their descendants."""
+        self._processes: dict[int, tuple[str, psutil.Process]] = {}
+        for pid in pids:
+            try:
+                root = psutil.Process(pid)
+                for process in (root, *root.children(recursive=True)):
+                    self._processes[process.pid] = (_name(process), process)
+            except psutil.Error:
+                continue
+        self._before = self._read()
+
+    def seconds(self) -> dict[str, float]:
+        """By process name; processes of one name are added up, and those that ended since count up to the start."""
+        found: dict[str, float] = {}
+        now = self._read()
+        for pid, (name, _) in self._processes.items():
+            found[name] = found.get(name, 0.0) + now.get(pid, 0.0) - self._before.get(pid, 0.0)
+        return {name: max(0.0, value) for name, value in found.items()}
+
+    def _read(self) -> dict[int, float]:
+        found = {}
+        for pid, (_, process) in self._processes.items():
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            found[pid] = times.user + times.system
+        return found
+
+
+def serving_seconds(by_process: dict[str, float]) -> float | None:
+    """Of minisgl's API server and tokenizer workers together; None where there is none of them."""
+    found = [seconds for name, seconds in by_process.items() if name == "api" or name.startswith("tokenizer")]
+    return sum(found) if found else None
+
+
+def local_server(address: Address) -> int | None:
+    """The minisgl that listens there: its launcher's process id, if it runs on this machine and may be looked at."""
+    try:
+        is_local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
+    except ValueError:
+        return None
+    if not is_local:
+        return None
+    try:
+        listeners = [
+            each.pid
+            for each in psutil.net_connections("tcp")
+            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == address.port
+        ]
+        for pid in listeners:
+            process = psutil.Process(pid)
+            if _name(process) == "api" and (parent := process.parent()) is not None:
+                return parent.pid
+    except psutil.Error:
+        pass
+    return None
+
+
+def _name(process: psutil.Process) -> str:
+    title = process.cmdline()[0] if process.cmdline() else process.name()
+    return title.removeprefix(TITLE) if title.startswith(TITLE) else process.name()

@@ -1,0 +1,183 @@
+"""Options of ``minisgl bench serve``. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import click
+
+from minisgl_core.errors import InvalidValueError
+
+METRIC_NAMES = ("ttft", "tpot", "latency")
+"""What ``--goodput`` can limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """What to send where; the command's help says more.
+
+    Attributes:
+        lengths: ``input_len`` and ``output_len`` are (low, high) in tokens.
+        request_rates, max_concurrencies, time_scales: each combination is a run; a concurrency of None is no limit.
+    """
+
+    url: str
+    model: str | None
+    api_key: str | None
+    endpoint: str
+    tokenizer: str | None
+    vocab_size: int
+    num_requests: int | None
+    duration: float | None
+    request_rates: tuple[float, ...]
+    burstiness: float
+    max_concurrencies: tuple[int | None, ...]
+    input_len: tuple[int, int]
+    output_len: tuple[int, int]
+    num_turns: int
+    turn_delay: float
+    shared_prefix_tokens: int
+    num_prefixes: int
+    trace: str | None
+    time_scales: tuple[float, ...]
+    max_input_len: int | None
+    temperature: float
+    ignore_eos: bool
+    extra_body: dict[str, Any]
+    timeout: float
+    num_warmups: int
+    seed: int
+    goodput: dict[str, float]
+    server_pids: tuple[int, ...]
+    json_file: str | None
+    details: bool
+    plot: str | None
+
+    def runs(self) -> Iterator[Run]:
+        """Every run of the sweep."""
+        product = itertools.product(self.time_scales, self.request_rates, self.max_concurrencies)
+        for number, (scale, rate, limit) in enumerate(product):
+            yield Run(number, rate, limit, scale if self.trace else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One point of a sweep.
+
+    Attributes:
+        number: from 0.
+        request_rate: new conversations a second.
+        max_concurrency: conversations at once; None for no limit.
+        time_scale: factor on the times of a trace; None for random prompts.
+    """
+
+    number: int
+    request_rate: float
+    max_concurrency: int | None
+    time_scale: float | None
+
+    @property
+    def label(self) -> str:
+        """For tables."""
+        parts = [f"trace x {self.time_scale:g}"] if self.time_scale is not None else []
+        if not math.isinf(self.request_rate):
+            parts.append(f"{self.request_rate:g}/s")
+        if self.max_concurrency is not None:
+            parts.append(f"{self.max_concurrency} at once")
+        return ", ".join(parts) or "all at once"
+
+
+class LengthType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
+    """``N`` or ``LOW:HIGH``, as a pair."""
+
+    name = "length"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """To (low, high)."""
+        if isinstance(value, tuple):
+            return value
+        low, _, high = str(value).partition(":")
+        try:
+            found = int(low), int(high or low)
+        except ValueError:
+            found = (0, 0)
+        if not 1 <= found[0] <= found[1]:
+            self.fail(f"{value!r} is neither a number of tokens nor LOW:HIGH, both 1 or more.", param, ctx)
+        return found
+
+
+class JsonObjectType(click.ParamType):  # type: ignore[type-arg]
+    """A JSON object."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """To a dict."""
+        if isinstance(value, dict):
+            return value
+        try:
+            found = json.loads(value)
+        except ValueError as error:
+            self.fail(f"it is not JSON: {error}.", param, ctx)
+        if not isinstance(found, dict):
+            self.fail("it is not a JSON object.", param, ctx)
+        return found
+
+
+def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
+    """Limits in milliseconds by metric, from words such as ``ttft:200``."""
+    found: dict[str, float] = {}
+    for value in values:
+        name, _, limit = value.partition(":")
+        try:
+            found[name] = float(limit)
+        except ValueError:
+            found[name] = math.nan
+        if name not in METRIC_NAMES or not found[name] > 0:
+            allowed = f"a metric ({', '.join(METRIC_NAMES)}), a colon and milliseconds, such as ttft:200"
+            raise InvalidValueError("--goodput", value, allowed)
+    return found
+
+
+def check(options: ServeOptions, given: Mapping[str, Any]) -> None:
+    """Refuse what cannot be, or would have no effect.
+
+    Args:
+        options: all of them.
+        given: flags that the user wrote, with their values.
+    """
+    of_random = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
+    of_times = ("--turn-delay", "--request-rate", "--burstiness")
+    refused = {
+        "given without --trace, which says what to send and when": (*of_random, *of_times) if options.trace else (),
+        "used with --trace": () if options.trace else ("--time-scale", "--max-input-len"),
+        "used with --num-turns of 2 or more": ("--turn-delay",) if options.num_turns == 1 else (),
+        "used with --shared-prefix-tokens": () if options.shared_prefix_tokens else ("--num-prefixes",),
+        "used with a finite --request-rate": ("--burstiness",) if all(map(math.isinf, options.request_rates)) else (),
+        "used with --endpoint completions and without --tokenizer, which knows it": (
+            ("--vocab-size",) if options.endpoint == "chat" or options.tokenizer else ()
+        ),
+        "used with --json": () if options.json_file else ("--details",),
+    }
+    for allowed, names in refused.items():
+        for name in names:
+            if name in given:
+                raise InvalidValueError(name, given[name], allowed)
+    floats = {"--request-rate": options.request_rates, "--time-scale": options.time_scales}
+    for name, values in {**floats, "--burstiness": (options.burstiness,)}.items():
+        for value in values:
+            if math.isnan(value):
+                raise InvalidValueError(name, value, "a number")
+    endless = options.num_requests is None and not options.trace
+    if endless and any(
+        math.isinf(rate) and limit is None for rate in options.request_rates for limit in options.max_concurrencies
+    ):
+        remedy = "Without a limit, the number of requests has none either."
+        raise InvalidValueError(
+            "--duration", options.duration, "used with --num-requests, --request-rate or --max-concurrency", remedy
+        )

@@ -1,0 +1,258 @@
+"""One request to a server: the body that asks, the events that answer, and when they came."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from minisgl_server.bench.serve.http import HttpClient, HttpError
+
+Prompt = Sequence[int] | str | list[dict[str, str]]
+"""Token ids, a text, or the messages of a chat."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Event(msgspec.Struct):
+    """Of an event, what is needed; the decoder skips the rest."""
+
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decode_event = msgspec.json.Decoder(_Event).decode
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class Record:
+    """What became of a request; times in seconds.
+
+    Attributes:
+        conversation: number of the conversation that it belongs to.
+        turn: its place there, from 0.
+        asked_prompt_tokens: tokens of the prompt that was sent; None where only the server knows.
+        asked_output_tokens: output tokens asked for.
+        sent_s: when it was sent, since the start of the run.
+        wait_s: how long it had to wait for its turn after its arrival, because of ``--max-concurrency``.
+        ttft_s: until the first text, or until the end where there was none.
+        latency_s: until the last event.
+        gaps_s: between events that bring text.
+        num_prompt_tokens: as the server counted them; as asked for, or 0, where it does not say.
+        num_output_tokens: as the server counted them; events that brought text, where it does not say.
+        has_usage: whether the server counted.
+        num_cached_tokens: of the prompt, found in a prefix cache; None where the server does not say.
+        error: what went wrong, in words; None for a whole answer.
+        is_interrupted: it was still running when the user ended the benchmark.
+    """
+
+    conversation: int
+    turn: int
+    asked_prompt_tokens: int | None
+    asked_output_tokens: int
+    sent_s: float = 0.0
+    wait_s: float = 0.0
+    ttft_s: float = 0.0
+    latency_s: float = 0.0
+    gaps_s: list[float] = field(default_factory=list)
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    has_usage: bool = False
+    num_cached_tokens: int | None = None
+    error: str | None = None
+    is_interrupted: bool = False
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds an output token after the first; None for one token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.latency_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """What all requests of a run have in common.
+
+    Attributes:
+        endpoint: ``completions`` or ``chat``.
+        model: name of the model on the server.
+        ignore_eos: ask for outputs of exactly the length given, by an extension of vLLM, SGLang and minisgl.
+        extra_body: further fields.
+        timeout_s: after which a request counts as failed.
+    """
+
+    endpoint: str
+    model: str
+    ignore_eos: bool
+    extra_body: dict[str, Any]
+    timeout_s: float
+
+    @property
+    def path(self) -> str:
+        """Of the endpoint."""
+        return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
+
+    def body(self, prompt: Prompt, num_tokens: int) -> bytes:
+        """A request as JSON."""
+        if self.endpoint == "chat":
+            body: dict[str, Any] = {"messages": prompt, "max_completion_tokens": num_tokens}
+        else:
+            body = {"prompt": prompt, "max_tokens": num_tokens}
+        body |= {"model": self.model, "stream": True, "stream_options": {"include_usage": True}}
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return _encode(body | self.extra_body)
+
+    async def send(self, client: HttpClient, prompt: Prompt, record: Record, start_s: float) -> str:
+        """Send a request and fill in its record.
+
+        Args:
+            client: connections to the server.
+            prompt: fits the endpoint.
+            record: has what was asked for.
+            start_s: `time.perf_counter` at the start of the run.
+
+        Returns:
+            The text of the answer.
+        """
+        body = self.body(prompt, record.asked_output_tokens)
+        record.num_prompt_tokens = record.asked_prompt_tokens or 0
+        sent = time.perf_counter()
+        record.sent_s = sent - start_s
+        answer = _Answer(record, sent)
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                status = await client.request("POST", self.path, body, answer.feed)
+            answer.finish(status)
+        except TimeoutError:
+            record.error = f"no whole answer within {self.timeout_s:g} s"
+        except HttpError as error:
+            record.error = str(error)
+        except asyncio.CancelledError:
+            record.is_interrupted = True
+            raise
+        finally:
+            if not record.latency_s:
+                record.latency_s = time.perf_counter() - sent
+        return "".join(answer.pieces)
+
+
+class _Answer:
+    """Reads server-sent events as they arrive."""
+
+    def __init__(self, record: Record, sent: float) -> None:
+        self.pieces: list[str] = []
+        self._record, self._sent = record, sent
+        self._rest = self._other = b""
+        self._last = 0.0
+        self._num_events = 0
+        self._is_finished = False
+        self._error: str | None = None
+
+    def feed(self, data: bytes, now: float) -> None:
+        """Bytes of the body."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                self._take(line[5:].strip(), now)
+            elif len(self._other) < 4096:
+                self._other += line
+
+    def _take(self, data: bytes, now: float) -> None:
+        if data == b"[DONE]":
+            return
+        try:
+            event = _decode_event(data)
+        except msgspec.DecodeError:
+            self._error = f"an event that is not OpenAI's: {_shortened(data)}"
+            return
+        if event.error is not None:
+            self._error = _error_message(data) or "an error without a message"
+        if event.usage is not None:
+            self._count(event.usage)
+        for choice in event.choices:
+            delta = choice.delta
+            text = choice.text or (delta and (delta.content or delta.reasoning_content or delta.reasoning)) or ""
+            if text or (delta and delta.tool_calls):
+                self._mark(now)
+                self._num_events += 1
+                self.pieces.append(text)
+            if choice.finish_reason is not None:
+                self._is_finished = True
+                if not self._last:
+                    self._mark(now)
+                self._record.latency_s = now - self._sent
+
+    def _mark(self, now: float) -> None:
+        if self._last:
+            self._record.gaps_s.append(now - self._last)
+        else:
+            self._record.ttft_s = now - self._sent
+        self._last = now
+
+    def _count(self, usage: _Usage) -> None:
+        record = self._record
+        if usage.completion_tokens is not None:
+            record.num_output_tokens, record.has_usage = usage.completion_tokens, True
+        if usage.prompt_tokens is not None:
+            record.num_prompt_tokens = usage.prompt_tokens
+        if usage.prompt_tokens_details is not None:
+            record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
+
+    def finish(self, status: int) -> None:
+        """The response has ended."""
+        if status != 200:
+            body = self._other + self._rest
+            self._record.error = f"HTTP {status}: {_error_message(body) or _shortened(body)}"
+        elif self._error is not None:
+            self._record.error = self._error
+        elif not self._is_finished:
+            self._record.error = "the stream ended before the answer did"
+        if not self._record.has_usage:
+            self._record.num_output_tokens = self._num_events
+
+
+def _error_message(body: bytes) -> str:
+    """The message of an error, as OpenAI and vLLM and SGLang shape it, or nothing."""
+    try:
+        found = msgspec.json.decode(body)
+        for name in ("error", "detail"):
+            if isinstance(found, dict):
+                found = found.get(name, found)
+        message = found.get("message", "") if isinstance(found, dict) else found
+    except msgspec.DecodeError:
+        return ""
+    return _shortened(str(message).encode())
+
+
+def _shortened(data: bytes) -> str:
+    text = " ".join(data.decode("utf-8", "replace").split())
+    return text if len(text) <= 200 else f"{text[:197]}..."

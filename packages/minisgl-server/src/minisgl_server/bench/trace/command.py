@@ -1,0 +1,67 @@
+"""``minisgl bench trace``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+TRACE_A_REQUESTS = 43_058
+
+
+@click.command()
+@click.option("--out", type=click.Path(dir_okay=False, writable=True), help="File to write, as JSON lines.")
+@click.option(
+    "--num-requests",
+    type=click.IntRange(2),
+    default=TRACE_A_REQUESTS,
+    show_default=True,
+    help="Requests; by default as many as trace A has.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--request-rate", type=click.FloatRange(0, min_open=True), help="Requests a second; that of trace A if missing."
+)
+@click.option(
+    "--output-median",
+    type=click.FloatRange(1),
+    help="Median of the answers' lengths in tokens, which are not published. Longer answers make later turns longer.",
+)
+@click.option("--show", type=click.Path(), metavar="FILE", help="Print the statistics of an existing trace instead.")
+def trace(
+    out: str | None,
+    num_requests: int,
+    seed: int,
+    request_rate: float | None,
+    output_median: float | None,
+    show: str | None,
+) -> None:
+    """Write a synthetic trace in the Qwen-Bailian format, with the published statistics of its trace A.
+
+    It is made up: no request in it was ever sent by a user. `minisgl bench serve --trace` sends it.
+    """
+    from dataclasses import replace
+
+    from minisgl_core.cli.table import print_table
+    from minisgl_server.bench.trace.format import read_trace, write_trace
+    from minisgl_server.bench.trace.statistics import PUBLISHED, statistics
+    from minisgl_server.bench.trace.synthetic import Model, synthetic_trace
+
+    if (out is None) == (show is None):
+        raise click.UsageError("Give either --out, to write a trace, or --show, to look at one.")
+    if show is not None:
+        requests = read_trace(Path(show))
+    else:
+        assert out is not None
+        model = Model()
+        if request_rate is not None:
+            model = replace(model, requests_per_s=request_rate)
+        if output_median is not None:
+            model = replace(model, output=(output_median, model.output[1]))
+        requests = list(synthetic_trace(num_requests, seed, model))
+        write_trace(Path(out), requests)
+    rows = [
+        (name, f"{value:.5g}", f"{PUBLISHED[name]:.5g}" if name in PUBLISHED else "not published")
+        for name, value in statistics(requests).items()
+    ]
+    print_table(("", "this trace", "trace A"), rows)

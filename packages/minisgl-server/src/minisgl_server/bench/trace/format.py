@@ -1,0 +1,87 @@
+"""The format of the Qwen-Bailian traces (github.com/alibaba-edu/qwen-bailian-usagetraces-anon; arXiv 2506.02634).
+
+A line of JSON a request, without its content: a prompt is known by the hashes of its blocks of 16 tokens, each of which stands
+for the block and all before it, so that equal beginnings have equal leading hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from minisgl_core.errors import InvalidValueError
+
+BLOCK_TOKENS = 16
+
+
+class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One request.
+
+    Attributes:
+        chat_id: its own number.
+        parent_chat_id: the request whose conversation it continues; -1 for the first of a conversation.
+        timestamp: when it arrived, in seconds.
+        input_length: tokens of the prompt, templates included.
+        output_length: tokens of the answer.
+        type: ``text``, ``search``, ``image`` or ``file``.
+        turn: its place in the conversation, from 1.
+        hash_ids: of the prompt's blocks; the last one may be a part of a block, which may also have no hash.
+    """
+
+    chat_id: int
+    parent_chat_id: int = -1
+    timestamp: float
+    input_length: int
+    output_length: int
+    type: str = "text"
+    turn: int = 1
+    hash_ids: list[int]
+
+
+def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+    """The requests of a file, in order of time.
+
+    Args:
+        path: JSON lines; fields that are not known are skipped.
+        limit: only so many lines from the start.
+
+    Raises:
+        InvalidValueError: there is no such file, or a line is no request.
+    """
+    decode = msgspec.json.Decoder(TraceRequest).decode
+    found: list[TraceRequest] = []
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if len(found) == limit:
+                    break
+                try:
+                    found.append(_checked(decode(line)))
+                except (msgspec.DecodeError, ValueError) as error:
+                    allowed = "JSON lines with chat_id, timestamp, input_length, output_length and hash_ids"
+                    raise InvalidValueError("--trace", str(path), allowed, f"Line {number}: {error}.") from None
+    except OSError as error:
+        raise InvalidValueError("--trace", str(path), "a file that can be read", f"{error.strerror}.") from None
+    if not found:
+        raise InvalidValueError("--trace", str(path), "a file with at least one request")
+    return sorted(found, key=lambda request: request.timestamp)
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write requests as JSON lines."""
+    encode = msgspec.json.Encoder().encode
+    with path.open("wb") as file:
+        file.writelines(encode(request) + b"\n" for request in requests)
+
+
+def _checked(request: TraceRequest) -> TraceRequest:
+    if request.input_length < 1 or request.output_length < 1:
+        raise ValueError("input_length and output_length must be 1 or more")
+    if any(block < 0 for block in request.hash_ids):
+        raise ValueError("hash_ids must be 0 or more")
+    whole, blocks = request.input_length // BLOCK_TOKENS, -(-request.input_length // BLOCK_TOKENS)
+    if not whole <= len(request.hash_ids) <= blocks:
+        raise ValueError(f"{request.input_length} tokens have {blocks} blocks, not {len(request.hash_ids)}")
+    return request

@@ -1,0 +1,144 @@
+"""A made-up trace with the statistics that are published of the Qwen-Bailian trace A.
+
+The model: conversations begin as a Poisson process. Each has a type, and its first prompt begins with that type's template; or,
+now and then, with the whole first prompt of an earlier conversation, as when a document is asked about again. More content
+follows. Each later turn comes after a log-normal gap and brings the prompt so far, the answer, and something new. Whether
+another turn follows is a coin of the conversation's own, so that few conversations are long.
+
+`Model`'s defaults were fitted so that 43,058 requests, the length of trace A, come close to all published numbers at once.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
+
+TYPES = {"text": 31_744, "search": 8_187, "image": 1_617, "file": 1_510}
+"""Requests of trace A by type."""
+TEMPLATE_BLOCKS = {"text": 12, "search": 64, "image": 12, "file": 12}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Parameters of the generator. Lengths are log-normal: a median in tokens, and sigma, the deviation of the logarithm.
+
+    Attributes:
+        requests_per_s: of all turns, in the long run of trace A.
+        root_share: how many of them begin a conversation.
+        continued_share: conversations with a second turn.
+        stop_odds: shapes a and b of the beta distribution of the coin that brings a turn after the second.
+        reused_share: conversations that begin like an earlier one.
+        reused_tokens: of an earlier prompt, at most.
+        single_input: first content of a conversation of one turn.
+        continued_input: first content of others.
+        later_input: new content of a later turn.
+        output: of an answer. Not published; it also grows the later prompts.
+        gap_s: between turns, in seconds.
+        longest: most tokens of a prompt.
+    """
+
+    requests_per_s: float = 43_058 / 7_200
+    root_share: float = 23_101 / 43_058
+    continued_share: float = 0.405
+    stop_odds: tuple[float, float] = (1.0, 1.45)
+    reused_share: float = 0.18
+    reused_tokens: int = 48_000
+    single_input: tuple[float, float] = (250, 2.03)
+    continued_input: tuple[float, float] = (100, 2.05)
+    later_input: tuple[float, float] = (30, 1.2)
+    output: tuple[float, float] = (215, 1.05)
+    gap_s: tuple[float, float] = (math.exp(4.82), 1.25)
+    longest: int = 89_286
+
+
+@dataclass(slots=True)
+class _Conversation:
+    type: str
+    last_id: int
+    input_length: int
+    output_length: int
+    blocks: list[int]
+    more_turns: float
+    turn: int = 1
+
+
+def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) -> Iterator[TraceRequest]:
+    """Requests in order of time.
+
+    All conversations begin within the trace; its first minutes therefore have few later turns.
+
+    Args:
+        num_requests: how many.
+        seed: equal seeds give equal traces.
+        model: the parameters.
+    """
+    model = model or Model()
+    random = np.random.default_rng(seed)
+    fresh = itertools.count(sum(TEMPLATE_BLOCKS.values()))
+    ends = np.cumsum(list(TEMPLATE_BLOCKS.values()))
+    templates = {
+        name: list(range(end - size, end))
+        for (name, size), end in zip(TEMPLATE_BLOCKS.items(), ends.tolist(), strict=True)
+    }
+    types, shares = list(TYPES), np.cumsum([count / sum(TYPES.values()) for count in TYPES.values()])
+
+    def draw(parameters: tuple[float, float]) -> int:
+        median, sigma = parameters
+        return max(1, int(random.lognormal(math.log(median), sigma)))
+
+    def begin(chat_id: int) -> _Conversation:
+        kind = types[min(int(np.searchsorted(shares, random.random())), len(types) - 1)]
+        start = templates[kind]
+        if firsts and random.random() < model.reused_share:
+            start = firsts[int(random.integers(len(firsts)))]
+        is_continued = random.random() < model.continued_share
+        own = draw(model.continued_input if is_continued else model.single_input)
+        length = min(BLOCK_TOKENS * len(start) + own, model.longest)
+        blocks = _extended(start[: length // BLOCK_TOKENS], length, fresh)
+        firsts.append(blocks[: min(length, model.reused_tokens) // BLOCK_TOKENS])
+        more = random.beta(*model.stop_odds) if is_continued else 0.0
+        return _Conversation(kind, chat_id, length, draw(model.output), blocks, more)
+
+    firsts: list[list[int]] = []
+    due: list[tuple[float, int, _Conversation]] = []
+    next_root = random.exponential(1 / (model.requests_per_s * model.root_share))
+    chat_id = 0
+    while chat_id < num_requests:
+        parent = -1
+        if due and due[0][0] < next_root:
+            now, _, chat = heapq.heappop(due)
+            length = chat.input_length + chat.output_length + draw(model.later_input)
+            if length > model.longest:
+                continue  # the context is full
+            parent, chat.turn = chat.last_id, chat.turn + 1
+            chat.blocks = _extended(chat.blocks[: chat.input_length // BLOCK_TOKENS], length, fresh)
+            chat.last_id, chat.input_length, chat.output_length = chat_id, length, draw(model.output)
+        else:
+            now, chat = next_root, begin(chat_id)
+            next_root += random.exponential(1 / (model.requests_per_s * model.root_share))
+        yield TraceRequest(
+            chat_id=chat_id,
+            parent_chat_id=parent,
+            timestamp=round(now, 3),
+            input_length=chat.input_length,
+            output_length=chat.output_length,
+            type=chat.type,
+            turn=chat.turn,
+            hash_ids=chat.blocks,
+        )
+        if chat.more_turns and (chat.turn == 1 or random.random() < chat.more_turns):
+            gap_s = random.lognormal(math.log(model.gap_s[0]), model.gap_s[1])
+            heapq.heappush(due, (now + gap_s, chat_id, chat))
+        chat_id += 1
+
+
+def _extended(start: list[int], length: int, fresh: Iterator[int]) -> list[int]:
+    """Blocks of a prompt of `length` tokens: `start`, then ones that were never there."""
+    return start + list(itertools.islice(fresh, -(-length // BLOCK_TOKENS) - len(start)))

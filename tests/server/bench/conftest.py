@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+Answer = Callable[[socket.socket, bytes], None]
+"""Answers one request on a connection; gets the request's bytes."""
+
+
+class ScriptedServer:
+    """Speaks HTTP as it is told to, badly where a test wants that; keeps what it was asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.requests: list[bytes] = []
+        self.num_connections = 0
+        self._answer = answer
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            self.num_connections += 1
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, suppress(OSError), connection.makefile("rb") as reader:
+            while connection.fileno() >= 0:
+                head = b"".join(iter(reader.readline, b"\r\n"))
+                if not head:
+                    return
+                [length] = [
+                    line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")
+                ]
+                self.requests.append(head + b"\r\n" + reader.read(int(length)))
+                self._answer(connection, self.requests[-1])
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+@pytest.fixture
+def scripted() -> Iterator[Callable[[Answer], ScriptedServer]]:
+    """Makes such servers."""
+    made: list[ScriptedServer] = []
+
+    def make(answer: Answer) -> ScriptedServer:
+        made.append(ScriptedServer(answer))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

@@ -1,0 +1,133 @@
+"""What is sent: lengths, what is shared and what is not, and the arithmetic of the report."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_server.bench.serve.conversations import (
+    Conversation,
+    Lengths,
+    RandomSpec,
+    block_content,
+    limited,
+    random_conversations,
+    trace_conversations,
+)
+from minisgl_server.bench.serve.load import Outcome
+from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
+from minisgl_server.bench.serve.request import Record
+from minisgl_server.bench.serve.statistics import summarize
+from minisgl_server.bench.trace.format import TraceRequest
+
+
+def made(count: int, variant: int = 1, **spec: Any) -> list[Conversation]:
+    lengths = {"input_len": Lengths(5, 9), "output_len": Lengths(3, 3)}
+    conversations = random_conversations(RandomSpec(**(lengths | spec)), itertools.count(), 50, 7, variant)
+    return list(itertools.islice(conversations, count))
+
+
+def test_prompts_share_their_group_s_prefix_alone() -> None:
+    found = made(20, shared_prefix_tokens=6, num_prefixes=2)
+    firsts = [each.turns[0].numbers[0] for each in found]
+    assert len(set(firsts)) == 20
+    for one, two in itertools.combinations(found, 2):
+        assert (one.prefix == two.prefix).all() == (one.number % 2 == two.number % 2)
+    assert {5, 6, 7, 8, 9} == {len(each.turns[0].numbers) for each in found}
+    assert all(0 <= number < 50 for each in found for number in each.turns[0].numbers)
+
+
+def test_variants_have_equal_lengths_and_other_content() -> None:
+    for one, two in zip(made(9, 1, num_turns=3), made(9, 2, num_turns=3), strict=True):
+        for a, b in zip(one.turns, two.turns, strict=True):
+            assert (len(a.numbers), a.output_len) == (len(b.numbers), b.output_len)
+            assert (a.numbers != b.numbers).any()
+
+
+def test_limited_ends_within_a_conversation() -> None:
+    assert [len(each.turns) for each in limited(made(9, num_turns=4), 10)] == [4, 4, 2]
+    assert [len(each.turns) for each in limited(made(2, num_turns=4), None)] == [4, 4]
+
+
+def shared(one: np.ndarray, two: np.ndarray) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+
+
+def test_content_is_shared_as_the_blocks_are() -> None:
+    random = np.random.default_rng(0)
+    trace, paths = [], [[int(block) for block in random.integers(0, 400, 5)] for _ in range(10)]
+    for at in range(40):
+        ids = [*paths[at % 10][: int(random.integers(0, 6))], 500 + at, 600 + at]
+        length = 16 * len(ids) - int(random.integers(0, 17))
+        trace.append(TraceRequest(chat_id=at, timestamp=at, input_length=length, output_length=1, hash_ids=ids))
+    for seed in (0, 1):
+        found = [each.turns[0].numbers for each in trace_conversations(trace, 2.0, 1000, 0, seed, 1)]
+        assert [len(numbers) for numbers in found] == [request.input_length for request in trace]
+        for (a, one), (b, two) in itertools.combinations(zip(trace, found, strict=True), 2):
+            expected = min(16 * shared(np.array(a.hash_ids), np.array(b.hash_ids)), a.input_length, b.input_length)
+            assert shared(one, two) == expected
+    others = [each.turns[0].numbers for each in trace_conversations(trace, 2.0, 1000, 0, 1, 2)]
+    assert all(shared(one, two) == 0 for one, two in zip(found, others, strict=True))
+
+
+def test_block_content_looks_random() -> None:
+    numbers = block_content(np.arange(5000), 1000)
+    counts = np.bincount(numbers.reshape(-1, 16)[:, 2:].ravel(), minlength=1000)
+    assert counts.mean() == 70
+    assert counts.var() == pytest.approx(70, rel=0.2), "as of independent draws"
+
+
+def test_id_histories() -> None:
+    history = IdPrompts(100).start(np.array([1, 2]))
+    assert list(history.ask(np.array([3]))) == [1, 2, 3]
+    history.hear("whatever", np.array([8, 9]))
+    assert list(history.ask(np.array([4]))) == [1, 2, 3, 8, 9, 4]
+    assert history.num_tokens == 6
+
+
+def test_chat_words_are_single_tokens(engine_tokenizer: Any) -> None:
+    prompts = ChatPrompts.of_tokenizer(engine_tokenizer)
+    assert prompts.num_words > 1000
+    random = np.random.default_rng(0)
+    for with_prefix in (False, True):
+        history = prompts.start(random.integers(0, prompts.num_words, 30 * with_prefix))
+        messages = history.ask(random.integers(0, prompts.num_words, 300))
+        text = engine_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert len(engine_tokenizer.encode(text, add_special_tokens=False)) == history.num_tokens
+        history.hear("An answer.", np.zeros(0, np.int64))
+        roles = [message["role"] for message in history.ask(np.array([1]))]  # type: ignore[index]
+        assert roles == ["system"] * with_prefix + ["user", "assistant", "user"]
+        assert history.num_tokens is None
+
+
+def record(**values: Any) -> Record:
+    return Record(0, 0, 10, 5, **values)
+
+
+def test_the_report_s_arithmetic() -> None:
+    good = {"num_prompt_tokens": 10, "num_output_tokens": 5, "has_usage": True}
+    records = [
+        record(sent_s=0.0, ttft_s=0.1, latency_s=0.5, gaps_s=[0.1] * 4, num_cached_tokens=4, **good),
+        record(sent_s=0.2, ttft_s=0.3, latency_s=0.7, gaps_s=[0.1] * 4, num_cached_tokens=None, **good),
+        record(sent_s=0.6, latency_s=0.1, error="HTTP 500: x"),
+        record(sent_s=1.9, latency_s=0.1, is_interrupted=True),
+    ]
+    outcome = Outcome(records=records, seconds=2.0, client_cpu_s=0.001)
+    found = summarize(outcome, {"ttft": 200, "tpot": 100.1}, True, {"api": 0.002, "tokenizer 0": 0.001, "rank": 1.0})
+    assert (found.num_sent, found.num_answered, found.num_failed, found.num_interrupted) == (4, 2, 1, 1)
+    assert (found.num_prompt_tokens, found.num_output_tokens) == (20, 10)
+    assert found.hit_rate == pytest.approx(0.2), "a server that omits a zero says it for others"
+    assert found.goodput_per_s == pytest.approx(0.5)
+    assert found.per_s(found.num_output_tokens) == pytest.approx(5)
+    assert found.peak_concurrency == 2
+    spreads = {name: spread for name, spread in found.spreads.items() if spread is not None}
+    assert spreads["ttft"].mean == pytest.approx(200)
+    assert spreads["ttft"].p90 == pytest.approx(280)
+    assert (spreads["tpot"].p50, spreads["itl"].p99, spreads["latency"].max) == pytest.approx((100, 100, 700))
+    assert found.us_per_token(found.client_cpu_s) == pytest.approx(100)
+    assert found.serving_us_per_token == pytest.approx(300)
+    empty = summarize(Outcome(), {"ttft": 1}, True, {})
+    assert empty.spreads["ttft"] is empty.hit_rate is empty.serving_us_per_token is None

@@ -1,0 +1,117 @@
+"""The load generator's HTTP client, against servers that do as they are told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from minisgl_server.bench.serve.http import Address, HttpClient, HttpError
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5;x=y\r\n\r\nd\r\n\r\n0\r\n\r\n"
+SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nsorry"
+ENDLESS = b"HTTP/1.1 200 OK\r\n\r\nuntil it closes"
+
+
+async def fetch(client: HttpClient) -> tuple[int, bytes]:
+    pieces: list[bytes] = []
+    before = time.perf_counter()
+    status = await client.request("POST", "/x", b"{}", lambda data, now: pieces.append(data))
+    assert before <= time.perf_counter()
+    return status, b"".join(pieces)
+
+
+def say(data: bytes, *, step: int = 1 << 20, close: bool = False) -> Callable[[socket.socket, bytes], None]:
+    def answer(connection: socket.socket, request: bytes) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for start in range(0, len(data), step):
+            connection.sendall(data[start : start + step])
+        if close:
+            connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (CHUNKED, (200, b"abc\r\nd\r\n")),
+        (SIZED, (404, b"sorry")),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + SIZED, (404, b"sorry")),
+        (b"HTTP/1.1 204 No Content\r\n\r\n", (204, b"")),
+    ],
+)
+@pytest.mark.parametrize("step", [1, 1 << 20])
+async def test_whole_responses_on_one_connection(
+    scripted: Any, sent: bytes, expected: tuple[int, bytes], step: int
+) -> None:
+    server = scripted(say(sent, step=step))
+    client = HttpClient(Address.parse(server.url + "/base"), {"Authorization": "Bearer k"})
+    assert [await fetch(client), await fetch(client)] == [expected] * 2
+    assert server.num_connections == 1
+    assert server.requests[0].startswith(b"POST /base/x HTTP/1.1\r\n")
+    assert b"\r\nAuthorization: Bearer k\r\n" in server.requests[0]
+    assert server.requests[0].endswith(b"\r\n\r\n{}")
+    client.close()
+
+
+async def test_a_body_that_ends_with_the_connection(scripted: Any) -> None:
+    server = scripted(say(ENDLESS, close=True))
+    client = HttpClient(Address.parse(server.url), {})
+    assert [await fetch(client), await fetch(client)] == [(200, b"until it closes")] * 2
+    assert server.num_connections == 2
+
+
+async def test_an_idle_connection_that_the_server_closed_is_replaced(scripted: Any) -> None:
+    server = scripted(say(SIZED, close=True))
+    client = HttpClient(Address.parse(server.url), {})
+    for delay_s in (0.1, 0, 0):  # until it has noticed, or before
+        assert await fetch(client) == (404, b"sorry")
+        await asyncio.sleep(delay_s)
+    assert server.num_connections == 3
+
+
+@pytest.mark.parametrize(
+    ("sent", "words"),
+    [
+        (CHUNKED[:-5], "closed before the answer's end"),
+        (SIZED[:-1], "closed before the answer's end"),
+        (b"", "closed before the answer's end"),
+        (b"SSH-2.0-OpenSSH\r\n\r\n", "not HTTP/1.1"),
+    ],
+)
+async def test_what_is_no_response(scripted: Any, sent: bytes, words: str) -> None:
+    server = scripted(say(sent, close=True))
+    with pytest.raises(HttpError, match=words):
+        await fetch(HttpClient(Address.parse(server.url), {}))
+    assert len(server.requests) == 1, "a request that may have been processed is not sent again"
+
+
+async def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    with pytest.raises(HttpError, match="cannot connect"):
+        await fetch(HttpClient(Address.parse(f"http://127.0.0.1:{port}"), {}))
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("http://h", Address("h", 80, False, "")),
+        ("https://h/a/", Address("h", 443, True, "/a")),
+        ("http://[::1]:8000", Address("::1", 8000, False, "")),
+    ],
+)
+def test_addresses(url: str, expected: Address) -> None:
+    assert Address.parse(url) == expected
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://h", "http://", "http://h:x"])
+def test_no_addresses(url: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        Address.parse(url)
