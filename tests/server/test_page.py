@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,13 @@ expect = playwright.expect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 TIMEOUT_MS = 60_000
+LIGHTHOUSE = (
+    "You are the keeper of a lighthouse. You know the sea, the wind and the rocks, and you tell every sailor who comes by a"
+    " long story about each of them."
+)
+ESSAY = "Write a long essay about the sea."
+ENDLESS = "Count from 1 to 1000, one number a line."
+"""What SmolLM2, which answers most questions in a line, goes on about for long."""
 TURN = re.compile(r"TTFT \d+ ms · [\d.]+ tok/s · prompt (\d+) \((\d+) cached\) · output (\d+)")
 
 
@@ -107,12 +113,11 @@ def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: ope
 
 
 def test_what_two_chats_share_is_one_node(page: Any) -> None:
-    system = f"You keep lighthouse {time.time_ns()}, and tell sailors what they ask about the sea, the wind and rocks."
-    set_options(page, system, 40)
+    set_options(page, LIGHTHOUSE, 80)
     page.click("#more")
     assert page.locator(".lane").count() == 2
     first_step = page.locator("#steps-detail").text_content()
-    page.fill("#message", "How deep is it here?")
+    page.fill("#message", ESSAY)
     page.click("#send")
     # While both run, they are listed, and they read through one node.
     expect(page.locator("#requests li")).to_have_count(2, timeout=TIMEOUT_MS)
@@ -129,8 +134,8 @@ def test_what_two_chats_share_is_one_node(page: Any) -> None:
 
 
 def test_the_pages_add_up_and_are_drawn(page: Any, http: httpx.Client) -> None:
-    set_options(page, "You count.", 60)
-    page.fill("#message", "Count to twenty.")
+    set_options(page, LIGHTHOUSE, 60)
+    page.fill("#message", ESSAY)
     page.click("#send")
     expect(page.locator("#pages-legend .private")).not_to_have_attribute("data-count", "0", timeout=TIMEOUT_MS)
     counts = legend(page)
@@ -150,9 +155,9 @@ def test_the_pages_add_up_and_are_drawn(page: Any, http: httpx.Client) -> None:
 
 
 def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) -> None:
-    set_options(page, "", 4000, temperature=1)
+    set_options(page, "", 4000)
     page.click("#more")
-    page.fill("#message", "Tell a very long story.")
+    page.fill("#message", ENDLESS)
     page.click("#send")
     first, second = page.locator(".assistant").all()
     for answer in (first, second):
