@@ -57,7 +57,7 @@ async def tokenize(request: Request) -> Response:
         request_id=_new_id(),
         sampling=SamplingParams(),
         text=asked.prompt,
-        messages=None if asked.messages is None else [each.model_dump() for each in asked.messages],
+        messages=None if asked.messages is None else [each.model_dump(exclude_none=True) for each in asked.messages],
         add_special_tokens=asked.add_special_tokens is not False,
         chat_template_kwargs=asked.chat_template_kwargs or {},
         only_tokens=True,
