@@ -86,6 +86,8 @@ def main() -> None:
     """Serve, ask, check."""
     with served(*sys.argv[1:]) as url:
         answer = ask(url, "What is the capital of France?")
+        for file in ("", "page/main.js"):  # the page's files are in the wheel
+            urllib.request.urlopen(f"{url}/{file}", timeout=5).close()
     print(f"answer: {answer}")
     if "Paris" not in answer:
         sys.exit("the answer does not name Paris")

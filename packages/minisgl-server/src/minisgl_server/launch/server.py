@@ -107,7 +107,8 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str) -> str:
         path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32}
     header = shlex.quote("Content-Type: application/json")
     curl = f"curl {url}/v1/{path} -H {header} -d {shlex.quote(json.dumps(body))}"
-    return "\n".join([*lines, "", f"Serving at {url}/v1", curl])
+    page = [f"Chat, and the engine live: {url}/"] if options.page else []
+    return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
 def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals) -> bool:

@@ -43,6 +43,7 @@ class StateFeed:
         if self._poll is None or (self._poll.done() and time.monotonic() > self._asked_s + SHARED_S):
             self._asked_s = time.monotonic()
             self._poll = asyncio.create_task(self._ask())
+            self._poll.add_done_callback(lambda poll: poll.cancelled() or poll.exception())  # all viewers may be gone
         try:
             state = await asyncio.shield(self._poll)
         except TimeoutError:

@@ -15,6 +15,11 @@ export function shape(name, attributes = {}, ...children) {
   return made;
 }
 
+// Without a change there is nothing for a screen reader to say again.
+export function setText(node, text) {
+  if (node.textContent !== text) node.textContent = text;
+}
+
 export const count = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 
 export const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();

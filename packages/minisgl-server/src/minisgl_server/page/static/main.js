@@ -2,7 +2,7 @@
 
 import { setKey } from "./api.js";
 import { showConversations, startChat } from "./chat.js";
-import { byId } from "./dom.js";
+import { byId, setText } from "./dom.js";
 import { showPages } from "./pages.js";
 import { showRequests } from "./requests.js";
 import { showSteps } from "./steps.js";
@@ -25,7 +25,7 @@ function show(state) {
 }
 
 function showStatus(text, isBad) {
-  byId("status").textContent = text;
+  setText(byId("status"), text);
   byId("status").classList.toggle("bad", isBad);
 }
 

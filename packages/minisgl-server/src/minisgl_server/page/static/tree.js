@@ -1,6 +1,6 @@
 // The radix tree: a node a cached run, as long as it has pages, with a dot for each request that reads it now.
 
-import { byId, count, element, requestColor, shape } from "./dom.js";
+import { byId, count, element, requestColor, setText, shape } from "./dom.js";
 import { HEIGHT, layOut } from "./layout.js";
 import { select, selection } from "./selection.js";
 
@@ -135,7 +135,7 @@ function go(node) {
 
 function describe() {
   const node = nodes.find((each) => each.number === current);
-  byId("tree-detail").textContent = node ? `${words(node)}: ${node.text}…` : "Point at a node, or go there with the arrow keys, to see its pages below.";
+  setText(byId("tree-detail"), node ? `${words(node)}: ${node.text}…` : "Point at a node, or go there with the arrow keys, to see its pages below.");
 }
 
 // Arrow keys: right to what follows, left to what it follows, up and down among neighbours.
