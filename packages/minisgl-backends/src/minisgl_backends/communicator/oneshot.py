@@ -28,7 +28,7 @@ class OneShotCommunicator(NcclCommunicator):
         num_programs: thread blocks of the kernel, all of which must be resident at once.
     """
 
-    one_shot_bytes: ClassVar[dict[int, int]] = {2: 4 << 20, 4: 512 << 10, 8: 128 << 10}
+    one_shot_bytes: ClassVar[dict[int, int]] = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
     two_shots_bytes: ClassVar[int] = 8 << 20
     num_programs: ClassVar[int] = 64
 
