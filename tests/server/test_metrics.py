@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,8 +19,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from minisgl_core.messages import EngineInfo
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_server.metrics.engine import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
 ROOT = Path(__file__).parents[2]
@@ -188,6 +191,25 @@ with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     environ = {**os.environ, "MINISGL_METRICS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)
     assert done.stdout == "3.0\n", done.stderr
+
+
+def test_without_room_nothing_is_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """A write to a mapped file on a full disk would kill the process, so the room is taken first."""
+
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    folder = str(tmp_path)
+    Path(folder, f"counter_{os.getpid()}.db").touch()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", folder)
+    metrics = EngineMetrics()
+    info = EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 1) | {"model": "m"})
+    metrics.engine_started(info)
+    metrics.batch_finished(plan=None, state=None)  # type: ignore[arg-type]
+    assert "no room for metrics" in caplog.text
 
 
 def test_no_hook_is_called_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ They do nothing unless MINISGL_METRICS is set, which ``minisgl launch`` does for
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from minisgl_core.messages import EngineInfo
     from minisgl_core.plugins.hookspecs import EngineState, RequestRecord
     from minisgl_core.scheduler.scheduler import SchedulerStats
+
+logger = logging.getLogger(__name__)
 
 VARIABLE = "MINISGL_METRICS"
 MODEL_NAME_VARIABLE = "MINISGL_SERVED_MODEL_NAME"
@@ -66,15 +69,22 @@ class EngineMetrics:
         # Not before: when it is imported, prometheus_client looks at the environment for where values are kept.
         from minisgl_server.metrics.families import labelled
 
-        self._metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model)
+        metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model)
+        try:
+            _reserve_space()
+        except OSError as error:
+            logger.error("there is no room for metrics, so nothing is counted: %s", error)
+            return
+        self._metrics = metrics
         self._num_pages = info.num_pages - 1  # one takes the writes of padding
         self._set("kv_pages", self._num_pages)
-        _reserve_space()
 
     @hookimpl
     def batch_finished(self, plan: BatchPlan, state: EngineState) -> None:
         """Count a step. Each decode got its last token from the step before, so its time is that between steps."""
         metrics, now_s = self._metrics, time.monotonic()
+        if metrics is None:
+            return
         if plan.num_decodes:
             metrics.inter_token_latency.observe_many(now_s - self._last_step_s, plan.num_decodes)
         self._last_step_s = now_s
@@ -86,6 +96,8 @@ class EngineMetrics:
     def request_finished(self, record: RequestRecord, state: EngineState) -> None:
         """Count a request."""
         metrics = self._metrics
+        if metrics is None:
+            return
         metrics.requests(record.finish_reason).inc()
         metrics.latency.observe(record.finish_s - record.arrival_s)
         metrics.request_prompt_tokens.observe(record.num_prompt_tokens)
