@@ -26,7 +26,7 @@ KNOWN_COMMANDS = {
     "launch": "Serve a model over an OpenAI-compatible API.",
     "shell": "Chat with a model in the terminal.",
     "bench": "Measure throughput and latency.",
-    "plugins": "List the installed plugins and check them.",
+    "plugins": "List the installed plugins, check them, and begin new ones.",
 }
 """Summaries of the project's own commands, for a help text that imports none of them."""
 

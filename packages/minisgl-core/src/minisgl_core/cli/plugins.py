@@ -6,10 +6,13 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from pathlib import Path
 
 import click
+from packaging.utils import canonicalize_name
 
 from minisgl_core import plugin_api
+from minisgl_core.cli.new_plugin import SCAFFOLDS, write_plugin
 from minisgl_core.cli.table import print_table
 from minisgl_core.errors import PluginError, ProviderLoadError, ProviderNotFoundError
 from minisgl_core.plugins.kinds import KINDS
@@ -21,7 +24,7 @@ _kind_option = click.option("--kind", type=click.Choice(list(KINDS)), help="Only
 
 @click.group()
 def plugins() -> None:
-    """List the installed plugins and check them."""
+    """List the installed plugins, check them, and begin new ones."""
 
 
 @plugins.command("list")
@@ -65,6 +68,22 @@ def check_plugin(registry: Registry, name: str, kind: str | None) -> None:
             click.echo(f"{each} {name}: {error}", err=True)
     if failed:
         sys.exit(2)
+
+
+@plugins.command("new")
+@click.argument("name")
+@click.option(
+    "--kind",
+    type=click.Choice(list(SCAFFOLDS)),
+    default="attention",
+    show_default=True,
+    help="What the package provides.",
+)
+def new_plugin(name: str, kind: str) -> None:
+    """Write a package called NAME into a new folder: a provider that works, and tests that say what it must do."""
+    for path in write_plugin(name, kind, Path()):
+        click.echo(path)
+    click.echo(f"\nNext: cd {canonicalize_name(name)}; pip install -e '.[test]'; pytest")
 
 
 def _report(registry: Registry, entry: Entry) -> None:

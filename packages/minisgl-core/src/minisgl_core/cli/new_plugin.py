@@ -1,0 +1,153 @@
+"""Writes a ready package for a plugin, from the files in ``templates``."""
+
+from __future__ import annotations
+
+import importlib.util
+import keyword
+import re
+import sys
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.registry import Registry
+
+_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
+"""Of a distribution (PEP 508)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scaffold:
+    """How a kind's package differs from others'; ``{name}`` is the plugin's, ``{Name}`` the same in camel case.
+
+    Attributes:
+        module: the file with the provider, and so its template.
+        provider: the provider in it; empty where the module itself is what is registered.
+        summary: what the package is, without a full stop.
+        use: a command that uses it.
+        entry: the entry point's name.
+        dependencies: besides minisgl-core.
+    """
+
+    module: str
+    provider: str
+    summary: str
+    use: str
+    entry: str = "{name}"
+    dependencies: tuple[str, ...] = ()
+
+
+SCAFFOLDS = {
+    "attention": Scaffold(
+        "attention", "{Name}Attention", "An attention backend", "minisgl launch --attn {name}", dependencies=("torch",)
+    ),
+    "models": Scaffold(
+        "model",
+        "{Name}ForCausalLM",
+        "A model architecture",
+        "minisgl launch --model FOLDER",
+        entry="{Name}ForCausalLM",
+        dependencies=("torch",),
+    ),
+    "prefix_cache": Scaffold(
+        "prefix_cache", "{Name}Cache", "A prefix cache", "minisgl launch --cache {name}", dependencies=("numpy",)
+    ),
+    "moe": Scaffold(
+        "moe", "{Name}Moe", "A mixture-of-experts kernel", "minisgl launch --moe {name}", dependencies=("torch",)
+    ),
+    "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name}", dependencies=("torch",)),
+    "weights": Scaffold(
+        "weights",
+        "{Name}Weights",
+        "A checkpoint format",
+        "minisgl launch --model FOLDER",
+        dependencies=("torch", "transformers"),
+    ),
+    "policy": Scaffold("policy", "{Name}Policy", "A scheduling policy", "minisgl launch --policy {name}"),
+    "commands": Scaffold("command", "{name_}", "A command", "minisgl {name}", dependencies=("click",)),
+    "hooks": Scaffold("hooks", "", "A hook module", "minisgl launch"),
+}
+"""By kind."""
+
+
+def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
+    """Write a package into a new folder.
+
+    Args:
+        name: of the distribution and the folder. What providers are called is `name` without a leading ``minisgl-``.
+        kind: of `SCAFFOLDS`.
+        parent: where the folder goes.
+
+    Returns:
+        The files, relative to `parent`.
+
+    Raises:
+        InvalidValueError: `name` cannot be a distribution's or a package's, or is taken; or the folder exists.
+    """
+    distribution = canonicalize_name(name)
+    package = distribution.replace("-", "_")
+    short = distribution.removeprefix("minisgl-")
+    _check(name, package, short, kind)
+    folder = parent / distribution
+    if folder.exists():
+        raise InvalidValueError("NAME", name, "the name of a new folder", f"There is one at {folder} already.")
+
+    scaffold = SCAFFOLDS[kind]
+    camel = "".join(map(str.capitalize, short.split("-"))).removesuffix(scaffold.provider.partition("}")[2])
+    words = {"name": short, "name_": short.replace("-", "_"), "Name": camel}
+    provider = scaffold.provider.format(**words)
+    core = Version(version("minisgl-core"))
+    requires = (f"minisgl-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}", *scaffold.dependencies)
+    module = f"{package}.{scaffold.module}"
+    values = {
+        "distribution": distribution,
+        "package": package,
+        "module": scaffold.module,
+        "provider": provider,
+        "summary": scaffold.summary,
+        "group": KINDS[kind].group,
+        "entry": scaffold.entry.format(**words),
+        "value": f"{module}:{provider}" if provider else module,
+        "use": scaffold.use.format(**words),
+        "dependencies": ", ".join(f'"{each}"' for each in requires),
+    }
+    source = f"src/{package}"
+    texts = {
+        "pyproject.toml": _fill("pyproject.toml", values),
+        "README.md": _fill("README.md", values),
+        f"{source}/__init__.py": f'"""{scaffold.summary} for minisgl."""\n',
+        f"{source}/py.typed": "",
+        f"{source}/{scaffold.module}.py": _fill(f"{scaffold.module}.py", values),
+        f"tests/test_{scaffold.module}.py": _fill(f"test_{scaffold.module}.py", values),
+    }
+    for path, text in texts.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text, encoding="utf-8")
+    return [Path(distribution, path) for path in texts]
+
+
+def _check(name: str, package: str, short: str, kind: str) -> None:
+    if not _NAME.fullmatch(name):
+        allowed = "letters, digits, dots, dashes and underscores, with a letter or digit at both ends"
+        raise InvalidValueError("NAME", name, allowed)
+    parts = [package, short.replace("-", "_")]
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in parts):
+        raise InvalidValueError("NAME", name, "a name that Python can import", "Begin it with a letter.")
+    if package in sys.stdlib_module_names or importlib.util.find_spec(package) is not None:
+        remedy = f"A module called {package} can be imported already."
+        raise InvalidValueError("NAME", name, "a new name", remedy)
+    for entry in Registry.from_environment().entries(kind):
+        if entry.name == short and kind != "hooks":
+            raise InvalidValueError("NAME", name, "a new name", f"{entry} has a {KINDS[kind].label} called {short}.")
+
+
+def _fill(file: str, values: dict[str, str]) -> str:
+    text = files("minisgl_core.cli").joinpath("templates", f"{file}.txt").read_text(encoding="utf-8")
+    return Template(text).substitute(values)

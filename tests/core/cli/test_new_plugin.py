@@ -1,0 +1,148 @@
+"""``minisgl plugins new``: what it writes is installed and tested as its README says, all kinds together."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_core.cli.main import main
+from minisgl_core.cli.new_plugin import SCAFFOLDS
+from minisgl_core.plugins.kinds import KINDS
+
+
+def new(*arguments: str, into: Path) -> Any:
+    before = Path.cwd()
+    os.chdir(into)
+    try:
+        return CliRunner().invoke(main, ["plugins", "new", *arguments], catch_exceptions=False)
+    finally:
+        os.chdir(before)
+
+
+def name_of(kind: str) -> str:
+    return f"minisgl-brand-new-{kind.replace('_', '-')}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One package a kind."""
+    path = tmp_path_factory.mktemp("new")
+    for kind in SCAFFOLDS:
+        done = new(name_of(kind), "--kind", kind, into=path)
+        assert done.exit_code == 0, done.output
+        listed = done.stdout.partition("\n\n")[0].splitlines()
+        assert sorted(listed) == sorted(str(each.relative_to(path)) for each in path.glob(f"{name_of(kind)}/**/*.*"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of processes in which all of them are installed."""
+    site = tmp_path_factory.mktemp("site")
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*install, "--target", str(site), *map(str, folder.iterdir())], check=True)
+    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+
+def test_they_pass_their_own_tests(folder: Path, environ: dict[str, str]) -> None:
+    files = sorted(map(str, folder.glob("*/tests")))
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed
+    assert int(passed[1]) > 80, "the kits' tests ran"
+
+
+def test_they_are_listed_and_load(environ: dict[str, str]) -> None:
+    code = (
+        "import json, sys; from minisgl_core.plugins.registry import Registry; r = Registry.from_environment();"
+        "found = [e for k in json.loads(sys.argv[1]) for e in r.entries(k) if 'brand-new' in e.distribution];"
+        "print(json.dumps([(e.kind, e.name, type(r.load_entry(e)).__name__) for e in found]))"
+    )
+    program = Path(sys.executable).with_name("minisgl")
+    shown = subprocess.run([program, "plugins", "list"], env=environ, capture_output=True, text=True, check=True).stdout
+    for kind in SCAFFOLDS:
+        assert any(line.split()[0] == kind and line.split()[2] == name_of(kind) for line in shown.splitlines())
+    command = [sys.executable, "-c", code, json.dumps(list(SCAFFOLDS))]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    loaded = {kind: name for kind, name, _ in json.loads(done.stdout)}
+    assert loaded.keys() == SCAFFOLDS.keys()
+    assert loaded["models"] == "BrandNewModelsForCausalLM"
+    assert loaded["attention"] == "brand-new-attention"
+
+
+def test_they_are_tidy(folder: Path) -> None:
+    """Linted and formatted; and their metadata says what they are."""
+    ruff = Path(sys.executable).with_name("ruff")
+    rules = ["--isolated", "--line-length", "120", "--quiet"]
+    for kind in SCAFFOLDS:
+        for check in (["check", "--select", "E,F,I,B,UP,RUF"], ["format", "--check"]):
+            done = subprocess.run(
+                [ruff, *check, *rules, "."], cwd=folder / name_of(kind), capture_output=True, text=True
+            )
+            assert done.returncode == 0, done.stdout
+        project = tomllib.loads((folder / name_of(kind) / "pyproject.toml").read_text())["project"]
+        assert project["name"] == name_of(kind)
+        assert list(project["entry-points"]) == [KINDS[kind].group]
+        flag = KINDS[kind].flag
+        assert (
+            f"{flag} {name_of(kind).removeprefix('minisgl-')}" in (folder / name_of(kind) / "README.md").read_text()
+            or not flag
+        )
+        assert not any("$" in each.read_text() for each in folder.glob(f"{name_of(kind)}/**/*.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("-x", ["No such option"]),
+        ("a b", ["NAME='a b'", "letters"]),
+        ("../x", ["letters"]),
+        ("x-", ["letters"]),
+        ("9lives", ["can import"]),
+        ("minisgl-9", ["can import"]),
+        ("class", ["can import"]),
+        ("json", ["json can be imported already"]),
+        ("minisgl-core", ["minisgl_core can be imported already"]),
+        ("minisgl-torch", ["has a attention provider called torch"]),
+    ],
+)
+def test_names_that_cannot_be(tmp_path: Path, name: str, words: list[str]) -> None:
+    done = new(name, into=tmp_path)
+    assert done.exit_code == 2
+    assert all(word in done.stderr for word in words), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "my-cache").mkdir()
+    done = new("My.Cache", "--kind", "prefix_cache", into=tmp_path)
+    assert done.exit_code == 2
+    assert "NAME='My.Cache'" in done.stderr
+    assert list((tmp_path / "my-cache").iterdir()) == []
+
+
+def test_names_are_normalised(tmp_path: Path) -> None:
+    done = new("My_Fast.attn", into=tmp_path)
+    assert done.exit_code == 0, done.output
+    text = (tmp_path / "my-fast-attn/pyproject.toml").read_text()
+    assert 'my-fast-attn = "my_fast_attn.attention:MyFastAttnAttention"' in text
+    new("minisgl-new-attention", into=tmp_path)
+    assert ':NewAttention"' in (tmp_path / "minisgl-new-attention/pyproject.toml").read_text()
+
+
+def test_kinds_without_a_template_are_refused(tmp_path: Path) -> None:
+    done = new("x-y", "--kind", "platform", into=tmp_path)
+    assert done.exit_code == 2
+    assert all(kind in done.stderr for kind in SCAFFOLDS)
