@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+import tiny_folder
 
 Launch = Callable[..., Any]
 
@@ -55,6 +56,18 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
             assert last["error"]["code"] == "engine_stopped"
     assert server.wait_ended() == 1
     assert f"'{victim}' was killed by SIGKILL" in server.stderr()
+    _, alive = psutil.wait_procs(list(children.values()), timeout=20)
+    assert not alive
+
+
+def test_a_killed_rank_does_too(launch: Launch) -> None:
+    flags = {"--model": tiny_folder.llama(), "--tp": 2, "--dtype": "float32", "--ops": "torch", "--num-pages": 200}
+    server = launch(*(str(part) for flag in flags.items() for part in flag)).wait_started()
+    children = server.children()
+    assert httpx.post(f"{server.url}/generate", json={"text": "w5", "max_tokens": 2}, timeout=100).status_code == 200
+    children["scheduler rank 1"].kill()
+    assert server.wait_ended() == 1
+    assert "'scheduler rank 1' was killed by SIGKILL" in server.stderr()
     _, alive = psutil.wait_procs(list(children.values()), timeout=20)
     assert not alive
 
