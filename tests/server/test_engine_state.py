@@ -30,27 +30,34 @@ def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
 
 
 def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client) -> None:
-    before = http.get("/engine/state").json()
+    def state(since: int) -> Any:
+        return http.get("/engine/state", params={"since": since}).json()
+
+    before = state(0)
     system = "You keep the bees of the abbey, and you answer whatever the novices ask about honey, wax and smoke."
     with stream(http, system) as answer:
         lines = answer.iter_lines()
         request_id = json.loads(next(lines).removeprefix("data: "))["id"]
-        during = http.get("/engine/state", params={"since": before["step"]}).json()
-        rest = [line for line in lines if line]
-    assert rest[-1] == "data: [DONE]"
-    after = http.get("/engine/state", params={"since": during["step"]}).json()
+        states = [state(before["step"])]
+        for _ in lines:
+            # Asked often, so that steps are recorded however slow the machine is.
+            states.append(state(states[-1]["step"]))
+    while states[-1]["num_running"]:
+        states.append(state(states[-1]["step"]))
+    during, after = states[0], states[-1]
     [request] = [each for each in during["requests"] if each["request_id"] == f"{request_id}-0"]
     assert request["is_running"]
     assert request["num_prompt"] > 32
-    own = [step for step in (*during["steps"], *after["steps"]) if request["number"] in step["requests"]]
+    steps = [step for each in states for step in each["steps"]]
+    assert [step["step"] for step in steps] == list(range(before["step"] + 1, after["step"] + 1))
+    own = [step for step in steps if request["number"] in step["requests"]]
     new = [step["num_new"][step["requests"].index(request["number"])] for step in own]
     assert new[0] + max(request["num_cached"], 0) == request["num_prompt"]
     assert new[1:] == [1] * 39
-    assert [step["step"] for step in after["steps"]] == list(range(during["step"] + 1, after["step"] + 1))
     assert any("bees of the abbey" in run["text"] or "You keep" in run["text"] for run in after["runs"])
     assert after["totals"]["num_output_tokens"] - before["totals"]["num_output_tokens"] == 40
-    for state in (before, during, after):
-        pages = state["pages"]
+    for each in (before, during, after):
+        pages = each["pages"]
         kinds = [pages[name] for name in ("num_free", "num_private", "num_locked", "num_evictable")]
         assert sum(kinds) == pages["capacity"] == pages["num_mapped"] == 1199
         assert len(pages["map_starts"]) == len(pages["map_owners"])
