@@ -182,7 +182,8 @@ BAD_CHATS = {
     "min_tokens above max_tokens": ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     "stream_options without stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "unknown field": ({"frobnicate": 1}, "frobnicate"),
-    "unsupported field": ({"tools": []}, "tools"),
+    "unsupported field": ({"store": True}, "store"),
+    "no tools": ({"tools": []}, "tools"),
     "unknown nested field": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     "unknown template variable": ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs"),
     "reserved template variable": ({"chat_template_kwargs": {"chat_template": "{{1}}"}}, "chat_template_kwargs"),
@@ -267,7 +268,7 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
         chat(client, temperature=-1)
     assert bad.value.param == "temperature"
     with pytest.raises(openai.BadRequestError, match="not supported"):
-        chat(client, tools=[])
+        chat(client, store=True)
 
 
 def test_routes_that_do_not_exist(http: httpx.Client) -> None:

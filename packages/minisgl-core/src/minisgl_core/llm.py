@@ -25,6 +25,7 @@ from minisgl_core.process import GRACE_S
 from minisgl_core.progress import progress_bar
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.scheduler import SchedulerStats
+from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
 
@@ -138,6 +139,8 @@ class LLM:
             if self._others is not None:
                 stack.callback(self._others.stop)
             self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
+            if config.model.chat_template is not None:
+                self.tokenizer.chat_template = read_chat_template(config.model.chat_template)
             followers = self._others.followers if self._others else []
             self._new_loop = partial(make_loop, built, registry, hooks, followers)
             self._loop = self._new_loop()
@@ -194,12 +197,16 @@ class LLM:
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer conversations: one list of messages (``role`` and ``content``), or several. See `generate`."""
+        """Answer conversations: one list of messages (``role`` and ``content``), or several. See `generate`.
+
+        `tools` are described to the model; calls are part of its text, as it writes them.
+        """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         listed: list[Any] = list(messages) if several else [messages]
-        prompts = [encode_chat(self.tokenizer, each, dict(chat_template_kwargs or {})) for each in listed]
+        prompts = [encode_chat(self.tokenizer, each, chat_template_kwargs, tools) for each in listed]
         return self.generate(prompts, sampling, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
@@ -215,9 +222,10 @@ class LLM:
         sampling: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[str]:
         """Answer one conversation, piece by piece; closing the iterator aborts."""
-        return self.stream(encode_chat(self.tokenizer, messages, dict(chat_template_kwargs or {})), sampling)
+        return self.stream(encode_chat(self.tokenizer, messages, chat_template_kwargs, tools), sampling)
 
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
         """The request, without a name yet."""

@@ -35,6 +35,36 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[Logprob]
 
 
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """The tools of a chat.
+
+    Attributes:
+        tools: as OpenAI's API describes them.
+        named: the function that must be called; None for any.
+        is_required: whether one must be called.
+        parallel: whether there may be several calls.
+    """
+
+    tools: list[dict[str, Any]]
+    named: str | None = None
+    is_required: bool = False
+    parallel: bool = True
+
+    @property
+    def names(self) -> list[str]:
+        """The functions' names."""
+        return [tool["function"]["name"] for tool in self.tools]
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """New text of one tool call; the first has its id and the function's name."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
 class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     """API server to tokenizer worker: one request. Exactly one of `text`, `messages` and `token_ids` is set."""
 
@@ -52,6 +82,9 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     only_tokens: bool = False
     """Do not run it; answer with `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    tools: ToolUse | None = None
+    form_name: str = ""
+    """What the client calls the text in `sampling`'s structured_outputs."""
 
 
 class Detokenize(msgspec.Struct, tag=True):
@@ -130,7 +163,7 @@ class TokenBatch(msgspec.Struct, tag=True):
 
 
 class Text(msgspec.Struct, kw_only=True):
-    """New text of one request. Joined, the pieces are the whole output."""
+    """New text of one request. Joined, the pieces are the whole output, of a chat without its thoughts and tool calls."""
 
     request_id: str
     text: str
@@ -147,6 +180,9 @@ class Text(msgspec.Struct, kw_only=True):
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None
     """Both set once, with the first text, where `Tokenize.echo` asked for them."""
+    reasoning: str = ""
+    """New thoughts, where a parser tells them from the text."""
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
 
 class TextBatch(msgspec.Struct, tag=True):
@@ -174,6 +210,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     default_sampling: dict[str, Any]
     """The model's generation_config, the fields that `SamplingParams` has, under its names."""
     choices: list[tuple[str, str, str]]
+    grammar: str = "llguidance"
+    """Name of the provider of grammars."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """What rank 0's start spent how many seconds on, by name, such as ``loaded the weights``."""
 

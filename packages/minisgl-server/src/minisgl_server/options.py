@@ -34,6 +34,17 @@ class ServerOptions:
         " prompts and ends of answers, for everyone who may use the API.",
     )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
+    tool_call_parser: str = option(
+        "auto",
+        "How the model writes tool calls: as Hermes and Qwen or as Llama 3 do; auto asks its chat template.",
+        choices=("auto", "none", "hermes", "llama3_json"),
+    )
+    reasoning_parser: str | None = option(
+        None,
+        "Tell a model's thoughts from its answers, as reasoning_content; deepseek_r1 is for models that think without a"
+        " tag at the beginning.",
+        choices=("qwen3", "deepseek_r1"),
+    )
     log_level: str = option(
         "warning",
         "Least important messages to log; info has a line for each request.",

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.contracts.grammar import Grammar
+from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import RequestState, RunState, State, StateRequest
 from minisgl_core.messages import (
@@ -39,9 +40,13 @@ from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import Report
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
-from minisgl_core.text.prompt import encode_chat, encode_prompt
+from minisgl_core.text.prompt import encode_prompt
 from minisgl_core.text.tokens import TokenBytes
+from minisgl_server.options import ServerOptions
+from minisgl_server.parsing.chat_format import AUTO, ChatFormat, ChatParser, ParsedText
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +54,9 @@ Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | 
 Send = Callable[[msgspec.Struct], None]
 
 
-def run_tokenizer_worker(config: EngineConfig, index: int, endpoints: Endpoints, report: Report) -> None:
+def run_tokenizer_worker(
+    config: EngineConfig, options: ServerOptions, index: int, endpoints: Endpoints, report: Report
+) -> None:
     """Body of the process: wait for `EngineInfo`, load the tokenizer, serve until `Stop` or SIGTERM."""
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
@@ -62,9 +69,12 @@ def run_tokenizer_worker(config: EngineConfig, index: int, endpoints: Endpoints,
         if isinstance(info, Stop):
             return
         assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
-        path = locate_model(config.model)
-        tokenizer = open_weights(path, Registry.from_environment(), dummy=config.model.dummy_weight).tokenizer()
-        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send)
+        path, registry = locate_model(config.model), Registry.from_environment()
+        tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
+        if config.model.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(config.model.chat_template)
+        chats = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
+        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chats, registry)
         report(Ready(process=f"tokenizer {index}", has_chat_template=tokenizer.chat_template is not None))
         while not isinstance(message := receiver.receive(), Stop | None):
             worker.handle(message)
@@ -77,10 +87,12 @@ class _Request:
     Attributes:
         output: its detokenizer.
         waiting: what goes with the next `Text`: tokens whose text is not whole yet.
+        parser: takes its text apart, where it is a chat that asks for that.
     """
 
     output: OutputText
     waiting: Text
+    parser: ChatParser | None = None
 
 
 class TokenizerWorker:
@@ -92,10 +104,23 @@ class TokenizerWorker:
         index: which worker this is.
         to_scheduler: takes `Submit`, `Abort`, `Count` and `StateRequest`.
         to_api: takes `TextBatch`, `Tokens`, `Rejected`, `Count` and `State`.
+        chats: how the model chats; without reasoning and with what its template says of tools where it is missing.
+        registry: has the provider of grammars.
     """
 
-    def __init__(self, tokenizer: Any, info: EngineInfo, index: int, to_scheduler: Send, to_api: Send) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        info: EngineInfo,
+        index: int,
+        to_scheduler: Send,
+        to_api: Send,
+        chats: ChatFormat | None = None,
+        registry: Registry | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._chats = chats or ChatFormat(tokenizer, AUTO, None)
+        self._registry = registry or Registry.from_environment()
         self._info = info
         self._index = index
         self._to_scheduler = to_scheduler
@@ -145,7 +170,7 @@ class TokenizerWorker:
                 token_ids, names = message.token_ids, []
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             else:
-                token_ids, text = self._encode(message), ""
+                token_ids, text = self._encode(message)[0], ""
                 names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
         except InvalidValueError as error:
             self._reject(message.request_id, error)
@@ -157,11 +182,13 @@ class TokenizerWorker:
     def _submit(self, message: Tokenize) -> None:
         request_id = message.request_id
         try:
-            token_ids = self._encode(message)
+            token_ids, prompt = self._encode(message)
             sampling = self._check(message, token_ids)
-            waiting = Text(request_id=request_id, text="", token_ids=[])
+            grammar = self._grammar(message, prompt)
+            request = self._request(message, prompt, sampling)
             if message.echo:
-                waiting.prompt_text, waiting.prompt_token_ids = self._prompt_text(message, token_ids), token_ids
+                request.waiting.prompt_text = self._prompt_text(message, token_ids)
+                request.waiting.prompt_token_ids = token_ids
         except InvalidValueError as error:
             self._reject(request_id, error)
             return
@@ -169,7 +196,7 @@ class TokenizerWorker:
             self._fail(request_id, "The prompt could not be tokenized.")
             return
         logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": request_id})
-        self._requests[request_id] = _Request(OutputText(self._tokenizer, sampling), waiting)
+        self._requests[request_id] = request
         self._to_scheduler(
             Submit(
                 request_id=request_id,
@@ -177,19 +204,47 @@ class TokenizerWorker:
                 sampling=sampling,
                 worker=self._index,
                 priority=message.priority,
+                grammar=grammar,
             )
         )
 
-    def _encode(self, message: Tokenize) -> list[int]:
+    def _encode(self, message: Tokenize) -> tuple[list[int], str]:
+        """Tokens of the prompt, and its text where that is known."""
         if message.messages is not None:
-            return encode_chat(self._tokenizer, message.messages, message.chat_template_kwargs)
+            prompt = self._chats.render(message)
+            return encode_prompt(self._tokenizer, prompt, add_special_tokens=False), prompt
         if message.text is not None:
             if not message.text and not message.only_tokens:
                 raise InvalidValueError("prompt", "", "a text that is not empty")
-            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens)
+            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens), message.text
         assert message.token_ids is not None
         self._check_range("prompt", message.token_ids)
-        return message.token_ids
+        return message.token_ids, ""
+
+    def _request(self, message: Tokenize, prompt: str, sampling: SamplingParams) -> _Request:
+        waiting = Text(request_id=message.request_id, text="", token_ids=[])
+        if message.messages is None:
+            return _Request(OutputText(self._tokenizer, sampling), waiting)
+        if self._chats.needs_special_tokens(message):
+            sampling = replace(sampling, skip_special_tokens=False)
+        return _Request(OutputText(self._tokenizer, sampling), waiting, self._chats.parser(message, prompt))
+
+    def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
+        """What the output must follow, checked as far as it goes without the scheduler's compiler."""
+        form = message.sampling.structured_outputs
+        if message.messages is not None:
+            source = self._chats.grammar(message, prompt)
+        else:
+            source = form.source(message.form_name) if form is not None else None
+        if source is not None:
+            try:
+                provider: type[Grammar] = self._registry.load("grammar", self._info.grammar)
+            except PluginError as error:
+                raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
+            for name, schema in self._chats.argument_schemas(message) if source.kind == "tagged_json" else ():
+                provider.check("json_schema", schema, name)
+            provider.check(source.kind, source.text, source.name)
+        return source
 
     def _check(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
         """Check against the engine's limits and fill in the default of max_tokens."""
@@ -243,7 +298,14 @@ class TokenizerWorker:
             self._to_scheduler(Abort(out.request_id))
             self._fail(out.request_id, "The output could not be turned into text.")
             return None
-        waiting.text = piece.text
+        parsed = ParsedText("", piece.text, [])
+        if request.parser is not None:
+            parsed = request.parser.push(piece.text, piece.finish_reason is not None)
+            if request.parser.is_done and piece.finish_reason is None:
+                piece = piece._replace(finish_reason="stop", is_early=True)
+            if request.parser.has_calls and piece.finish_reason == "stop":
+                piece = piece._replace(finish_reason="tool_calls")
+        waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
         waiting.token_ids += out.token_ids
         waiting.num_prompt_tokens, waiting.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         waiting.finish_reason, waiting.stop_reason = piece.finish_reason, piece.stop_reason
@@ -251,7 +313,7 @@ class TokenizerWorker:
             self._to_scheduler(Abort(out.request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[out.request_id]
-        elif not piece.text:
+        elif not parsed:
             return None
         request.waiting = Text(request_id=out.request_id, text="", token_ids=[])
         return waiting

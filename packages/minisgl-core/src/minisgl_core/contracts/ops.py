@@ -101,9 +101,9 @@ class Ops:
         Returns:
             [N, V], -inf where a token is ruled out.
         """
-        bits = words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)
-        allowed = (bits & 1).view(len(rows), -1)[:, : logits.shape[1]] != 0
-        return logits.index_copy_(0, rows, logits[rows].masked_fill_(~allowed, -torch.inf))
+        bits = (1 << torch.arange(8, device=words.device)).to(torch.uint8)
+        ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(rows), -1)[:, : logits.shape[1]] == 0
+        return logits.index_copy_(0, rows, logits[rows].masked_fill_(ruled_out, -torch.inf))
 
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

@@ -242,6 +242,7 @@ def _info(
         num_pages=num_pages,
         page_size=int(config.cache.page_size),
         eos_token_ids=list(model.eos_token_ids),
+        grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=default_sampling(checkpoint.source.generation_config),
         choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],

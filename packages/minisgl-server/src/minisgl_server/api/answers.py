@@ -72,6 +72,8 @@ class Message(BaseModel):
     role: Literal["assistant"]
     content: str | None
     refusal: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
 
 class ChatChoice(BaseModel):

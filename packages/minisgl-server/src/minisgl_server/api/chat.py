@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from minisgl_core.messages import Text
+from minisgl_core.messages import Text, ToolCallDelta
 from minisgl_server.api.answers import ChatAnswer, ChatChunk
 from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
@@ -16,6 +16,7 @@ from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
 from minisgl_server.api.schemas import ChatRequest
 from minisgl_server.api.streaming import EventStream, UsageOptions
+from minisgl_server.api.tools import tools_of
 
 router = APIRouter()
 
@@ -28,9 +29,13 @@ async def chat_completions(request: Request) -> Response:
     chat = await parse(ChatRequest, request)
     check(chat, model)
     sampling, is_default = sampling_of(chat, info)
-    messages = [message.model_dump() for message in chat.messages]
     prompt = tokenize(
-        chat, sampling, is_default, messages=messages, chat_template_kwargs=chat.chat_template_kwargs or {}
+        chat,
+        sampling,
+        is_default,
+        messages=[message.model_dump(exclude_none=True) for message in chat.messages],
+        chat_template_kwargs=chat.chat_template_kwargs or {},
+        tools=tools_of(chat),
     )
     choices = Choices("chatcmpl", model, [prompt])
     generation, first = await choices.start(client, request)
@@ -57,20 +62,34 @@ class _Answer:
 
     def __init__(self) -> None:
         self._pieces: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
         self._logprobs: list[dict[str, Any]] | None = None
         self._last = Text(request_id="", text="", token_ids=[])
 
     def add(self, text: Text) -> None:
         self._pieces.append(text.text)
+        self._reasoning.append(text.reasoning)
+        for delta in text.tool_calls:
+            if delta.id is not None:
+                function = {"name": delta.name, "arguments": ""}
+                self._calls.append({"id": delta.id, "type": "function", "function": function})
+            self._calls[delta.index]["function"]["arguments"] += delta.arguments
         self._last = text
         if (logprobs := chat_logprobs(text)) is not None:
             self._logprobs = (self._logprobs or []) + logprobs["content"]
 
     def entry(self, place: int) -> dict[str, Any]:
         logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces), "refusal": None}
+        if reasoning := "".join(self._reasoning):
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self._calls
         return {
             "index": place,
-            "message": {"role": "assistant", "content": "".join(self._pieces), "refusal": None},
+            "message": message,
             "logprobs": logprobs,
             "finish_reason": self._last.finish_reason,
             "stop_reason": self._last.stop_reason,
@@ -90,7 +109,26 @@ async def _chunks(
 
     yield [chunk(place, {"role": "assistant", "content": ""}) for place in range(len(choices.requests))]
     while outputs:
-        yield [chunk(place, {"content": text.text}, text) for place, text in outputs]
+        yield [chunk(place, _delta(text), text) for place, text in outputs]
         outputs = await choices.more(generation)
     if usage.at_end:
         yield [choices.body("chat.completion.chunk", [], usage=choices.usage())]
+
+
+def _delta(text: Text) -> dict[str, Any]:
+    """What is new, in the form of a stream's chunk."""
+    delta: dict[str, Any] = {}
+    if text.reasoning:
+        delta["reasoning_content"] = text.reasoning
+    if text.tool_calls:
+        delta["tool_calls"] = [_call_delta(each) for each in text.tool_calls]
+    if text.text or not delta:
+        delta["content"] = text.text
+    return delta
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -17,6 +17,7 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.access import access_of
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
+from minisgl_server.api.forms import form_of
 from minisgl_server.api.schemas import GenerationRequest
 
 R = TypeVar("R", bound=BaseModel)
@@ -125,6 +126,7 @@ def tokenize(request: GenerationRequest, sampling: SamplingParams, is_default: b
         sampling=sampling,
         max_tokens_is_default=is_default,
         priority=request.priority or 0,
+        form_name=form_of(request)[1],
         **more,
     )
 

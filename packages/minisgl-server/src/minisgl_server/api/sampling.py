@@ -7,6 +7,7 @@ from typing import Any
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.forms import form_of
 from minisgl_server.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
 
 COMPLETION_MAX_TOKENS = 16
@@ -40,6 +41,7 @@ def sampling_of(request: GenerationRequest, info: EngineInfo) -> tuple[SamplingP
         max_tokens = COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens
         values["logprobs"] = request.logprobs
         values["prompt_logprobs"] = request.logprobs if request.echo else None
+    values["structured_outputs"] = form_of(request)[0]
     is_default = max_tokens is None and "max_tokens" not in values
     if max_tokens is not None:
         values["max_tokens"] = max_tokens

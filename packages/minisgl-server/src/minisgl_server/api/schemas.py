@@ -27,6 +27,32 @@ class StreamOptions(Strict):
     continuous_usage_stats: bool | None = Field(None, description="Put the usage so far into every chunk.")
 
 
+class JsonSchema(Strict):
+    """A schema by name."""
+
+    name: str
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = Field(None, description="Taken for compatibility; outputs always fit their schema.")
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to ask for a form."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = Field(None, description="Beside the type of that name only.")
+
+
+class StructuredOutputsField(Strict):
+    """What the output must be; exactly one field. Names are vLLM's."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json", description="JSON that fits this schema.")
+    regex: str | None = Field(None, description="A text that this pattern matches, as a whole.")
+    choice: list[str] | None = Field(None, description="One of these texts.")
+    grammar: str | None = Field(None, description="A sentence of this grammar, in Lark's notation, from `start`.")
+    json_object: bool | None = Field(None, description="Any JSON object.")
+
+
 class GenerationRequest(Strict):
     """What chats and completions have in common."""
 
@@ -49,6 +75,12 @@ class GenerationRequest(Strict):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputsField | None = None
+    guided_json: dict[str, Any] | str | None = Field(None, description="Older name of structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="Older name of structured_outputs.regex.")
+    guided_choice: list[str] | None = Field(None, description="Older name of structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="Older name of structured_outputs.grammar.")
     priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
     user: str | None = Field(None, description="Taken for compatibility; nothing is recorded.")
 
@@ -60,11 +92,62 @@ class TextPart(Strict):
     text: str
 
 
+class CalledFunction(Strict):
+    """What was called."""
+
+    name: str
+    arguments: str = Field(description="A JSON object, as text.")
+
+
+class ToolCall(Strict):
+    """A call that the model made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Strict):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = Field(None, description="May be missing beside tool_calls only.")
+    tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant.")
+    reasoning_content: str | None = Field(None, description="Of an assistant.")
+    refusal: None = Field(None, description="Taken, so that an answer can be sent back as it came.")
+    tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
+    name: str | None = Field(None, description="Of a tool: the function's name.")
+
+
+class Function(Strict):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(
+        None, description="Taken for compatibility: arguments always fit where tool_choice demands a call."
+    )
+
+
+class Tool(Strict):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(Strict):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: FunctionName
 
 
 class ChatRequest(GenerationRequest):
@@ -74,6 +157,11 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; replaces max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int | None = None
+    tools: list[Tool] | None = Field(None, min_length=1)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description="Whether the model may (auto, the default beside tools) or must call a tool, or which one."
+    )
+    parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true by default.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
 
 

@@ -64,7 +64,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             for rank, name in enumerate(_ranks(endpoints)):
                 supervisor.start(name, RUN_RANK, config, rank, endpoints)
             for index, name in enumerate(_tokenizers(endpoints)):
-                supervisor.start(name, RUN_TOKENIZER, config, index, endpoints)
+                supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
             if _wait_ready(supervisor, endpoints, signals):
                 _say(describe(supervisor, options, url))
                 supervisor.wait(wake=signals)

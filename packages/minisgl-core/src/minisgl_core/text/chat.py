@@ -1,0 +1,135 @@
+"""A conversation as the text that the model was taught."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from minisgl_core.errors import InvalidValueError
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+_FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id", "name"}}
+"""What a message may have besides its role and content."""
+_RESERVED = frozenset(
+    {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"tokenizer_kwargs", "conversation"}
+)
+
+
+def read_chat_template(file_or_text: str) -> str:
+    """A Jinja template from what ``--chat-template`` says: a file, or the template itself.
+
+    Raises:
+        InvalidValueError: it is neither.
+    """
+    if "{%" in file_or_text or "{{" in file_or_text:
+        return file_or_text
+    try:
+        return Path(file_or_text).expanduser().read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        allowed = "a file with a Jinja template, or such a template itself"
+        raise InvalidValueError("--chat-template", file_or_text, allowed, f"It cannot be read: {error}.") from None
+
+
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """A conversation in the model's form, up to where the assistant's answer begins.
+
+    Args:
+        tokenizer: a transformers tokenizer with a chat template.
+        messages: ``role`` and ``content`` each; a content is a text or a list of ``{"type": "text", "text": ...}``.
+            A ``developer`` message is a system message to templates that do not know the role. An ``assistant`` message may
+            have ``tool_calls`` and ``reasoning_content``, a ``tool`` message the ``tool_call_id`` that it answers.
+        chat_template_kwargs: variables of the template, such as ``enable_thinking``.
+        tools: functions that the model may call, as OpenAI's API describes them.
+
+    Raises:
+        InvalidValueError: no template, no messages, an unknown role, a content that is not text, a variable that the
+            template does not have, or the template refuses the conversation.
+    """
+    template = tokenizer.chat_template
+    if template is None:
+        raise InvalidValueError(
+            "messages",
+            "a conversation",
+            "sent to a model that has a chat template",
+            "This one takes plain prompts only, unless --chat-template gives it one.",
+        )
+    if not messages:
+        raise InvalidValueError("messages", [], "at least one message")
+    for name in chat_template_kwargs or {}:
+        if name in _RESERVED or name not in str(template):
+            raise InvalidValueError("chat_template_kwargs", name, "a variable of the model's chat template")
+    knows_developer = "developer" in str(template)
+    plain = [_plain(message, place, knows_developer) for place, message in enumerate(messages)]
+    options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+    try:
+        text: str = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
+    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        raise InvalidValueError(
+            "messages",
+            [message["role"] for message in plain],
+            "a conversation that the model's chat template accepts",
+            f"It says: {error}",
+        ) from error
+    return text
+
+
+def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dict[str, Any]:
+    where, role = f"messages[{place}]", message.get("role")
+    if role not in ROLES:
+        raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    more = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    for name in sorted(more):
+        if name not in _FIELDS.get(role, ()):
+            raise InvalidValueError(f"{where}.{name}", more[name], "left out: it is not supported")
+    if "tool_calls" in more:
+        more["tool_calls"] = _tool_calls(more["tool_calls"], f"{where}.tool_calls")
+    content = message.get("content")
+    if content is None and "tool_calls" in more:
+        content = ""
+    if role == "developer" and not knows_developer:
+        role = "system"
+    return {"role": role, "content": _content_text(content, f"{where}.content"), **more}
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Calls with their arguments as objects, as templates take them."""
+    if not isinstance(calls, list) or not calls:
+        raise InvalidValueError(where, calls, "a list of one or more calls")
+    plain = []
+    for place, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            form = 'of the form {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise InvalidValueError(f"{where}[{place}]", call, form)
+        arguments = function.get("arguments", "{}")
+        try:
+            parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, Mapping):
+            raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
+        plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
+    return plain
+
+
+def _content_text(content: Any, name: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidValueError(name, content, "a text or a list of text parts")
+    for place, part in enumerate(content):
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text:
+            raise InvalidValueError(f"{name}[{place}]", part, 'of the form {"type": "text", "text": ...}')
+    return "".join(part["text"] for part in content)

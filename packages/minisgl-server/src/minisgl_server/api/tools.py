@@ -1,0 +1,34 @@
+"""The tools of a chat."""
+
+from __future__ import annotations
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import ToolUse
+from minisgl_server.api.schemas import ChatRequest, NamedTool
+
+
+def tools_of(chat: ChatRequest) -> ToolUse | None:
+    """What the model may call; None where there is nothing or it must not.
+
+    Raises:
+        InvalidValueError: a field says what another one does not allow.
+    """
+    choice, parallel = chat.tool_choice, chat.parallel_tool_calls
+    if chat.tools is None:
+        for name, value in (("tool_choice", choice), ("parallel_tool_calls", parallel)):
+            if value is not None and value != "none":
+                raise InvalidValueError(name, value, "left out unless there are tools")
+        return None
+    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
+    names = [tool.function.name for tool in chat.tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidValueError("tools", twice, "functions with different names")
+    if choice == "none":
+        return None
+    if isinstance(choice, NamedTool):
+        named = choice.function.name
+        if named not in names:
+            raise InvalidValueError("tool_choice.function.name", named, f"one of the tools: {', '.join(names)}")
+        return ToolUse(tools=tools, named=named, is_required=True, parallel=False)
+    return ToolUse(tools=tools, is_required=choice == "required", parallel=parallel is not False)

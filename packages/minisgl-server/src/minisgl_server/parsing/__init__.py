@@ -1,0 +1,1 @@
+"""What a model writes, taken apart: thoughts, tool calls, and the text for the user."""

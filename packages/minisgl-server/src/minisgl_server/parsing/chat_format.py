@@ -1,0 +1,202 @@
+"""How one model chats: its template on the way in, its tags on the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
+from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.text.chat import render_chat
+from minisgl_server.parsing.reasoning import BEGIN, END, ReasoningSplitter, begins_inside
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, tool_parser_of
+
+AUTO, NONE = "auto", "none"
+_JSON_KINDS = {"json_schema", "json_object"}
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedText:
+    """What is new of an output: thoughts, text for the user, and tool calls."""
+
+    reasoning: str
+    content: str
+    tool_calls: list[ToolCallDelta]
+
+    def __bool__(self) -> bool:
+        return bool(self.reasoning or self.content or self.tool_calls)
+
+
+class ChatParser:
+    """Takes one chat's output apart. Without splitter and tools, all of it is content."""
+
+    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None) -> None:
+        self._splitter, self._tools = splitter, tools
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the output is to end here."""
+        return self._tools is not None and self._tools.is_done
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool was called."""
+        return self._tools is not None and self._tools.num_calls > 0
+
+    def push(self, text: str, finished: bool) -> ParsedText:
+        """Take text; with `finished`, nothing is held back any more."""
+        reasoning, content = ("", text) if self._splitter is None else self._splitter.push(text, finished)
+        calls: list[ToolCallDelta] = []
+        if self._tools is not None:
+            content, calls = self._tools.push(content, finished)
+        return ParsedText(reasoning, content, calls)
+
+
+class ChatFormat:
+    """Renders conversations and makes the parsers of their answers."""
+
+    def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str | None) -> None:
+        """`tool_parser`: a name of `TOOL_PARSERS`, auto (by the template) or none; `reasoning_parser`: of `REASONING_PARSERS`."""
+        self._tokenizer, self._reasoning_parser = tokenizer, reasoning_parser
+        self._template = str(tokenizer.chat_template or "")
+        name = tool_parser_of(self._template) if tool_parser == AUTO else tool_parser
+        self._tool_parser = TOOL_PARSERS.get(name or NONE)
+        self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+
+    def render(self, chat: Tokenize) -> str:
+        """The prompt.
+
+        Raises:
+            InvalidValueError: see `render_chat`; or there are tools, and the model is not known to write calls.
+        """
+        assert chat.messages is not None
+        if chat.tools is None:
+            return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)
+        parser = self._parser_for_tools()
+        if "tools" in self._template:
+            return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs, chat.tools.tools)
+        messages = with_tools(chat.messages, chat.tools.tools, parser)
+        return render_chat(self._tokenizer, messages, chat.chat_template_kwargs)
+
+    def parser(self, chat: Tokenize, prompt: str) -> ChatParser | None:
+        """Of the answer to `prompt`; None where all of it is content."""
+        splitter = tools = None
+        if self._reasoning_parser is not None:
+            splitter = ReasoningSplitter(begins_inside(self._reasoning_parser, prompt))
+        if chat.tools is not None:
+            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel)
+        return None if splitter is None and tools is None else ChatParser(splitter, tools)
+
+    def needs_special_tokens(self, chat: Tokenize) -> bool:
+        """Whether the tags are special tokens, which text leaves out otherwise."""
+        tags = {BEGIN, END} if self._reasoning_parser is not None else set()
+        if chat.tools is not None:
+            parser = self._parser_for_tools()
+            tags |= {parser.begin, parser.end}
+        return bool(tags & self._special)
+
+    def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
+        """What the answer must follow: the form asked for, calls of tools, or either; thoughts are free."""
+        form = chat.sampling.structured_outputs
+        source = form.source(chat.form_name) if form is not None else None
+        if chat.tools is not None and (chat.tools.is_required or source is not None):
+            source = self._tool_grammar(chat.tools, source)
+        if source is None or self._reasoning_parser is None or begins_inside(self._reasoning_parser, prompt) is False:
+            return source
+        end = self._tokenizer.convert_tokens_to_ids(END)
+        return GrammarSource(
+            source.kind, source.text, source.name, end if self._tokenizer.decode([end]) == END else None
+        )
+
+    @staticmethod
+    def argument_schemas(chat: Tokenize) -> list[tuple[str, str]]:
+        """The schemas of the arguments of a chat's tools, by the names of their fields."""
+        tools = chat.tools.tools if chat.tools is not None else []
+        schemas = [(place, tool["function"].get("parameters")) for place, tool in enumerate(tools)]
+        return [
+            (f"tools[{place}].function.parameters", json.dumps(each)) for place, each in schemas if each is not None
+        ]
+
+    def _parser_for_tools(self) -> type[ToolParser]:
+        if self._tool_parser is None:
+            raise InvalidValueError(
+                "tools",
+                "given",
+                "left out: how this model writes tool calls is not known from its chat template",
+                f"Launch with --tool-call-parser {' or '.join(TOOL_PARSERS)}.",
+            )
+        return self._tool_parser
+
+    def _tool_grammar(self, tools: ToolUse, form: GrammarSource | None) -> GrammarSource:
+        otherwise = None
+        if form is not None:
+            if tools.is_required:
+                raise InvalidValueError(form.name, form.text, "left out where tool_choice demands a call")
+            if form.kind not in _JSON_KINDS:
+                raise InvalidValueError(form.name, form.text, "a JSON schema where there are tools")
+            otherwise = {"type": "object"} if form.kind == "json_object" else _schema(form)
+        parser = self._parser_for_tools()
+        chosen = [tool["function"] for tool in tools.tools if tools.named in (None, tool["function"]["name"])]
+        prefix, suffix, separator = parser.tagged
+        text = {
+            "prefix": prefix,
+            "schema": {"anyOf": [call_schema(function, parser.arguments_key) for function in chosen]},
+            "suffix": suffix,
+            "separator": separator,
+            "max_items": None if tools.parallel else 1,
+            "otherwise": otherwise,
+        }
+        return GrammarSource("tagged_json", json.dumps(text), "tools" if form is None else form.name)
+
+
+def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
+    """What a call of a function is, as a JSON schema."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, arguments_key: parameters},
+        "required": ["name", arguments_key],
+        "additionalProperties": False,
+    }
+
+
+def with_tools(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
+) -> list[dict[str, Any]]:
+    """Messages for a template that knows no tools: the system prompt describes them, calls and results are texts."""
+    prefix, suffix, _ = parser.tagged
+    call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
+    lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+    text = "\n".join(
+        ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
+    )
+    plain = [_as_text(message, parser) for message in messages]
+    if plain and plain[0]["role"] in ("system", "developer") and isinstance(plain[0]["content"], str):
+        return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
+    return [{"role": "system", "content": text}, *plain]
+
+
+def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"Result of the function: {message.get('content')}"}
+    calls = message.get("tool_calls")
+    if not calls:
+        return dict(message)
+    prefix, suffix, separator = parser.tagged
+    texts = [
+        f'{prefix}{{"name": {json.dumps(each["function"]["name"])}, '
+        f'"{parser.arguments_key}": {each["function"].get("arguments") or "{}"}}}{suffix}'
+        for each in calls
+    ]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": (message.get("content") or "") + separator.join(texts)}
+
+
+def _schema(form: GrammarSource) -> Any:
+    try:
+        return json.loads(form.text)
+    except ValueError as error:
+        raise InvalidValueError(form.name, form.text, f"JSON ({error})") from None

@@ -1,0 +1,224 @@
+"""Tool calls in a model's text, for the formats of Hermes (Qwen too) and Llama 3."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection
+from typing import ClassVar
+
+from minisgl_core.messages import ToolCallDelta
+from minisgl_core.text.stop import StopFinder
+from minisgl_server.parsing.call_reader import CallReader
+
+
+class ToolParser:
+    """Splits text into content and calls, as it comes.
+
+    What turns out not to be a call is content, to the letter. White space around calls is dropped. A piece of text may be
+    held back while it could begin a call.
+
+    Attributes:
+        num_calls: calls so far.
+    """
+
+    begin: ClassVar[str]
+    """A tag before each call (or the first)."""
+    end: ClassVar[str] = ""
+    """A tag after each."""
+    bare_start: ClassVar[bool] = False
+    """Whether an object at the very beginning, without a tag, is a call too, if it names one of the tools."""
+    separators: ClassVar[str] = ""
+    """Characters that may stand between calls that share one tag."""
+    arguments_key: ClassVar[str]
+    """What the format calls the arguments."""
+    tagged: ClassVar[tuple[str, str, str]]
+    """What a constrained output has before, after and between calls."""
+
+    def __init__(self, functions: Collection[str], parallel: bool) -> None:
+        """`functions`: names of the tools; without `parallel`, nothing is read after the first call."""
+        self._functions, self._parallel = frozenset(functions), parallel
+        self._finder = StopFinder((self.begin,))
+        self._reader: CallReader | None = None
+        self._tag = ""
+        """What came before the call that is being read: its tag or nothing."""
+        self._after: str | None = None
+        """What came since a call, while it may be part of it or lead to another."""
+        self._rest: StopFinder | None = None
+        """Looks for the end of a call whose JSON breaks off."""
+        self._space = ""
+        self._at_start = self.bare_start
+        self._content: list[str] = []
+        self._calls: list[ToolCallDelta] = []
+        self._arguments: list[str] = []
+        self.num_calls = 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether no more is to be read: the one call that is allowed has been."""
+        return not self._parallel and self.num_calls > 0 and self._reader is None
+
+    def push(self, text: str, finished: bool) -> tuple[str, list[ToolCallDelta]]:
+        """Take text; with `finished`, nothing is held back any more. Returns new content and what is new of calls."""
+        for char in text:
+            if not self.is_done:
+                self._step(char)
+        if finished and not self.is_done:
+            self._end()
+        self._flush_arguments()
+        content, self._content = "".join(self._content), []
+        calls, self._calls = self._calls, []
+        return content, calls
+
+    def _step(self, char: str) -> None:
+        if self._rest is not None:
+            self._step_rest(char)
+        elif self._reader is not None:
+            self._step_call(char)
+        elif self._after is not None:
+            self._step_after(char)
+        else:
+            self._step_text(char)
+
+    def _step_text(self, char: str) -> None:
+        if self._at_start and not char.isspace():
+            self._at_start = False
+            if char == "{":
+                self._start_call("", known_only=True)
+                self._step_call(char)
+                return
+        shown, found = self._finder.push(char)
+        self._show(shown)
+        if found is not None:
+            self._at_start = False
+            self._finder = StopFinder((self.begin,))
+            self._start_call(self.begin)
+
+    def _step_call(self, char: str) -> None:
+        reader = self._reader
+        assert reader is not None
+        is_new = reader.name is None
+        reader.push(char)
+        if is_new and reader.name is not None:
+            self._announce(reader.name)
+        if reader.state == "open":
+            return
+        self._flush_arguments()
+        if reader.state == "text":
+            self._reader = None
+            self._add(self._tag + reader.raw)
+            if char == "<":
+                self._step_text(char)
+        elif reader.state == "called":
+            self._reader, self._after = None, ""
+        else:
+            self._rest = StopFinder((self.end,)) if self.end else StopFinder(())
+            self._step_rest(char)
+
+    def _step_rest(self, char: str) -> None:
+        """The JSON of a call breaks off: all up to the end tag belongs to the arguments."""
+        assert self._rest is not None
+        shown, found = self._rest.push(char)
+        self._arguments.append(shown)
+        if found is not None:
+            self._flush_arguments()
+            self._rest = self._reader = None
+            self._after = None
+
+    def _step_after(self, char: str) -> None:
+        """After a call: white space, its end tag, or what leads to the next."""
+        assert self._after is not None
+        after = (self._after + char).lstrip()
+        if self.end and self.end.startswith(after):
+            self._after = None if after == self.end else after
+            self._space = "" if after == self.end else self._space
+        elif self.separators and not after.strip(self.separators + " \n\t\r"):
+            self._after = after
+        elif self.separators and char == "{":
+            self._after = None
+            self._start_call(after[:-1])
+            self._step_call(char)
+        else:
+            self._after = None
+            for each in after:
+                self._step_text(each)
+
+    def _end(self) -> None:
+        if self._rest is not None:
+            self._arguments.append(self._rest.finish())
+        elif self._reader is not None:
+            if self._reader.name is None:
+                self._add(self._tag + self._reader.raw)
+        elif self._after is not None:
+            self._show(self._after)
+        self._show(self._finder.finish())
+        if self.num_calls == 0:
+            self._add("")
+        self._reader = self._after = self._rest = None
+
+    def _start_call(self, tag: str, known_only: bool = False) -> None:
+        self._tag = tag
+        self._reader = CallReader(self._functions if known_only else None, self._take_arguments)
+
+    def _announce(self, name: str) -> None:
+        """A call has begun."""
+        self._space = ""
+        call_id = f"call_{uuid.uuid4().hex[:24]}"
+        self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
+        self.num_calls += 1
+
+    def _take_arguments(self, text: str) -> None:
+        self._arguments.append(text)
+
+    def _flush_arguments(self) -> None:
+        arguments, self._arguments = "".join(self._arguments), []
+        if not arguments:
+            return
+        last = self._calls[-1] if self._calls else None
+        if last is not None and last.index == self.num_calls - 1:
+            last.arguments += arguments
+        else:
+            self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
+
+    def _show(self, text: str) -> None:
+        """Content; white space waits, as it is dropped where a call follows."""
+        for char in text:
+            if char.isspace():
+                self._space += char
+            else:
+                self._add(char)
+
+    def _add(self, text: str) -> None:
+        self._content.append(self._space + text)
+        self._space = ""
+
+
+class HermesParser(ToolParser):
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes 2 Pro writes it and Qwen 2.5 and 3 do."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+    arguments_key = "arguments"
+    tagged = ("<tool_call>\n", "\n</tool_call>", "\n")
+
+
+class Llama3JsonParser(ToolParser):
+    """``{"name": ..., "parameters": {...}}``, several with semicolons between, as Llama 3.1 and later write it."""
+
+    begin = "<|python_tag|>"
+    bare_start = True
+    separators = ";,"
+    arguments_key = "parameters"
+    tagged = ("", "", "; ")
+
+
+TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
+"""By the name that ``--tool-call-parser`` takes."""
+
+
+def tool_parser_of(template: str) -> str | None:
+    """The parser of what a chat template teaches, where that is clear."""
+    if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
+        return "hermes"
+    if "<|python_tag|>" in template and '"parameters"' in template:
+        return "llama3_json"
+    return None

@@ -1,0 +1,200 @@
+"""Thoughts and tool calls in text: however it is cut into pieces, the same comes out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_server.parsing.chat_format import ChatParser, call_schema
+from minisgl_server.parsing.reasoning import ReasoningSplitter, begins_inside
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, tool_parser_of
+
+Result = tuple[str, str, list[tuple[str, str]]]
+"""Thoughts, content, and name and arguments of each call."""
+
+FUNCTIONS = ["get", "put"]
+
+
+def parser(format: str | None = None, inside: bool | None = False, parallel: bool = True) -> ChatParser:
+    tools = None if format is None else TOOL_PARSERS[format](FUNCTIONS, parallel)
+    return ChatParser(ReasoningSplitter(inside), tools)
+
+
+def parse(made: ChatParser, pieces: list[str]) -> Result:
+    thoughts, content = "", ""
+    calls: list[list[str]] = []
+    for piece in [*pieces, None]:
+        new = made.push(piece or "", finished=piece is None)
+        thoughts, content = thoughts + new.reasoning, content + new.content
+        for delta in new.tool_calls:
+            if delta.id is not None:
+                assert delta.index == len(calls)
+                assert delta.name is not None
+                calls.append([delta.name, ""])
+            calls[delta.index][1] += delta.arguments
+    return thoughts, content, [(name, arguments) for name, arguments in calls]
+
+
+def hermes(text: str, **options: Any) -> Result:
+    return parse(parser("hermes", **options), [text])
+
+
+def llama(text: str, **options: Any) -> Result:
+    return parse(parser("llama3_json", **options), [text])
+
+
+CALL = '<tool_call>\n{"name": "get", "arguments": {"a": [1, {"b": "}</tool_call>"}]}}\n</tool_call>'
+ARGUMENTS = '{"a": [1, {"b": "}</tool_call>"}]}'
+
+HERMES = {
+    "plain text": ("Hello <b>!\n", ("Hello <b>!\n", [])),
+    "one call": (CALL, ("", [("get", ARGUMENTS)])),
+    "text before": ("I look.\n" + CALL + "\n", ("I look.", [("get", ARGUMENTS)])),
+    "two calls": (f"{CALL}\n{CALL}", ("", [("get", ARGUMENTS)] * 2)),
+    "text between and after": (f"{CALL} a {CALL} b", (" a b", [("get", ARGUMENTS)] * 2)),
+    "another order": ('<tool_call>{"arguments": {"x": 1}, "name": "f"}</tool_call>', ("", [("f", '{"x": 1}')])),
+    "arguments as text": ('<tool_call>{"name": "f", "arguments": "{\\"x\\": 1}"}</tool_call>', ("", [("f", '{"x": 1}')])),
+    "parameters": ('<tool_call>{"name": "f", "parameters": {}}</tool_call>', ("", [("f", "{}")])),
+    "no last bracket": ('<tool_call>{"name": "f", "arguments": {}</tool_call>!', ("!", [("f", "{}")])),
+    "no end tag": ('<tool_call>{"name": "f", "arguments": {}} and more', ("and more", [("f", "{}")])),
+    "cut in the arguments": ('<tool_call>{"name": "f", "arguments": {"x": [1', ("", [("f", '{"x": [1')])),
+    "cut in the name": ('a <tool_call>{"name": "f', ('a <tool_call>{"name": "f', [])),
+    "cut in the tag": ("a <tool_ca", ("a <tool_ca", [])),
+    "not JSON": ("<tool_call>get(1)</tool_call>", ("<tool_call>get(1)</tool_call>", [])),
+    "not JSON, then a call": ("<tool_call>x" + CALL, ("<tool_call>x", [("get", ARGUMENTS)])),
+    "no name": ('<tool_call>{"a": 1}</tool_call>', ('<tool_call>{"a": 1}</tool_call>', [])),
+    "arguments are a list": ('<tool_call>{"name": "f", "arguments": [{}]}', ('<tool_call>{"name": "f", "arguments": [{}]}', [])),
+    "broken arguments": ('<tool_call>{"name": "f", "arguments": {"x": <b>}}</tool_call>.', (".", [("f", '{"x": <b>}}')])),
+}  # fmt: skip
+
+LLAMA = {
+    "plain text": ("Hello.\n", ("Hello.\n", [])),
+    "one call": ('{"name": "get", "parameters": {"a": "{"}}', ("", [("get", '{"a": "{"}')])),
+    "with a tag": ('<|python_tag|>{"name": "f", "parameters": {}}', ("", [("f", "{}")])),
+    "with a type": ('{"type": "function", "name": "put", "parameters": {}}', ("", [("put", "{}")])),
+    "two calls": ('{"name": "get", "parameters": {}}; {"name": "put", "parameters": {}}', ("", [("get", "{}"), ("put", "{}")])),
+    "two tags": ('<|python_tag|>{"name": "f", "parameters": {}}' * 2, ("", [("f", "{}")] * 2)),
+    "another function": ('{"name": "Bob", "parameters": {}}', ('{"name": "Bob", "parameters": {}}', [])),
+    "JSON that is no call": (' {"a": {"b": 1}} !', (' {"a": {"b": 1}} !', [])),
+    "later JSON": ('See {"name": "get", "parameters": {}}', ('See {"name": "get", "parameters": {}}', [])),
+    "text, then a tag": ('Now <|python_tag|>{"name": "f", "parameters": {}}', ("Now", [("f", "{}")])),
+    "a built-in tool": ('<|python_tag|>search.call(query="x")', ('<|python_tag|>search.call(query="x")', [])),
+    "no second call": ('{"name": "get", "parameters": {}}; {"x"', ('; {"x"', [("get", "{}")])),
+    "broken arguments": ('{"name": "get", "parameters": {"x": <b>', ("", [("get", '{"x": <b>')])),
+}  # fmt: skip
+
+THOUGHTS: dict[str, tuple[bool | None, str, tuple[str, str]]] = {
+    "none": (None, "Hello <think>", ("", "Hello <think>")),
+    "tagged": (None, "<think>\nHm.\n\nOh.\n</think>\n\nHello.\n", ("Hm.\n\nOh.", "Hello.\n")),
+    "begun by the prompt": (True, "Hm.</think>Hello.", ("Hm.", "Hello.")),
+    "tagged all the same": (True, "\n<think>Hm.</think>Hello.", ("Hm.", "Hello.")),
+    "never ending": (True, " Hm. </thi", ("Hm. </thi", "")),
+    "ended by the prompt": (False, "</think> Hi", ("", "</think> Hi")),
+    "cut in the tag": (None, "<thi", ("", "<thi")),
+    "cut in the tag, inside": (True, "<thi", ("<thi", "")),
+    "empty": (None, "<think>\n\n</think>\n\nHi", ("", "Hi")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HERMES)
+def test_hermes(name: str) -> None:
+    text, (content, calls) = HERMES[name]
+    assert hermes(text) == ("", content, calls)
+
+
+@pytest.mark.parametrize("name", LLAMA)
+def test_llama3_json(name: str) -> None:
+    text, (content, calls) = LLAMA[name]
+    assert llama(text) == ("", content, calls)
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts(name: str) -> None:
+    inside, text, (thoughts, answer) = THOUGHTS[name]
+    assert parse(parser(inside=inside), [text]) == (thoughts, answer, [])
+
+
+def test_thoughts_may_speak_of_calls() -> None:
+    assert hermes(f"<think>{CALL}</think>{CALL}", inside=None) == (CALL, "", [("get", ARGUMENTS)])
+
+
+def test_one_call_where_no_more_are_allowed() -> None:
+    made = parser("hermes", parallel=False)
+    assert parse(made, [CALL + "x" + CALL]) == ("", "", [("get", ARGUMENTS)])
+    assert made.is_done
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    made = parser("hermes")
+    pieces = ['<tool_call>{"name": "get", "arguments": {"te', 'xt": "lo', "ng", '"}}</tool_call>']
+    deltas = [made.push(piece, finished=False).tool_calls for piece in pieces]
+    assert [[(each.name, each.arguments) for each in new] for new in deltas] == [
+        [("get", '{"te')],
+        [(None, 'xt": "lo')],
+        [(None, "ng")],
+        [(None, '"}')],
+    ]
+
+
+PARTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<", "</", *'{}[]"\\;, \n'),
+        *('{"name": "get", "arguments": {', '{"name": "put", "parameters": {}}', '"x": 1', "}}", "text", "é"),
+        *(CALL, '{"arguments": {}, "name": "get"}'),
+    ]
+)
+SETUPS: list[Callable[[], ChatParser]] = [
+    lambda: parser("hermes"),
+    lambda: parser("hermes", inside=None, parallel=False),
+    lambda: parser("llama3_json"),
+    lambda: parser("llama3_json", inside=True),
+    lambda: parser(inside=None),
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), parts=st.lists(PARTS, max_size=12), setup=st.sampled_from(SETUPS))
+def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[], ChatParser]) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    whole = parse(setup(), [text])
+    assert parse(setup(), pieces) == whole
+    assert parse(setup(), list(text)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
+def test_nothing_is_lost(parts: list[str], format: str) -> None:
+    """Where no call was found, all is content; else the letters of the calls are where they were written."""
+    text = "".join(parts)
+    _, content, calls = parse(parser(format), [text])
+    if not calls:
+        assert content == text
+    for _, arguments in calls:
+        assert arguments in text or json.loads(arguments) == {}
+
+
+def test_where_an_output_goes_on_with_thoughts() -> None:
+    assert begins_inside("qwen3", "...<think>\n") is True
+    assert begins_inside("qwen3", "<think>\n\n</think>\n\n") is False
+    assert begins_inside("deepseek_r1", "<think>\n\n</think>\n\n") is False
+    assert begins_inside("qwen3", "assistant\n") is None
+    assert begins_inside("deepseek_r1", "assistant\n") is True
+
+
+def test_the_parser_by_the_template() -> None:
+    assert tool_parser_of('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
+    assert tool_parser_of("... <tool_call>\n<function=example>") is None
+    assert tool_parser_of("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
+    assert tool_parser_of("{{ messages }}") is None
+
+
+def test_calls_without_parameters_take_none() -> None:
+    schema = call_schema({"name": "f"}, "arguments")
+    assert schema["properties"]["arguments"]["additionalProperties"] is False
