@@ -80,8 +80,8 @@ def wait_until_done(page: Any) -> None:
 
 def legend(page: Any) -> dict[str, int]:
     """Pages by kind, as the legend has them."""
-    entries = page.locator("#pages-legend li").all()
-    return {entry.get_attribute("class"): int(entry.get_attribute("data-count")) for entry in entries}
+    entries = page.locator("#pages-legend li")
+    return dict(entries.evaluate_all("nodes => nodes.map((node) => [node.className, Number(node.dataset.count)])"))
 
 
 def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: openai.OpenAI) -> None:
