@@ -10,14 +10,13 @@ from functools import partial
 from pathlib import Path
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from minisgl_core import LLM
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.model_source import locate_model
+from minisgl_core.progress import progress_bar
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
 from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
@@ -74,9 +73,7 @@ def _check_lengths(workloads: list[MakeWorkload], max_seq_len: int, options: Off
 
 
 def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repeats: int) -> list[list[Result]]:
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+    with progress_bar() as bar:
         task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats))
         num_done = -1
 
