@@ -3,9 +3,9 @@
 Shape legend: T tokens, B requests of a group, Q and L the most queries and keys of one of them, N pages that hold L tokens,
 Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens a page, C queries of a block.
 
-Requests of similar shape form a group. A group's pages are gathered into padded K and V, one copy a layer, and attended to
-block by block of queries; no Python loop runs over requests. The G query heads of a KV head are rows of one matrix product,
-so that K and V are never repeated.
+Requests of similar shape form a group. A group's pages are gathered into padded K and V, one copy each a layer, and attended
+to block by block of queries; no Python loop runs over requests. The G query heads of a KV head are rows of one matrix
+product, so that K and V are never repeated.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Block:
     Attributes:
         num_keys: keys that any of them may see.
         masked_from: keys before it are seen by all of them.
-        mask: what is added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from]; None
-            where nothing is hidden.
+        mask: what is added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from], of
+            single queries repeated for all heads, [B, Hkv, G, 1, num_keys]; None where nothing is hidden.
     """
 
     start: int
@@ -149,36 +149,41 @@ class TorchAttention(AttentionBackend):
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, group: _Group) -> torch.Tensor:
         """q [B * Q, Hq, D] to the same."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
-        gathered = self._rows[layer.index].index_select(0, group.gather)
-        k, v = gathered.view(2, num * heads, group.num_keys, dim).unbind(0)
-        blocks = group.blocks.get(layer.sliding_window)
+        pool, window, seen = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
+        if num == group.num_queries == 1 and (window is None or seen <= window):
+            k, v = pool.index_select(0, group.gather).view(2, 1, heads, -1, dim)[:, :, :, :seen].unbind(0)
+            return F.scaled_dot_product_attention(q.view(1, heads, -1, dim), k, v, scale=layer.scale).view(q.shape)
+        blocks = group.blocks.get(window)
         if blocks is None:
-            blocks = group.blocks[layer.sliding_window] = self._blocks(group, layer.sliding_window)
-        seen = int(group.first[0]) + 1
-        if num == group.num_queries == 1 and (layer.sliding_window is None or seen <= layer.sliding_window):
-            one = F.scaled_dot_product_attention(q.view(heads, -1, dim), k[:, :seen], v[:, :seen], scale=layer.scale)
-            return one.view(q.shape)
+            blocks = group.blocks[window] = self._blocks(group, window)
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
-        k = k.transpose(1, 2)
-        if len(blocks) == 1:
-            return self._attend_block(q, k, v, blocks[0]).reshape(-1, self.spec.num_q_heads, dim)
-        parts = [self._attend_block(q[:, block.start : block.stop], k, v, block) for block in blocks]
-        return torch.cat(parts, dim=1).reshape(-1, self.spec.num_q_heads, dim)
+        of_k, of_v = group.gather.chunk(2)
+        k = pool.index_select(0, of_k).view(num * heads, -1, dim).transpose(1, 2)
+        weights = self._weights(q, k, blocks[0])
+        v = pool.index_select(0, of_v).view(num * heads, -1, dim)  # not before: K leaves the cache otherwise
+        parts = [self._mix(weights, v, blocks[0], num)]
+        parts += [self._mix(self._weights(q, k, block), v, block, num) for block in blocks[1:]]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return out.reshape(-1, self.spec.num_q_heads, dim)
 
     @staticmethod
-    def _attend_block(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: _Block) -> torch.Tensor:
-        """q [B, C, Hkv, G, D], k [B * Hkv, D, L] and v [B * Hkv, L, D] to the shape of q."""
-        num, count, heads, members, dim = q.shape
-        rows = q.permute(0, 2, 3, 1, 4).reshape(num * heads, members * count, dim)
-        scores = torch.bmm(rows, k[:, :, : block.num_keys])
+    def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block) -> torch.Tensor:
+        """q [B, Q, Hkv, G, D] and k [B * Hkv, D, L] to the share that each key has, [B * Hkv, G * C, num_keys]."""
+        rows = q[:, block.start : block.stop].permute(0, 2, 3, 1, 4)
+        scores = torch.bmm(rows.reshape(len(k), -1, q.shape[-1]), k[:, :, : block.num_keys])
         if block.mask is not None:
-            scores.view(num, heads, members, count, -1)[..., block.masked_from :].add_(block.mask)
-        out = torch.bmm(torch.softmax(scores, dim=-1), v[:, : block.num_keys])
-        return out.view(num, heads, members, count, dim).permute(0, 3, 1, 2, 4)
+            scores.view(*rows.shape[:-1], -1)[..., block.masked_from :].add_(block.mask)
+        return torch.softmax(scores, dim=-1)
+
+    @staticmethod
+    def _mix(weights: torch.Tensor, v: torch.Tensor, block: _Block, num: int) -> torch.Tensor:
+        """`_weights` and v [B * Hkv, L, D] to [B, C, Hkv, G, D]; `num` is B."""
+        out = torch.bmm(weights, v[:, : block.num_keys])
+        return out.view(num, len(v) // num, -1, block.stop - block.start, v.shape[-1]).permute(0, 3, 1, 2, 4)
 
     def _blocks(self, group: _Group, window: int | None) -> list[_Block]:
         """Cut the queries into blocks, and say what each may see."""
-        lowest, highest = int(group.first.min()), int(group.first.max())
+        heads, lowest, highest = self.spec.num_kv_heads, int(group.first.min()), int(group.first.max())
         first = torch.from_numpy(group.first).to(self.spec.device)
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
@@ -188,6 +193,8 @@ class TorchAttention(AttentionBackend):
             masked_from = 0 if window is not None else min(lowest + start + 1, num_keys)
             mask = None
             if masked_from < num_keys:
+                if group.num_queries == 1:  # then one flat addition is quicker than a shorter one in pieces
+                    masked_from = 0
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
                 positions = first[:, None, None] + torch.arange(start, stop, device=self.spec.device)[:, None]
                 hidden = keys > positions
@@ -195,5 +202,7 @@ class TorchAttention(AttentionBackend):
                     hidden |= keys <= positions - window
                 mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
                 mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+                if group.num_queries == 1:
+                    mask = mask.expand(-1, heads, self.spec.num_q_heads // heads, -1, -1).contiguous()
             blocks.append(_Block(start, stop, num_keys, masked_from, mask))
         return blocks
