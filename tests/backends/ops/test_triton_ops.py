@@ -13,7 +13,7 @@ if not ON_GPU:
 pytest.importorskip("triton")
 
 from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
-from minisgl_core.contracts.ops import Ops  # noqa: E402
+from minisgl_core.contracts.ops import Ops, Rotation  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -69,11 +69,19 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, half: i
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     weights = random(dim, dtype=dtype), random(dim, dtype=dtype)
 
+    rotation = Rotation(cos, sin, weights if norm else None, 1e-6)
+
     def run(ops: Ops) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, _ = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
-        return ops.norm_rotary(q, k, *weights, 1e-6, cos, sin) if norm else ops.rotary(q, k, cos, sin)
+        return ops.rotate(q, k, rotation)
 
-    for found, expected in zip(run(ours), run(reference), strict=True):
+    def store(ops: Ops) -> tuple[torch.Tensor, ...]:
+        q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
+        pools = [torch.zeros(5, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)]
+        slots = torch.tensor([7, 19, 4, 6, 0, 13], device=DEVICE)
+        return ops.rotate_and_store(q, k, v, rotation, *pools, slots), *pools
+
+    for found, expected in zip((*run(ours), *store(ours)), (*run(reference), *store(reference)), strict=True):
         close(found, expected, dtype)
 
 
@@ -130,3 +138,20 @@ def test_products_that_the_kernel_does_not_take() -> None:
     for inputs, dtype in ((100, torch.bfloat16), (256, torch.float32)):
         weight, x = random(24, inputs, dtype=dtype), random(3, inputs, dtype=dtype)
         assert torch.equal(ours.prepare_linear(weight, None)(x), reference.prepare_linear(weight, None)(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [31, 64, 300, 5001])
+def test_mask_logits(dtype: torch.dtype, vocab_size: int) -> None:
+    """Some rows of several, in any order; the last word may say more than there are tokens."""
+    ours, reference = pair(dtype)
+    logits = random(5, vocab_size, dtype=dtype)
+    rows = torch.tensor([3, 0, 4], device=DEVICE)
+    words = torch.randint(-(2**31), 2**31, (3, -(-vocab_size // 32)), device=DEVICE).int()
+    found = ours.mask_logits(logits.clone(), rows, words)
+    assert torch.equal(found, reference.mask_logits(logits.clone(), rows, words))
+    assert torch.equal(found[[1, 2]], logits[[1, 2]])
+    for place, row in enumerate(rows.tolist()):
+        for token in range(vocab_size):
+            allowed = (int(words[place, token // 32]) >> token % 32) & 1
+            assert found[row, token] == (logits[row, token] if allowed else -torch.inf)

@@ -105,8 +105,16 @@ class FlashInferAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        self._paged.store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.slots)
+        return self.attend_stored(q, layer, plan)
+
+    def kv_slots(self, plan: _Plan) -> torch.Tensor:
+        """See `StoresApart`."""
+        return plan.slots
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+        """See `StoresApart`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
-        self._paged.store_kv(k, v, *pages, plan.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.num_decodes
         # Planned with a scale of 1, which this factor on the keys turns into the layer's own.

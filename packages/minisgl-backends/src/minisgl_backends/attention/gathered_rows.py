@@ -141,8 +141,16 @@ class GatheredRowsAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: RowPlan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        self._store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.slots)
+        return self.attend_stored(q, layer, plan)
+
+    def kv_slots(self, plan: RowPlan) -> torch.Tensor:
+        """See `StoresApart`."""
+        return plan.slots
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: RowPlan) -> torch.Tensor:
+        """See `StoresApart`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
-        self._store_kv(k, v, *pages, plan.slots)
         n = plan.num_decodes
         parts = [
             self.attend(part, *pages, inputs, layer.scale, layer.sliding_window)

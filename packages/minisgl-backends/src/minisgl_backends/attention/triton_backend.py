@@ -99,8 +99,16 @@ class TritonAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
+        self._store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.batch.slots)
+        return self.attend_stored(q, layer, plan)
+
+    def kv_slots(self, plan: _Plan) -> torch.Tensor:
+        """See `StoresApart`."""
+        return plan.batch.slots
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+        """See `StoresApart`."""
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
-        self._store_kv(k, v, k_pages, v_pages, plan.batch.slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.batch.num_decodes
         of_layer = (layer.scale, layer.sliding_window)

@@ -1,6 +1,6 @@
-"""Rotary embedding of queries and keys in one launch, after their norms where the model has them.
+"""Rotary embedding of queries and keys in one launch: after their norms where the model has them, and on to the KV pool.
 
-Shape legend: T tokens, Hq and Hkv heads, D head dimension, R half of the rotated dimensions.
+Shape legend: T tokens, Hq and Hkv heads, D head dimension, R half of the rotated dimensions, P pages of S tokens.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from minisgl_core.contracts.ops import Rotation
 
 
 @triton.jit
@@ -18,19 +20,20 @@ def _gain(normed, gain):
 
 @triton.jit
 def _heads(
-    x, stride_t, stride_h, token, cos, sin, weight, eps, heads,
-    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    x, stride_h, out, out_stride_h, cos, sin, weight, eps, heads,
+    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
+    NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token's heads in place."""
+    """Rotate one token's heads."""
     head = tl.arange(0, H_BLOCK)
     half = tl.arange(0, R_BLOCK)
     mask = (head < heads)[:, None] & (half < R)[None, :]
-    start = x + token * stride_t + head[:, None] * stride_h
+    start, to = x + head[:, None] * stride_h, out + head[:, None] * out_stride_h
+    columns = tl.arange(0, D_BLOCK)
+    whole_mask = (head < heads)[:, None] & (columns < D)[None, :]
     first = tl.load(start + half[None, :], mask=mask, other=0.0)
     second = tl.load(start + R + half[None, :], mask=mask, other=0.0)
     if NORM:
-        columns = tl.arange(0, D_BLOCK)
-        whole_mask = (head < heads)[:, None] & (columns < D)[None, :]
         whole = tl.load(start + columns[None, :], mask=whole_mask, other=0.0)
         wide = whole.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
@@ -40,51 +43,74 @@ def _heads(
         second = _gain(second.to(tl.float32) * scale, second_gain)
         if 2 * R < D:
             gain = tl.load(weight + columns, mask=columns < D, other=0.0)[None, :]
-            tl.store(start + columns[None, :], _gain(wide * scale, gain), mask=whole_mask & (columns >= 2 * R)[None, :])
-    c = tl.load(cos + token * R + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
-    s = tl.load(sin + token * R + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
+            rest = _gain(wide * scale, gain)
+            tl.store(to + columns[None, :], rest, mask=whole_mask & (columns >= 2 * R)[None, :])
+    elif 2 * R < D and not IN_PLACE:
+        rest = tl.load(start + columns[None, :], mask=whole_mask, other=0.0)
+        tl.store(to + columns[None, :], rest, mask=whole_mask & (columns >= 2 * R)[None, :])
+    c = tl.load(cos + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
+    s = tl.load(sin + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    tl.store(start + half[None, :], (a * c - b * s).to(first.dtype), mask=mask)
-    tl.store(start + R + half[None, :], (b * c + a * s).to(first.dtype), mask=mask)
+    tl.store(to + half[None, :], (a * c - b * s).to(first.dtype), mask=mask)
+    tl.store(to + R + half[None, :], (b * c + a * s).to(first.dtype), mask=mask)
 
 
 @triton.jit
 def _rotary(
-    q, k, q_stride_t, q_stride_h, k_stride_t, k_stride_h, cos, sin, q_weight, k_weight, eps, q_heads, k_heads,
+    q, k, v, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos, sin, q_weight, k_weight, eps,
+    k_pool, v_pool, slots, q_heads, k_heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr,
+    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
+    """With STORE, k goes to its slot instead of back, and a third program a token stores v."""
     token = tl.program_id(0).to(tl.int64)
+    cos += token * R
+    sin += token * R
     if tl.program_id(1) == 0:
+        q += token * q_stride_t
         _heads(
-            q, q_stride_t, q_stride_h, token, cos, sin, q_weight, eps, q_heads, D, R, D_BLOCK, R_BLOCK, Q_BLOCK, NORM
+            q, q_stride_h, q, q_stride_h, cos, sin, q_weight, eps, q_heads, D, R, D_BLOCK, R_BLOCK, Q_BLOCK, NORM, True
         )
+    elif tl.program_id(1) == 1:
+        k += token * k_stride_t
+        if STORE:
+            to = k_pool + tl.load(slots + token) * k_heads * D
+            _heads(k, k_stride_h, to, D, cos, sin, k_weight, eps, k_heads, D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, False)
+        else:
+            _heads(
+                k, k_stride_h, k, k_stride_h, cos, sin, k_weight, eps, k_heads,
+                D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, True,
+            )  # fmt: skip
     else:
-        _heads(
-            k, k_stride_t, k_stride_h, token, cos, sin, k_weight, eps, k_heads, D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM
-        )
+        head, column = tl.arange(0, K_BLOCK)[:, None], tl.arange(0, D_BLOCK)[None, :]
+        mask = (head < k_heads) & (column < D)
+        values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
+        tl.store(v_pool + tl.load(slots + token) * k_heads * D + head * D + column, values, mask=mask)
 
 
-def rotary(
+def rotate(
     q: torch.Tensor,
     k: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor] | None = None,
-    eps: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [T, Hq, D] and k [T, Hkv, D] in place; cos and sin are contiguous [T, R].
+    rotation: Rotation,
+    store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """Rotate in place, or k on its way to the pool.
 
-    With `weights` (of q and k, [D] each), every head is normalised first.
+    Args:
+        q: [T, Hq, D], any strides but the last.
+        k: [T, Hkv, D], like q.
+        rotation: cos and sin contiguous.
+        store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
     """
-    if len(q):
-        size, half = q.shape[-1], cos.shape[-1]
-        q_weight, k_weight = weights or (q, q)
-        _rotary[(len(q), 2)](
-            q, k, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos, sin, q_weight, k_weight, eps,
-            q.shape[1], k.shape[1], D=size, R=half,
-            D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
-            Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
-            NORM=weights is not None, num_warps=4,
-        )  # fmt: skip
-    return q, k
+    if not len(q):
+        return
+    size, half = q.shape[-1], rotation.cos.shape[-1]
+    q_weight, k_weight = rotation.norms or (q, q)
+    v, k_pages, v_pages, slots = store or (k, k, k, k)
+    _rotary[(len(q), 2 if store is None else 3)](
+        q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        rotation.cos, rotation.sin, q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, q.shape[1], k.shape[1],
+        D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
+        Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
+        NORM=rotation.norms is not None, STORE=store is not None, num_warps=4,
+    )  # fmt: skip

@@ -7,14 +7,17 @@ import os
 
 import torch
 
-from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
 
 
 class TritonOps(Ops):
-    """Norms with the residual add, rotary embedding with the q/k norms, activation, routing and sampling, one launch each.
+    """Norms with the residual add; rotary embedding with the q/k norms and the storing of K and V; activation; routing;
+    sampling: one launch each.
 
     Matrix products of a few rows read weights faster than cuBLAS does; larger ones stay torch's.
     """
+
+    fuses_store = True
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -28,9 +31,9 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import activation, norm, rotary, route, sample, skinny_linear
+        from minisgl_backends.kernels import activation, mask, norm, rotary, route, sample, skinny_linear
 
-        self._norm, self._activation, self._rotary = norm, activation, rotary
+        self._norm, self._activation, self._rotary, self._mask = norm, activation, rotary, mask
         self._route, self._sample, self._skinny = route, sample, skinny_linear
         self._split_scratch = skinny_linear.SplitScratch(device)
 
@@ -65,24 +68,28 @@ class TritonOps(Ops):
         """See `Ops.silu_and_mul`."""
         return self._activation.silu_and_mul(gate_up)
 
-    def rotary(
-        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.rotary`; in place."""
-        return self._rotary.rotary(q, k, cos, sin)
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.rotate`; in place."""
+        self._rotary.rotate(q, k, rotation)
+        return q, k
 
-    def norm_rotary(
+    def rotate_and_store(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.norm_rotary`; in place."""
-        return self._rotary.rotary(q, k, cos, sin, (q_weight, k_weight), eps)
+        v: torch.Tensor,
+        rotation: Rotation,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `Ops.rotate_and_store`; q in place."""
+        self._rotary.rotate(q, k, rotation, (v, k_pages, v_pages, slots))
+        return q
+
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """See `Ops.mask_logits`; in place."""
+        return self._mask.mask_logits(logits, rows, words)
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `Ops.sample`."""

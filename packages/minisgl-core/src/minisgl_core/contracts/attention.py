@@ -174,6 +174,17 @@ class AttentionBackend(ABC):
 
 
 @runtime_checkable
+class StoresApart(Protocol):
+    """What a backend of layout NHD adds so that the kernel that rotates K may store K and V as well."""
+
+    def kv_slots(self, plan: Any) -> torch.Tensor:
+        """Where a planned step's K and V go, ``page * S + offset`` of each token; int64 [T], on the device."""
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any) -> torch.Tensor:
+        """`AttentionBackend.forward` for a step whose K and V are stored already."""
+
+
+@runtime_checkable
 class GraphCapturable(Protocol):
     """What a backend adds to take part in graph capture of decode steps.
 

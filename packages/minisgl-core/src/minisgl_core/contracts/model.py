@@ -14,7 +14,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.contracts.weights import WeightTarget
 
 
@@ -50,8 +50,15 @@ class BuildContext:
 class Attend(Protocol):
     """Attention of the current step: stores k and v, attends over the pool."""
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]."""
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]. With `rotation`, q and k are rotated first, maybe in place."""
 
 
 class Model(nn.Module, ABC):

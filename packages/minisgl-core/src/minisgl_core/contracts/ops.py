@@ -7,6 +7,7 @@ overrides what it does faster. Shape legend: T tokens, H hidden size, D head dim
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -16,9 +17,31 @@ LinearOp = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] to [..., out]."""
 
 
-class Ops:
-    """Reference kernels in plain torch."""
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What happens to a step's queries and keys before attention.
 
+    Attributes:
+        cos: of each token's position, [T, rotary_dim / 2].
+        sin: like cos.
+        norms: weights of the norms of each head of q and of k, [D] each; None for no norms.
+        eps: of the norms.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None = None
+    eps: float = 0.0
+
+
+class Ops:
+    """Reference kernels in plain torch.
+
+    Attributes:
+        fuses_store: whether `rotate_and_store` is worth more than `rotate` and a backend's own storing.
+    """
+
+    fuses_store: ClassVar[bool] = False
     plugin_api: ClassVar[str] = ">=1,<2"
 
     @classmethod
@@ -120,18 +143,40 @@ class Ops:
         """
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
-    def norm_rotary(
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """Normalise each head of q and k where the rotation has norms, then `rotary`. May overwrite both inputs."""
+        if rotation.norms is not None:
+            q, k = (self.rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
+        return self.rotary(q, k, rotation.cos, rotation.sin)
+
+    def rotate_and_store(
         self,
         q: torch.Tensor,
         k: torch.Tensor,
-        q_weight: torch.Tensor,
-        k_weight: torch.Tensor,
-        eps: float,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalise each head of q and k (weights [D]), then `rotary`. May overwrite both inputs."""
-        return self.rotary(self.rms_norm(q, q_weight, eps), self.rms_norm(k, k_weight, eps), cos, sin)
+        v: torch.Tensor,
+        rotation: Rotation,
+        k_pages: torch.Tensor,
+        v_pages: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> torch.Tensor:
+        """`rotate`, then write k and v to their slots. May overwrite q and k.
+
+        Args:
+            q: [T, Hq, D].
+            k: [T, Hkv, D].
+            v: like k.
+            rotation: of q and k.
+            k_pages: of a layer, [P, S, Hkv, D], contiguous.
+            v_pages: like k_pages.
+            slots: ``page * S + offset`` of each token, int64 [T].
+
+        Returns:
+            The rotated q.
+        """
+        q, k = self.rotate(q, k, rotation)
+        for pages, new in ((k_pages, k), (v_pages, v)):
+            pages.view(-1, *new.shape[1:]).index_copy_(0, slots, new.to(pages.dtype))
+        return q
 
     def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose experts: the `top_k` largest of a float32 softmax.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +13,19 @@ from minisgl_core.contracts.attention import (
     AttentionLayer,
     AttentionSpec,
     GraphCapturable,
+    StoresApart,
 )
 from minisgl_core.kv.pool import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step; None for a part that it does not have."""
+
+    num_decodes: int
+    slots: torch.Tensor
+    decode: Any
+    prefill: Any
 
 
 class CombinedAttention(AttentionBackend):
@@ -39,17 +51,17 @@ class CombinedAttention(AttentionBackend):
         """It can what its parts can; they are asked."""
         return []
 
-    def plan(self, batch: AttentionBatch) -> Any:
-        """(number of decodes, decode plan or None, prefill plan or None)."""
+    def plan(self, batch: AttentionBatch) -> _Plan:
+        """Plan both parts."""
         num_decodes = batch.num_decodes
         decode = self._decode.plan(batch.decodes()) if num_decodes else None
         prefill = self._prefill.plan(batch.prefills()) if num_decodes < batch.num_requests else None
-        return num_decodes, decode, prefill
+        return _Plan(num_decodes, batch.slots, decode, prefill)
 
-    def plan_capture(self, batch: AttentionBatch) -> Any:
+    def plan_capture(self, batch: AttentionBatch) -> _Plan:
         """Graphs hold decodes alone."""
         assert isinstance(self._decode, GraphCapturable)
-        return batch.num_decodes, self._decode.plan_capture(batch), None
+        return _Plan(batch.num_decodes, batch.slots, self._decode.plan_capture(batch), None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """See `GraphCapturable`."""
@@ -57,12 +69,41 @@ class CombinedAttention(AttentionBackend):
         self._decode.plan_replay(batch)
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
-        n, decode, prefill = plan
-        if prefill is None:
-            return self._decode.forward(q, k, v, layer, decode)
-        if decode is None:
-            return self._prefill.forward(q, k, v, layer, prefill)
-        first = self._decode.forward(q[:n], k[:n], v[:n], layer, decode)
-        return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, prefill)))
+        n = plan.num_decodes
+        if plan.prefill is None:
+            return self._decode.forward(q, k, v, layer, plan.decode)
+        if plan.decode is None:
+            return self._prefill.forward(q, k, v, layer, plan.prefill)
+        first = self._decode.forward(q[:n], k[:n], v[:n], layer, plan.decode)
+        return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, plan.prefill)))
+
+
+class CombinedApart(CombinedAttention):
+    """Of two backends that can leave the storing of K and V to others; see `StoresApart`."""
+
+    def kv_slots(self, plan: _Plan) -> torch.Tensor:
+        """Of both parts."""
+        return plan.slots
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+        """Each part by its backend."""
+        prefill, decode, n = self._prefill, self._decode, plan.num_decodes
+        assert isinstance(prefill, StoresApart)
+        assert isinstance(decode, StoresApart)
+        if plan.prefill is None:
+            return decode.attend_stored(q, layer, plan.decode)
+        if plan.decode is None:
+            return prefill.attend_stored(q, layer, plan.prefill)
+        return torch.cat(
+            (decode.attend_stored(q[:n], layer, plan.decode), prefill.attend_stored(q[n:], layer, plan.prefill))
+        )
+
+
+def combine(
+    spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor, prefill: AttentionBackend, decode: AttentionBackend
+) -> CombinedAttention:
+    """Two backends as one."""
+    apart = isinstance(prefill, StoresApart) and isinstance(decode, StoresApart)
+    return (CombinedApart if apart else CombinedAttention)(spec, pool, page_table, prefill, decode)

@@ -66,6 +66,7 @@ class Engine:
         """`num_rows`: most requests in a batch."""
         self.platform, self.communicator, self.model, self.attention = platform, communicator, model, attention
         self._table = table
+        self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops)
         self._graphs: DecodeGraphs | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
@@ -74,7 +75,7 @@ class Engine:
         """Record decode steps of these batch sizes; steps that fit are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
             self._graphs = DecodeGraphs(
-                self.platform, self.model, self.attention, self._table, self._last_tokens, sizes, progress
+                self.platform, self.model, self.attention, self._ops, self._table, self._last_tokens, sizes, progress
             )
 
     def launch(self, plan: BatchPlan) -> PendingStep:
@@ -89,7 +90,7 @@ class Engine:
                 hidden, rows = self._graphs.run(plan)
                 return BegunStep(plan, hidden, rows, self.model.compute_logits(hidden))
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
-            attend = BoundAttention(self.attention, self.attention.plan(inputs.batch))
+            attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
             hidden = self.model(inputs.input_ids, inputs.positions, attend)
             num_sampled = len(plan.sample.index)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]

@@ -19,6 +19,7 @@ from rich.progress import track
 from minisgl_core.batch import FROM_DEVICE, BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, GraphCapturable
 from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
 from minisgl_core.kv.page_table import PageTable
@@ -56,6 +57,7 @@ class DecodeGraphs:
         platform: Platform,
         model: Model,
         attention: AttentionBackend,
+        ops: Ops,
         table: PageTable,
         last_tokens: torch.Tensor,
         sizes: Sequence[int],
@@ -65,7 +67,7 @@ class DecodeGraphs:
 
         `attention` must be `GraphCapturable`. With `progress`, a bar is drawn on stderr where that is a terminal.
         """
-        self._platform, self._model, self._attention = platform, model, attention
+        self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._sizes = np.array(sorted(sizes))
         self._recorded: dict[int, _Recorded] = {}
@@ -125,7 +127,7 @@ class DecodeGraphs:
             seq_lens_host=np.ones(size, np.int32),
         )
         assert isinstance(self._attention, GraphCapturable)
-        attend = BoundAttention(self._attention, self._attention.plan_capture(batch))
+        attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops)
 
         def run() -> torch.Tensor:
             known = torch.where(ids == FROM_DEVICE, self._last_tokens[rows], ids)

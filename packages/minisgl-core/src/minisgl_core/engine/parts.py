@@ -12,7 +12,7 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.engine.combined_attention import combine
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.largest_step import largest_step
@@ -101,4 +101,4 @@ def _attention(
     classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
 ) -> AttentionBackend:
     backends = [backend(spec, pool, table.data) for backend in classes]
-    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)
+    return backends[0] if len(backends) == 1 else combine(spec, pool, table.data, *backends)

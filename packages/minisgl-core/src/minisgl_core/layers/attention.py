@@ -7,6 +7,7 @@ import torch
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.layers.base import Layer, check_tp_size
 from minisgl_core.layers.linear import QKVParallelLinear, RowParallelLinear, Targets
 from minisgl_core.layers.norm import RMSNorm
@@ -34,7 +35,7 @@ class Attention(Layer):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.layer = AttentionLayer(index, dim**-0.5, config.sliding_windows[index])
-        self._ops, self._eps = build.ops, config.rms_norm_eps
+        self._eps = config.rms_norm_eps
         self._heads = [self.qkv_proj.num_q_heads, self.qkv_proj.num_kv_heads, self.qkv_proj.num_kv_heads]
         self._view = (-1, sum(self._heads), dim)
 
@@ -42,12 +43,11 @@ class Attention(Layer):
         """x [T, hidden_size] to the same; cos and sin [T, rotary_dim / 2] of the tokens' positions."""
         # Tensor.split goes through Python and takes twice as long.
         q, k, v = torch.split_with_sizes(self.qkv_proj(x).view(self._view), self._heads, 1)
+        norms = None
         if self.q_norm is not None and self.k_norm is not None:
-            weights = self.q_norm.weight, self.k_norm.weight
-            q, k = self._ops.norm_rotary(q, k, *weights, self._eps, cos, sin)
-        else:
-            q, k = self._ops.rotary(q, k, cos, sin)
-        out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer).flatten(1))
+            norms = self.q_norm.weight, self.k_norm.weight
+        rotation = Rotation(cos, sin, norms, self._eps)
+        out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer, rotation).flatten(1))
         return out
 
     def weight_targets(self, name: str) -> Targets:

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 
 
@@ -24,8 +25,17 @@ class DenseAttention:
     def __init__(self) -> None:
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
+        if rotation is not None:
+            q, k = Ops(q.device, q.dtype).rotate(q, k, rotation)
         if layer.index in self._past:
             past_k, past_v = self._past[layer.index]
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
