@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import json
 from typing import Any
 
 import pytest
@@ -16,8 +18,11 @@ from minisgl_core.messages import (
     Tokenize,
     TokenLogprobs,
     TokenOut,
+    ToolUse,
 )
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
+from minisgl_server.parsing.chat_format import ChatFormat
 from minisgl_server.tokenizer_worker import TokenizerWorker
 
 MAX_SEQ_LEN = 64
@@ -26,13 +31,14 @@ MAX_SEQ_LEN = 64
 class Rig:
     """A worker whose two neighbours are lists."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str | None = None) -> None:
+        """Contexts are short, but for those who describe tools."""
         info = EngineInfo(
             model="m",
             architecture="a",
             dtype="float32",
             device="cpu",
-            max_seq_len=MAX_SEQ_LEN,
+            max_seq_len=MAX_SEQ_LEN if tool_parser == "auto" else 256,
             vocab_size=len(tokenizer),
             num_pages=4,
             page_size=16,
@@ -44,7 +50,8 @@ class Rig:
         self.tokenizer = tokenizer
         self.scheduler: list[Any] = []
         self.api: list[Any] = []
-        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.api.append)
+        chats = ChatFormat(tokenizer, tool_parser, reasoning_parser)
+        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.api.append, chats)
 
     def submit(self, name: str = "a", text: str | None = "Hello", **options: Any) -> None:
         sampling = options.pop("sampling", SamplingParams(max_tokens=8))
@@ -170,3 +177,63 @@ def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, capl
     assert rig.scheduler[2:] == [Abort("a")]
     assert rig.worker.num_requests == 1
     assert [record.request_id for record in caplog.records] == ["a"]
+
+
+TOOLS = ToolUse(tools=[{"type": "function", "function": {"name": "get"}}], is_required=True)
+QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+def test_thoughts_and_calls_go_apart(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, "hermes", "qwen3")
+    rig.submit(text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools))
+    assert rig.scheduler[0].grammar is None
+    rig.output('<think>\nHm.\n</think>\n\nI do. <tool_call>{"name": "get", "arguments": {"x')
+    rig.output('": 1}}</tool_call>', finish_reason="stop")
+    first, last = rig.take()
+    assert (first.reasoning, first.text) == ("Hm.", "I do.")
+    assert [(call.index, call.name, call.arguments) for call in first.tool_calls] == [(0, "get", '{"x')]
+    assert [(call.index, call.name, call.arguments) for call in last.tool_calls] == [(0, None, '": 1}')]
+    assert last.finish_reason == "tool_calls"
+
+
+def test_one_call_ends_an_output_that_may_have_one(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, "hermes")
+    rig.submit(text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools, parallel=False))
+    rig.output('<tool_call>{"name": "get", "arguments": {}} and more')
+    [text] = rig.take()
+    assert (text.finish_reason, text.text) == ("tool_calls", "")
+    assert isinstance(rig.scheduler[-1], Abort)
+    assert rig.worker.num_requests == 0
+
+
+def test_what_an_output_must_follow(engine_tokenizer: Any) -> None:
+    form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(json={"type": "null"}))
+    rig = Rig(engine_tokenizer, "hermes")
+    rig.submit(sampling=form, form_name="guided_json")
+    assert rig.scheduler.pop().grammar == GrammarSource("json_schema", '{"type": "null"}', "guided_json")
+    rig.submit("b", text=None, messages=QUESTION, tools=TOOLS)
+    grammar = rig.scheduler.pop().grammar
+    assert grammar.kind == "tagged_json"
+    assert json.loads(grammar.text)["prefix"] == "<tool_call>\n"
+    rig.submit("c", text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools), sampling=form)
+    assert json.loads(rig.scheduler.pop().grammar.text)["otherwise"] == {"type": "null"}
+
+
+def test_tools_need_a_known_format(rig: Rig) -> None:
+    rig.submit(text=None, messages=QUESTION, tools=TOOLS)
+    [rejected] = rig.take()
+    assert (rejected.kind, rejected.param) == ("invalid", "tools")
+    assert "--tool-call-parser" in rejected.message
+
+
+def test_forms_hold_after_the_thoughts(engine_tokenizer: Any) -> None:
+    """The token that ends them begins the grammar; where there is no such token, the form holds from the beginning."""
+    form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("a",)))
+    rig = Rig(engine_tokenizer, "none", "deepseek_r1")
+    rig.submit(text=None, messages=QUESTION, sampling=form)
+    assert rig.scheduler.pop().grammar.after_token is None
+    thinking = copy.deepcopy(engine_tokenizer)
+    thinking.add_tokens(["</think>"])
+    rig = Rig(thinking, "none", "deepseek_r1")
+    rig.submit(text=None, messages=QUESTION, sampling=form)
+    assert rig.scheduler.pop().grammar.after_token == thinking.convert_tokens_to_ids("</think>")

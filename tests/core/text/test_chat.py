@@ -1,0 +1,74 @@
+"""Conversations with tools, and templates of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.testing.grammar_kit import byte_tokenizer
+from minisgl_core.text.chat import read_chat_template, render_chat
+
+TEMPLATE = """{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}
+{%- for m in messages %}{{ m.role }}: {{ m.content }}
+{%- for c in m.tool_calls or [] %}<{{ c.function.name }} {{ c.function.arguments.x }}>{% endfor %}
+{%- if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}
+{%- if m.tool_call_id %} to {{ m.tool_call_id }}{% endif %}; {% endfor %}"""
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.fixture
+def tokenizer() -> Any:
+    made = byte_tokenizer()
+    made.chat_template = TEMPLATE
+    yield made
+    made.chat_template = None
+
+
+def test_tools_calls_and_results(tokenizer: Any) -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+        {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "hm"},
+        {"role": "tool", "tool_call_id": "c1", "content": "7", "name": None},
+    ]
+    text = render_chat(tokenizer, messages, tools=TOOLS)
+    assert text == "[f]user: Hi; assistant: <f 1>(hm); tool: 7 to c1; "
+    assert render_chat(tokenizer, messages).startswith("user")
+
+
+@pytest.mark.parametrize(
+    ("message", "name"),
+    [
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "messages[0].tool_call_id"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "messages[0].tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+        ({"role": "function", "content": "a"}, "messages[0].role"),
+    ],
+)
+def test_what_is_not_a_message(tokenizer: Any, message: dict[str, Any], name: str) -> None:
+    with pytest.raises(InvalidValueError) as raised:
+        render_chat(tokenizer, [message])
+    assert raised.value.name == name
+
+
+def test_no_template() -> None:
+    with pytest.raises(InvalidValueError, match="--chat-template"):
+        render_chat(SimpleNamespace(chat_template=None), [{"role": "user", "content": "a"}])
+
+
+def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text(TEMPLATE)
+    assert read_chat_template(str(tmp_path / "chat.jinja")) == TEMPLATE
+    assert read_chat_template(TEMPLATE) == TEMPLATE
+    with pytest.raises(InvalidValueError, match="--chat-template"):
+        read_chat_template(str(tmp_path / "missing.jinja"))
