@@ -58,14 +58,14 @@ class Server:
 
     def wait_ended(self) -> int:
         """Exit status; nothing that it started may be left."""
-        status = self.process.wait(60)
+        status = self.process.wait(180)
         assert os.listdir(self.sockets) == []
         return status
 
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
-            self.process.wait(30)
+            self.process.wait(180)
         self.process.stdout.close()  # type: ignore[union-attr]
         self.log.close()
         Path(self.sockets).rmdir()

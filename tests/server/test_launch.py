@@ -43,7 +43,7 @@ def events(response: httpx.Response) -> Iterator[Any]:
 
 def assert_gone(processes: Iterable[psutil.Process]) -> None:
     """Python's resource tracker is among them and ends a moment after the launcher."""
-    _, alive = psutil.wait_procs(list(processes), timeout=20)
+    _, alive = psutil.wait_procs(list(processes), timeout=120)
     assert not alive
 
 
