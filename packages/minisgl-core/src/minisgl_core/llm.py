@@ -121,6 +121,7 @@ class LLM:
             MinisglError: an option, the model or a provider does not fit; says which and why.
         """
         config = EngineConfig.from_flat(model=model, **options)
+        template = read_chat_template(config.model.chat_template) if config.model.chat_template is not None else None
         registry = Registry.from_environment()
         hooks = Hooks(registry)
         self._names = count()
@@ -139,8 +140,8 @@ class LLM:
             if self._others is not None:
                 stack.callback(self._others.stop)
             self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
-            if config.model.chat_template is not None:
-                self.tokenizer.chat_template = read_chat_template(config.model.chat_template)
+            if template is not None:
+                self.tokenizer.chat_template = template
             followers = self._others.followers if self._others else []
             self._new_loop = partial(make_loop, built, registry, hooks, followers)
             self._loop = self._new_loop()

@@ -17,6 +17,10 @@ from minisgl_server.options import ServerOptions
 @click.pass_obj
 def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) -> None:
     """Serve a model over an OpenAI-compatible API."""
+    from minisgl_core.text.chat import read_chat_template
     from minisgl_server.launch.server import serve
 
-    serve(EngineConfig.from_flat(**pick(values, EngineConfig)), ServerOptions(**pick(values, ServerOptions)), registry)
+    config = EngineConfig.from_flat(**pick(values, EngineConfig))
+    if config.model.chat_template is not None:
+        read_chat_template(config.model.chat_template)  # the processes read it, too; here it fails before they start
+    serve(config, ServerOptions(**pick(values, ServerOptions)), registry)
