@@ -82,7 +82,7 @@ class CacheOptions:
     num_pages: int | None = option(None, "Pages of KV; sized by --memory-ratio where it is missing.", low=2)
     memory_ratio: float = option(
         0.9,
-        "Share of the device's free memory for weights and KV (on a CPU: of half the free memory).",
+        "Share of the device's memory for weights, steps and KV (on a CPU: of half the free memory, for KV).",
         low=0.05,
         high=1.0,
     )

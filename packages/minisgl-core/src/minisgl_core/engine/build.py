@@ -175,7 +175,14 @@ def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hard
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
     """Ask providers why they cannot serve. One that was not asked for by name and does not load is passed over."""
     backends = config.backends
-    named = {config.cache.cache, *backends.attn.split(","), backends.moe, backends.ops, backends.communicator, backends.grammar}
+    named = {
+        config.cache.cache,
+        *backends.attn.split(","),
+        backends.moe,
+        backends.ops,
+        backends.communicator,
+        backends.grammar,
+    }
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         try:
