@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_server.parsing.chat_format import ChatParser, call_schema
+from minisgl_server.parsing.chat_format import ChatParser, call_schema, with_tools
 from minisgl_server.parsing.reasoning import ReasoningSplitter, begins_inside
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, tool_parser_of
 
@@ -198,3 +198,24 @@ def test_the_parser_by_the_template() -> None:
 def test_calls_without_parameters_take_none() -> None:
     schema = call_schema({"name": "f"}, "arguments")
     assert schema["properties"]["arguments"]["additionalProperties"] is False
+
+
+def test_tools_for_a_template_that_knows_none() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"x": "é"}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, call]},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "7"}]},
+    ]
+    tools = [{"type": "function", "function": {"name": "get", "description": "Get it."}}]
+    system, question, calls, result = with_tools(messages, tools, TOOL_PARSERS["hermes"])
+    assert system["role"] == "developer"
+    assert system["content"].startswith("Be kind.\n\n")
+    assert '{"name": "get", "description": "Get it."}' in system["content"]
+    assert question == messages[1]
+    written = '<tool_call>\n{"name": "get", "arguments": {"x": "é"}}\n</tool_call>'
+    assert calls == {"role": "assistant", "content": f"{written}\n{written}"}
+    assert hermes(calls["content"]) == ("", "", [("get", '{"x": "é"}')] * 2)
+    assert result == {"role": "user", "content": "Result of the function: 7"}
+    assert [each["role"] for each in with_tools(messages[1:2], tools, TOOL_PARSERS["hermes"])] == ["system", "user"]

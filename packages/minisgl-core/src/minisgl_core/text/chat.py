@@ -69,8 +69,7 @@ def render_chat(
     for name in chat_template_kwargs or {}:
         if name in _RESERVED or name not in str(template):
             raise InvalidValueError("chat_template_kwargs", name, "a variable of the model's chat template")
-    knows_developer = "developer" in str(template)
-    plain = [_plain(message, place, knows_developer) for place, message in enumerate(messages)]
+    plain = plain_messages(messages, "developer" in str(template))
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     try:
         text: str = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
@@ -82,6 +81,15 @@ def render_chat(
             f"It says: {error}",
         ) from error
     return text
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:
+    """Messages whose contents are texts and whose calls' arguments are objects; developers become systems if not known.
+
+    Raises:
+        InvalidValueError: one is not a message; names what of it.
+    """
+    return [_plain(message, place, knows_developer) for place, message in enumerate(messages)]
 
 
 def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.structured_outputs import GrammarSource
-from minisgl_core.text.chat import render_chat
+from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.reasoning import BEGIN, END, ReasoningSplitter, begins_inside
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, tool_parser_of
 
@@ -173,26 +173,26 @@ def with_tools(
     text = "\n".join(
         ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
     )
-    plain = [_as_text(message, parser) for message in messages]
-    if plain and plain[0]["role"] in ("system", "developer") and isinstance(plain[0]["content"], str):
+    plain = [_as_text(message, parser) for message in plain_messages(messages)]
+    if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
 
 def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
     if message.get("role") == "tool":
-        return {"role": "user", "content": f"Result of the function: {message.get('content')}"}
+        return {"role": "user", "content": f"Result of the function: {message['content']}"}
     calls = message.get("tool_calls")
     if not calls:
         return dict(message)
     prefix, suffix, separator = parser.tagged
     texts = [
         f'{prefix}{{"name": {json.dumps(each["function"]["name"])}, '
-        f'"{parser.arguments_key}": {each["function"].get("arguments") or "{}"}}}{suffix}'
+        f'"{parser.arguments_key}": {json.dumps(each["function"]["arguments"], ensure_ascii=False)}}}{suffix}'
         for each in calls
     ]
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": (message.get("content") or "") + separator.join(texts)}
+    return {**rest, "content": message["content"] + separator.join(texts)}
 
 
 def _schema(form: GrammarSource) -> Any:
