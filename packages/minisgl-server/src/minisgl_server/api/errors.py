@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Rejected
@@ -131,6 +132,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(InvalidValueError, on_invalid_value)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)  # before its body was whole
     app.add_exception_handler(Exception, on_bug)
 
 
