@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 import signal
 import socket
 import sys
@@ -21,6 +22,8 @@ from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
 """What clients get at the end to take answers that are complete."""
+OPEN_FILES = 65536
+"""Each connection is one; what many systems allow a process at first, 1024, is soon reached."""
 
 
 def run_api(
@@ -31,6 +34,7 @@ def run_api(
     It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then. While it drains, it
     listens on and answers 503 to whatever is new, so that who watches /ready sees it.
     """
+    _raise_open_files()
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         runner.run(_serve(options, key_digests, endpoints, listener, report))
 
@@ -93,6 +97,14 @@ class _Server(uvicorn.Server):
         """Listen."""
         await super().startup(sockets)
         self.listens.set()
+
+
+def _raise_open_files() -> None:
+    """Allow this process `OPEN_FILES`, or what the system lets it have at most."""
+    now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
+    if now != resource.RLIM_INFINITY and now < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
