@@ -74,7 +74,8 @@ class Server:
 @pytest.fixture(scope="session")
 def server(smollm2_path: Path) -> Iterator[Server]:
     """The embedded trained model; shared by all tests, so nothing may break it."""
-    made = Server("--dtype", "float32", "--num-tokenizers", "2", "--num-pages", "1200", "--max-running-requests", "32")
+    flags = ["--dtype", "float32", "--num-tokenizers", "2", "--num-pages", "1200", "--max-running-requests", "32"]
+    made = Server(*flags, "--tool-call-parser", "hermes")
     yield made.wait_started()
     made.close()
 
