@@ -82,7 +82,7 @@ def _schema_text(schema: Any) -> str:
         return schema
     try:
         return json_module.dumps(schema, allow_nan=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidValueError("structured_outputs.json", schema, f"a JSON schema ({error})") from None
 
 

@@ -66,7 +66,9 @@ class ModelOptions:
     dtype: str = option(AUTO, "Precision of weights and activations.", choices=(AUTO, "bfloat16", "float16", "float32"))
     dummy_weight: bool = option(False, "Random weights instead of the checkpoint's, for benchmarks.")
     chat_template: str | None = option(
-        None, "Jinja template of conversations, or a file that holds it, instead of the model's.", metavar="FILE_OR_TEXT"
+        None,
+        "Jinja template of conversations, or a file that holds it, instead of the model's.",
+        metavar="FILE_OR_TEXT",
     )
     max_seq_len_override: int | None = option(
         None, "Longest sequence in tokens, prompt and output; the model's own where it is missing.", low=1

@@ -33,7 +33,9 @@ def _arguments(test: Any) -> Iterator[dict[str, Any]]:
     choices = []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
-            names = mark.args[0] if isinstance(mark.args[0], tuple) else [each.strip() for each in mark.args[0].split(",")]
+            names = (
+                mark.args[0] if isinstance(mark.args[0], tuple) else [each.strip() for each in mark.args[0].split(",")]
+            )
             rows = [row if len(names) > 1 else (row,) for row in mark.args[1]]
             choices.append([dict(zip(names, row, strict=True)) for row in rows])
     for parts in itertools.product(*choices):
