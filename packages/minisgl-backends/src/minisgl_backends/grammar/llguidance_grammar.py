@@ -121,6 +121,13 @@ class LlguidanceGrammar(Grammar):
 
 def _source(kind: GrammarKind, text: str, name: str, tags: Set[str]) -> str:
     """The grammar in llguidance's own form."""
+    try:
+        return _written(kind, text, name, tags)
+    except RecursionError:
+        raise _refusal(kind, text, name, "it is nested too deeply") from None
+
+
+def _written(kind: GrammarKind, text: str, name: str, tags: Set[str]) -> str:
     matcher = llguidance.LLMatcher
     match kind:
         case "json_object":

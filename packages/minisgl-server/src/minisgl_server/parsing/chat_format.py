@@ -198,5 +198,5 @@ def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, 
 def _schema(form: GrammarSource) -> Any:
     try:
         return json.loads(form.text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidValueError(form.name, form.text, f"JSON ({error})") from None
