@@ -90,6 +90,13 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+def docs(session: nox.Session) -> None:
+    """Build the docs site into site/; a broken link or a page that is not listed is an error."""
+    session.env["NO_MKDOCS_2_WARNING"] = "1"
+    run_in("dev", session, "mkdocs", "build", "--strict", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """Run the test suite without the example plugin's part; arguments after `--` go to pytest instead."""
     default = ["-m", "not gpu", "--ignore=tests/plugins", "--durations=10"]
