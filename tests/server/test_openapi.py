@@ -1,0 +1,164 @@
+"""What schemathesis makes of the OpenAPI document: no request that fits it, or nearly fits it, breaks the server."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import pytest
+import requests
+import schemathesis
+
+from minisgl_server.api.app import create_app
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.options import ServerOptions
+
+MAX_EXAMPLES = int(os.environ.get("MINISGL_OPENAPI_EXAMPLES", "15"))
+"""Random requests an operation, besides those that schemathesis derives from each keyword of the document."""
+CONFIG = {
+    "generation": {"deterministic": True, "database": "none", "max-examples": MAX_EXAMPLES, "no-shrink": True},
+    # Their meaning is not in the document: that of numbers' bounds, of fields that exclude each other, of keys.
+    "checks": {name: {"enabled": False} for name in ("positive_data_acceptance", "ignored_auth")},
+}
+ANSWER_S = 150.0
+"""Longer than any request takes here: no answer by then is a hang."""
+
+BOUNDS = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "n"), (1, 3)),
+    **dict.fromkeys(("min_tokens", "min_new_tokens", "min_p"), (0, 1)),
+    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), (0, 20)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
+    **dict.fromkeys(("top_p", "repetition_penalty"), (0.1, 1)),
+    "temperature": (0, 2),
+    "top_k": (0, 50),
+}
+"""What the document does not say of numbers."""
+EXCLUSIVE = (
+    ("max_tokens", "max_completion_tokens", "max_new_tokens"),
+    ("seed", "sampling_seed"),
+    ("text", "prompt", "input_ids"),
+    ("prompt", "messages"),
+    (
+        "tools",
+        "response_format",
+        "structured_outputs",
+        "guided_json",
+        "guided_regex",
+        "guided_choice",
+        "guided_grammar",
+    ),
+)
+"""Fields of which a request may have one."""
+NEEDS = {
+    "stream_options": "stream",
+    "top_logprobs": "logprobs",
+    "top_logprobs_num": "return_logprob",
+    "tool_choice": "tools",
+    "parallel_tool_calls": "tools",
+}
+"""Fields that are nothing without another."""
+
+# The document does not depend on the engine; schemathesis wants it when tests are collected.
+DOCUMENT = create_app(cast(EngineClient, None), ServerOptions()).openapi()
+api = schemathesis.openapi.from_dict(DOCUMENT, config=schemathesis.Config.from_dict(CONFIG))
+
+
+@pytest.fixture(scope="module")
+def tried(launch_shared: Callable[..., Any], tiny_checkpoint: Path) -> Any:
+    """A server whose answers end soon, whatever max_tokens says."""
+    flags = ["--model", str(tiny_checkpoint), "--max-seq-len-override", "256", "--num-pages", "1100"]
+    return launch_shared(*flags, "--tool-call-parser", "hermes").wait_started()
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[requests.Session]:
+    with requests.Session() as made:
+        yield made
+
+
+def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
+    """Less of a body that fits the document: what the server refuses all the same is changed, so that the engine sees it."""
+    kept = {name: value for name, value in body.items() if value is not None and name not in ("model", "logit_bias")}
+    for group in EXCLUSIVE:
+        given = [name for name in group if name in kept]
+        for name in given:
+            if name != given[len(str(body)) % len(given)]:
+                del kept[name]
+    for name, (low, high) in BOUNDS.items():
+        if isinstance(number := kept.get(name), int | float) and not isinstance(number, bool):
+            kept[name] = type(number)(min(max(number, low), high)) or low
+    for name, other in NEEDS.items():
+        if not kept.get(other):
+            kept.pop(name, None)
+    for name in ("text", "prompt"):
+        if kept.get(name) in ("", []):
+            kept[name] = "Hi"
+    if "messages" in kept:
+        kept["messages"] = [{"role": "user", "content": each.get("content") or "Hi"} for each in kept["messages"]]
+    if nested := kept.get("sampling_params"):
+        kept["sampling_params"] = made_answerable(nested)
+        for name in ("max_tokens", "ignore_eos"):
+            kept.pop(name, None)
+    return kept
+
+
+@api.parametrize()
+def test_every_answer_is_documented_and_none_is_a_fault_of_the_server(
+    case: schemathesis.Case, tried: Any, session: requests.Session
+) -> None:
+    is_meant = case.meta is not None and case.meta.generation.mode.is_positive
+    if is_meant and isinstance(case.body, dict):
+        case.body = made_answerable(case.body)
+        if case.path == "/v1/chat/completions" and not {"max_tokens", "max_completion_tokens"} & set(case.body):
+            case.body["max_tokens"] = 3
+    case.call_and_validate(base_url=tried.url, session=session, timeout=ANSWER_S)
+
+
+def test_the_document_is_the_one_that_is_served(tried: Any, session: requests.Session) -> None:
+    assert session.get(f"{tried.url}/openapi.json", timeout=ANSWER_S).json() == DOCUMENT
+
+
+DEEP = 5000
+FORMS: dict[str, dict[str, Any]] = {
+    "a schema nested deeply": {"guided_json": '{"allOf":[' * DEEP + "{}" + "]}" * DEEP},
+    "a form nested deeply beside tools": {"guided_json": '{"items":' * DEEP + "{}" + "}" * DEEP, "tools": "one"},
+    "a schema that refers to itself": {"guided_json": {"$ref": "#"}},
+    "a schema from elsewhere": {"guided_json": {"$ref": "http://127.0.0.1:1/x"}},
+    "a very long text": {"guided_json": {"type": "string", "minLength": 10**9}},
+    "very many items": {"guided_json": {"type": "array", "minItems": 10**7}},
+    "very many values": {"guided_json": {"enum": list(range(20_000))}},
+    "a pattern nested deeply": {"guided_regex": "(" * DEEP + "a" + ")" * DEEP},
+    "a pattern that blows up": {"guided_regex": "((a|b){1,1000}c){1,1000}"},
+    "a grammar nested deeply": {"guided_grammar": "start: " + "(" * DEEP + '"a"' + ")" * DEEP},
+    "a grammar that never ends": {"guided_grammar": "start: start"},
+    "a grammar that doubles": {
+        "guided_grammar": "start: a0\n" + "\n".join(f"a{n}: a{n + 1} a{n + 1}" for n in range(99)) + '\na99: "x"'
+    },
+    "very many choices": {"guided_choice": [f"x{n}" for n in range(20_000)]},
+}
+"""What fits the document, and no random text would be."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_no_form_of_outputs_is_too_much(tried: Any, session: requests.Session, name: str) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **FORMS[name]}
+    if "tools" in body:
+        body["tools"] = [{"type": "function", "function": {"name": "f"}}]
+    answer = session.post(f"{tried.url}/v1/chat/completions", json=body, timeout=ANSWER_S)
+    assert answer.status_code in (200, 400), answer.text
+    if answer.status_code == 400:
+        assert "guided_" in answer.json()["error"]["param"]
+
+
+def test_nothing_is_left_behind(tried: Any) -> None:
+    """After all of that: no state of a request, no complaint of the server, and it serves."""
+    with httpx.Client(base_url=tried.url, timeout=ANSWER_S) as http:
+        while any((counts := http.get("/health/requests").json()).values()):
+            assert set(counts) >= {"api", "running", "waiting"}, counts
+        answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 3, "ignore_eos": True})
+        assert answer.status_code == 200
+        assert answer.json()["usage"]["completion_tokens"] == 3
+    assert tried.stderr() == ""
