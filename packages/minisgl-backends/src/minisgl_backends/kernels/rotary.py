@@ -81,7 +81,7 @@ def _rotary(
                 k, k_stride_h, k, k_stride_h, cos, sin, k_weight, eps, k_heads,
                 D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, True,
             )  # fmt: skip
-    else:
+    elif STORE:
         head, column = tl.arange(0, K_BLOCK)[:, None], tl.arange(0, D_BLOCK)[None, :]
         mask = (head < k_heads) & (column < D)
         values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
