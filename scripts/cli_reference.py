@@ -58,19 +58,21 @@ def _row(option: click.Option) -> str:
     info = option.to_info_dict()
     value = "" if option.is_flag or option.count else " " + (option.metavar or _type(option))
     names = ", ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
-    default = info["default"]
-    if callable(default) or default in (None, (), "", False):
-        default = ""
-    elif default is True:
-        default = "on"
-    shown = f"`{default}`" if default != "" else ""
+    default = "on" if info["default"] is True else info["default"]
+    shown = "" if default is None or default is False or default == () else f"`{default}`"
     value = f" `{value.strip()}`" if value else ""
     return f"| {names}{value} | {shown} | {_plain(option.help or '')} |"
 
 
 def _type(option: click.Option) -> str:
     kind = option.type
-    return f"[{'|'.join(map(str, kind.choices))}]" if isinstance(kind, click.Choice) else kind.name.upper()
+    if isinstance(kind, click.Choice):
+        return f"[{'|'.join(map(str, kind.choices))}]"
+    name = kind.name.upper().removesuffix(" RANGE")
+    if isinstance(kind, (click.IntRange, click.FloatRange)):
+        name += "" if kind.min is None else f" {'>' if kind.min_open else '>='} {kind.min}"
+        name += "" if kind.max is None else f" {'<' if kind.max_open else '<='} {kind.max}"
+    return name
 
 
 def _plain(text: str) -> str:

@@ -1,0 +1,272 @@
+"""The docs site builds, and what it says of commands, fields, seams and messages is what the code has."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+from pydantic import BaseModel, ValidationError
+
+import cli_reference
+from minisgl_core.cli.main import main
+from minisgl_core.cli.new_plugin import SCAFFOLDS
+from minisgl_core.ipc import Endpoints
+from minisgl_core.plugins import hookspecs
+from minisgl_core.plugins.kinds import KINDS
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.selection import ALLOW_VARIABLE
+from minisgl_server.api.app import create_app
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.native import GenerateRequest, GenerateSampling
+from minisgl_server.api.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.tokens import DetokenizeRequest, TokenizeRequest
+from minisgl_server.options import ServerOptions
+from serve_once import program, served
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+CORE = "../packages/minisgl-core/README.md"
+SOURCES = sorted(ROOT.glob("packages/*/src/**/*.py"))
+
+
+def block(page: str, mark: str) -> str:
+    """The code of the block so marked."""
+    [code] = re.findall(
+        rf"^<!-- test: {re.escape(mark)} -->\n```\w+\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S
+    )
+    return str(code)
+
+
+def commands(page: str, mark: str) -> list[list[str]]:
+    return [shlex.split(line.removeprefix("$ ")) for line in block(page, mark).splitlines()]
+
+
+def marked(page: str, mark: str) -> str:
+    """The paragraph or table so marked."""
+    return (DOCS / page).read_text().partition(f"<!-- test: {mark} -->\n")[2].partition("\n\n")[0]
+
+
+def rows(page: str, mark: str) -> list[list[str]]:
+    """Cells of a table without its head."""
+    lines = marked(page, mark).splitlines()[2:]
+    assert lines, f"{page} has no table marked {mark!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def names(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+# The site.
+
+
+def test_it_builds(tmp_path: Path) -> None:
+    """Strictly: every page is listed, every link and anchor leads somewhere. Nothing is loaded from elsewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "--max-prefill-length" in (tmp_path / "site/cli/index.html").read_text()
+    for page in (tmp_path / "site").rglob("*.html"):
+        assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", page.read_text()), page
+
+
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every option that `--help` shows where there are no plugins, below its command."""
+    monkeypatch.setenv(ALLOW_VARIABLE, "minisgl-core")
+    reference = cli_reference.cli_reference()
+    sections = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n?)*)", reference, re.M))
+    assert {words.split()[1] for words in sections if words != "minisgl"} == {"launch", "shell", "bench", "plugins"}
+    for words, command in cli_reference.commands():
+        shown = CliRunner().invoke(main, [*words.split()[1:], "--help"], catch_exceptions=False).output
+        flags = set(re.findall(r"^  (?:-\w, )?(--[\w-]+)", shown.partition("\nOptions:\n")[2], re.M)) - {"--help"}
+        assert flags or isinstance(command, click.Group), words
+        assert flags <= set(names(sections[words])), words
+    assert "| `--page-size` `INTEGER|auto` | `auto` |" in sections["minisgl launch"]
+
+
+# The pages with commands.
+
+
+def test_the_start_in_a_program() -> None:
+    done = subprocess.run([sys.executable, "-c", block("index.md", "run")], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_start_as_a_server() -> None:
+    [launch], [curl] = commands("index.md", "launch"), commands("index.md", "request")
+    assert launch[:3] == ["minisgl", "launch", "--port"]
+    assert curl[1].startswith(f"http://127.0.0.1:{launch[3]}/")
+    with served("--dtype", "float32") as url:
+        curl[1] = curl[1].replace(f"http://127.0.0.1:{launch[3]}", url)
+        done = subprocess.run([*curl, "-s"], capture_output=True, text=True, timeout=120)
+    assert "Paris" in done.stdout
+
+
+@pytest.mark.parametrize("command", commands("index.md", "inspect") + commands(CORE, "list"), ids=" ".join)
+def test_what_is_installed(command: list[str]) -> None:
+    assert command[0] == "minisgl"
+    done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "radix" in done.output or "page_size" in done.output
+
+
+def test_a_new_plugin(tmp_path: Path) -> None:
+    new, enter, install, test, check = commands("plugins/index.md", "new")
+    assert (new[0], check[0], install[:2], test) == ("minisgl", "minisgl", ["pip", "install"], ["pytest"])
+    folder, site = tmp_path / enter[1], tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+    for command, where in (
+        ([program(), *new[1:]], tmp_path),
+        ([*pip, "--target", str(site), "."], folder),
+        ([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], folder),
+        ([program(), *check[1:]], folder),
+    ):
+        done = subprocess.run(command, cwd=where, env=env, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert "minisgl-mine" in done.stdout
+
+
+def test_the_kinds_of_new_plugins() -> None:
+    assert [name for [cell, _] in rows("plugins/index.md", "kinds") for name in names(cell)] == list(SCAFFOLDS)
+
+
+# The API.
+
+
+def fields(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def openai_fields(module: object) -> set[str]:
+    return {*module.CompletionCreateParamsBase.__annotations__, "stream"}  # type: ignore[attr-defined]
+
+
+OPENAI_CHAT, OPENAI_COMPLETION = openai_fields(chat_create_params), openai_fields(completion_create_params)
+
+
+def test_fields() -> None:
+    """The table has each field of both requests, and those that OpenAI's client has."""
+    table = rows("api.md", "fields")
+    found = [names(row[0])[0] for row in table]
+    assert len(set(found)) == len(found)
+    columns = (fields(ChatRequest), fields(CompletionRequest), OPENAI_CHAT | OPENAI_COMPLETION)
+    for column, real in enumerate(columns, 1):
+        assert {row[column] for row in table} == {"yes", ""}
+        shown = {name for name, row in zip(found, table, strict=True) if row[column]}
+        assert shown == real & {*fields(ChatRequest), *fields(CompletionRequest)}
+
+
+@pytest.mark.parametrize(
+    ("mark", "model", "openai"),
+    [("chats", ChatRequest, OPENAI_CHAT), ("completions", CompletionRequest, OPENAI_COMPLETION)],
+)
+def test_refused_fields(mark: str, model: type[BaseModel], openai: set[str]) -> None:
+    shown = names(marked("api.md", f"refused by {mark}"))
+    assert shown == sorted(openai - fields(model))
+    for name in shown:
+        with pytest.raises(ValidationError) as caught:
+            model.model_validate({name: "x"})
+        assert ("extra_forbidden", (name,)) in [(error["type"], error["loc"]) for error in caught.value.errors()]
+
+
+@pytest.mark.parametrize(
+    ("mark", "model"),
+    [
+        ("generate", GenerateRequest),
+        ("sampling_params", GenerateSampling),
+        ("tokenize", TokenizeRequest),
+        ("detokenize", DetokenizeRequest),
+    ],
+)
+def test_other_fields(mark: str, model: type[BaseModel]) -> None:
+    text = marked("api.md", mark)
+    shown = [names(row[0])[0] for row in rows("api.md", mark)] if text.startswith("|") else names(text)
+    assert shown == list(model.model_fields)
+
+
+def test_endpoints() -> None:
+    with Endpoints.create() as endpoints:
+        client = EngineClient(endpoints)
+        app = create_app(client, ServerOptions(page=False))
+        client.close()
+    paths = app.openapi()["paths"].items()
+    real = {f"{method.upper()} {path.replace(':path', '')}" for path, methods in paths for method in methods}
+    assert {names(row[0])[0] for row in rows("api.md", "endpoints")} | {"GET /metrics"} == real | {"GET /metrics"}
+
+
+def test_errors() -> None:
+    """Status and code of every answer other than success that the source makes."""
+    real = set()
+    for path in ROOT.glob("packages/minisgl-server/src/minisgl_server/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ApiError":
+                codes = [*node.args[3:4], *(word.value for word in node.keywords if word.arg == "code")]
+                real |= {(ast.literal_eval(node.args[0]), ast.literal_eval(code)) for code in codes}
+    shown = {(int(row[0]), code) for row in rows("api.md", "errors") for code in names(row[1])}
+    assert shown == real
+
+
+# Seams.
+
+
+def test_seams() -> None:
+    registry = Registry.from_environment({})
+    ours = re.compile(r"minisgl-(core|backends|models|server)")
+    table = rows("seams.md", "seams")
+    assert [names(row[0]) for row in table] == [[kind.group] for kind in KINDS.values()]
+    kits = set()
+    for kind, row in zip(KINDS.values(), table, strict=True):
+        contract = kind.contract.replace(":", ".").removeprefix("minisgl_core.")
+        assert names(row[1]) == [contract] * bool(contract)
+        assert row[2].replace("`", "") == kind.summary.replace("`", "")
+        assert names(row[3]) == [e.name for e in registry.entries(kind.name) if ours.fullmatch(e.distribution)]
+        kits |= set(names(row[4]))
+    testing = ROOT / "packages/minisgl-core/src/minisgl_core/testing"
+    real = {
+        f"{path.stem}.{name}"
+        for path in testing.glob("*_kit.py")
+        for name in re.findall(r"^class (\w+Tests)\b", path.read_text(), re.M)
+    }
+    assert kits == real
+
+
+def test_hooks() -> None:
+    tree = ast.parse(Path(hookspecs.__file__).read_text())
+    real = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
+    assert [names(row[0])[0] for row in rows("seams.md", "hooks")] == real
+
+
+# Messages.
+
+
+def templates(path: Path) -> Iterator[str]:
+    """Texts in a file, with … where a value goes."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%[-.\d]*[sdfr]", "…", node.value)
+
+
+def test_messages_exist() -> None:
+    """Each message that the page on troubles quotes is one that the program writes."""
+    text = (DOCS / "troubleshooting.md").read_text()
+    quoted = [line for code in re.findall(r"^```text\n(.*?)^```$", text, re.M | re.S) for line in code.splitlines()]
+    assert len(quoted) > 15
+    known = [template for path in SOURCES for template in templates(path)]
+    assert [line for line in quoted if not any(line in template for template in known)] == []
