@@ -99,6 +99,16 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 # The pages with commands.
 
 
+def test_every_block_is_tested() -> None:
+    """Or says why not."""
+    for page, known in (
+        ("index.md", ["run", "launch", "request", "inspect"]),
+        ("plugins/index.md", ["new"]),
+        (CORE, ["list"]),
+    ):
+        assert re.findall(r"^<!-- test: (.*) -->\n```", (DOCS / page).read_text(), re.M) == known
+
+
 def test_the_start_in_a_program() -> None:
     done = subprocess.run([sys.executable, "-c", block("index.md", "run")], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
@@ -249,6 +259,12 @@ def test_hooks() -> None:
     tree = ast.parse(Path(hookspecs.__file__).read_text())
     real = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
     assert [names(row[0])[0] for row in rows("seams.md", "hooks")] == real
+
+
+@pytest.mark.parametrize("page", ["life_of_a_request.md", "overlap.md"])
+def test_files_exist(page: str) -> None:
+    for name in re.findall(r"`([\w/]+\.py)`", (DOCS / page).read_text()):
+        assert any(path.match(name) for path in SOURCES), name
 
 
 # Messages.
