@@ -198,3 +198,31 @@ def test_min_tokens_holds_the_end_back() -> None:
     found = tiny.run(loop)["r"].tokens
     assert len(found) >= 4
     assert tokens[0] not in found[:4]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("early_length", [26, 27, 28])
+def test_a_resumed_request_goes_on_from_the_token_that_it_had(early_length: int, overlap: bool) -> None:
+    """What is left for the last piece may be a single token: a decode whose token the device does not have."""
+    loop = tiny.new_loop(
+        page_size=1,
+        num_pages=50,
+        cache="naive",
+        max_prefill_length=3,
+        max_running_requests=3,
+        disable_overlap=not overlap,
+    )
+    collected: dict[str, tiny.Collected] = {}
+    late, early = prompt(1, 5), prompt(2, early_length)
+    tiny.submit(loop, "late", late, greedy(14), priority=1)
+    tiny.submit(loop, "early", early, greedy(14))
+    is_preempted = False
+    while loop.has_work:
+        num_waiting = loop.scheduler.num_waiting
+        tiny.step(loop, collected)
+        if loop.scheduler.num_waiting > num_waiting and not is_preempted:
+            is_preempted = True
+            tiny.submit(loop, "between", prompt(3, 3), greedy(3))  # samples in the row that the late one had
+    assert is_preempted
+    assert collected["late"].tokens == list(tiny.greedy(late, 14))
+    assert collected["early"].tokens == list(tiny.greedy(early, 14))

@@ -60,8 +60,7 @@ class Planner:
         rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
         starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
         num_new = np.fromiter((c.num_new for c in chunks), np.int32, len(chunks))
-        # A decode continues from the token that the same row sampled last.
-        parts = [np.full(num_decodes, FROM_DEVICE, np.int32)]
+        parts = [np.fromiter((_decode_id(c) for c in chunks[:num_decodes]), np.int32, num_decodes)]
         parts += [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks[num_decodes:]]
         with_logprobs = [
             i for i, c in enumerate(chunks) if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt
@@ -141,6 +140,11 @@ class Planner:
         )
         penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS
         return penalties, states, bias, np.array(masked, np.int32) if masked else _NO_INTS
+
+
+def _decode_id(chunk: Chunk) -> int:
+    """The token of a decode. The device has it only while it is pending: a resumed request's row has not sampled it."""
+    return FROM_DEVICE if chunk.request.num_pending else int(chunk.request.tokens.view[chunk.start])
 
 
 def _targets(chunk: Chunk) -> Int32:
