@@ -11,17 +11,11 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.product import add_product
 
 MAX_ROWS = 16
 _COLS = 64
 _FEW_BLOCKS, _SPLITS = 64, 4
-
-
-@triton.jit
-def _add_product(total, left, right, WIDEN: tl.constexpr):
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -43,10 +37,10 @@ def _linear(
         place = start + depth
         inputs = tl.load(x + row[None, :] * x_stride + place[:, None], mask=row_mask[None, :], other=0.0)
         rows = tl.load(first + place[None, :], mask=col_mask[:, None], other=0.0)
-        total = _add_product(total, rows, inputs, WIDEN)
+        total = add_product(total, rows, inputs, WIDEN)
         if GATED:
             rows = tl.load(second + place[None, :], mask=col_mask[:, None], other=0.0)
-            gated = _add_product(gated, rows, inputs, WIDEN)
+            gated = add_product(gated, rows, inputs, WIDEN)
     to = row[None, :] * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:

@@ -10,15 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.product import add_product
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
 from minisgl_backends.moe.tiles import Tiles
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _add_product(total, left, right, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
-    if WIDEN:
-        left, right = left.to(tl.float32), right.to(tl.float32)
-    return tl.dot(left, right, total, input_precision="ieee")  # float32 means float32, not TF32
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -62,10 +56,10 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < hidden_size
         left = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        gate = _add_product(
+        gate = add_product(
             gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN
         )
-        up = _add_product(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
+        up = add_product(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
     result = gate * tl.sigmoid(gate) * up
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
@@ -104,7 +98,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
         in_depth = depth < intermediate_size
         left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
         right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-        result = _add_product(result, left, right, WIDEN)
+        result = add_product(result, left, right, WIDEN)
     result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
     out_rows = out + rows[:, None] * hidden_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
