@@ -106,7 +106,7 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, then the benchmark. scripts/gpu.sh does the same on a machine without nox."""
-    run_in("dev", session, "pytest", "-m", "gpu", "tests/backends", *session.posargs)
+    run_in("dev", session, "pytest", "-m", "gpu", "tests/backends", "tests/core/platforms", *session.posargs)
     folder = str(ROOT / ".gpu/models/qwen3-0.6b")
     run_in("dev", session, "python", "scripts/make_model.py", Path(folder).name, folder)
     run_in("dev", session, "minisgl", "bench", "offline", "--model", folder, "--dummy-weight", "--workload", "W")

@@ -101,7 +101,7 @@ class LlguidanceGrammar(Grammar):
         if reason := llguidance.LLMatcher.validate_grammar(source):
             raise _refusal(kind, text, name, reason)
 
-    def compile(self, kind: GrammarKind, text: str, name: str) -> LlguidanceState:
+    def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
         """See `Grammar.compile`."""
         source = _source(kind, text, name, self._tags)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)

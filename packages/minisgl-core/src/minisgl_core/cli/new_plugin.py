@@ -63,6 +63,16 @@ SCAFFOLDS = {
         "moe", "{Name}Moe", "A mixture-of-experts kernel", "minisgl launch --moe {name}", dependencies=("torch",)
     ),
     "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name}", dependencies=("torch",)),
+    "communicator": Scaffold(
+        "communicator",
+        "{Name}Communicator",
+        "Collectives between ranks",
+        "minisgl launch --tp 2 --communicator {name}",
+        dependencies=("numpy", "torch"),
+    ),
+    "platform": Scaffold(
+        "platform", "{Name}Platform", "A device", "minisgl launch --platform {name}", dependencies=("psutil", "torch")
+    ),
     "weights": Scaffold(
         "weights",
         "{Name}Weights",
@@ -72,6 +82,13 @@ SCAFFOLDS = {
     ),
     "policy": Scaffold("policy", "{Name}Policy", "A scheduling policy", "minisgl launch --policy {name}"),
     "commands": Scaffold("command", "{name_}", "A command", "minisgl {name}", dependencies=("click",)),
+    "grammar": Scaffold(
+        "grammar",
+        "{Name}Grammar",
+        "A provider of structured output",
+        "minisgl launch --grammar {name}",
+        dependencies=("minisgl-backends[grammar]", "numpy"),
+    ),
     "hooks": Scaffold("hooks", "", "A hook module", "minisgl launch"),
 }
 """By kind."""

@@ -1,0 +1,143 @@
+"""What every platform must pass, on a machine that has its device; elsewhere the tests are skipped."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_core.contracts.platform import Platform
+
+_NUM_WORDS = 1 << 20
+"""Large enough for a copy that does not wait to be caught at it."""
+
+
+class PlatformTests:
+    """Subclass and set `platform`.
+
+    Attributes:
+        platform: the class.
+    """
+
+    platform: ClassVar[type[Platform]]
+
+    def make(self) -> Platform:
+        """Of the first rank; skips the test where the device is missing."""
+        if reasons := self.platform.unsupported():
+            assert all(isinstance(reason, str) and reason for reason in reasons)
+            pytest.skip("; ".join(reasons))
+        return self.platform(0)
+
+    def test_hardware(self) -> None:
+        """Described as `Hardware` says."""
+        self.make()
+        hardware = self.platform.hardware()
+        assert hardware.platform == self.platform.name
+        assert hardware.device_name
+        assert hardware.num_devices >= 1
+        assert hardware.dtypes, "at least one precision runs fast"
+        assert all(getattr(torch, name).is_floating_point for name in hardware.dtypes)
+
+    def test_memory(self) -> None:
+        """What is free is part of all."""
+        platform = self.make()
+        assert 0 < platform.free_memory() <= self.platform.hardware().total_memory
+
+    def test_the_device_is_current(self) -> None:
+        """What is made on its kind of device lands on it, and can be computed with in each of its precisions."""
+        platform = self.make()
+        if platform.device.index is not None:
+            assert torch.empty(1, device=platform.device.type).device == platform.device
+        for name in self.platform.hardware().dtypes:
+            x = torch.full((4, 4), 2.0, dtype=getattr(torch, name), device=platform.device)
+            assert (x @ x).tolist() == [[16.0] * 4] * 4
+
+    @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "bool"])
+    def test_arrays_go_to_the_device(self, dtype: str) -> None:
+        """Shape, dtype and values; arrays that cannot be written to as well, and empty ones."""
+        platform = self.make()
+        for array in (np.arange(12).reshape(3, 4) % 5, np.arange(0), np.arange(9)[::2]):
+            source = array.astype(dtype, order="K")
+            source.flags.writeable = False
+            tensor = platform.to_device(source)
+            assert tensor.device.type == platform.device.type
+            assert tensor.dtype == getattr(torch, dtype)
+            assert np.array_equal(tensor.cpu().numpy(), source)
+
+    def test_an_array_may_be_reused_at_once(self) -> None:
+        """While its copy may still be under way."""
+        platform = self.make()
+        with platform.stream():
+            for number in range(8):
+                array = np.full(_NUM_WORDS, number, np.int32)
+                tensor = platform.to_device(array)
+                array.fill(-1)
+                assert (tensor == number).all().item()
+
+    def test_tensors_come_to_the_host(self) -> None:
+        """The values at the time of the call are there once an event that was recorded later has passed."""
+        platform = self.make()
+        with platform.stream():
+            copies = []
+            x = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=platform.device)
+            for _ in range(4):
+                x = x + 1
+                copies.append((platform.to_host(x), platform.record_event()))
+            for number, (copy, event) in enumerate(copies, start=1):
+                event.synchronize()
+                assert copy.device.type == "cpu"
+                assert (copy == number).all().item()
+
+    def test_synchronize(self) -> None:
+        """Waits for work of any stream."""
+        platform = self.make()
+        with platform.stream():
+            x = torch.ones(_NUM_WORDS, device=platform.device)
+            for _ in range(20):
+                x = x * 1.5 - 0.5
+            host = platform.to_host(x)
+        platform.synchronize()
+        assert (host == 1).all().item()
+
+    def test_the_peak_of_memory(self) -> None:
+        """At least what was held at once, or None without a call."""
+        platform = self.make()
+        calls = []
+
+        def run() -> None:
+            held = [torch.ones(_NUM_WORDS, device=platform.device) for _ in range(3)]
+            calls.append(len(held))
+
+        peak = platform.measure_peak(run)
+        assert calls == ([] if peak is None else [3])
+        assert peak is None or peak >= 3 * 4 * _NUM_WORDS
+
+    def test_graphs(self) -> None:
+        """A graph computes anew from what its inputs hold; a platform that has none says so."""
+        platform = self.make()
+        x = torch.zeros(8, device=platform.device)
+
+        def run() -> torch.Tensor:
+            return x * 2 + 1
+
+        if not self.platform.supports_graphs:
+            with pytest.raises(NotImplementedError):
+                platform.capture_graph(run)
+            return
+        with platform.stream():
+            run()
+            graph, output = platform.capture_graph(run)
+            for number in (3.0, 4.0):
+                x.fill_(number)
+                graph.replay()
+                assert _values(platform, output) == [number * 2 + 1] * 8
+        platform.synchronize()
+        graph.reset()
+
+
+def _values(platform: Platform, tensor: torch.Tensor) -> Any:
+    host = platform.to_host(tensor)
+    platform.record_event().synchronize()
+    return host.tolist()

@@ -1,0 +1,109 @@
+"""The shipped platforms pass the kit, and the kit catches broken ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from minisgl_core.contracts.platform import Hardware
+from minisgl_core.platforms.cpu import CpuPlatform
+from minisgl_core.platforms.cuda import CudaPlatform
+from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.platform_kit import PlatformTests
+
+
+class TestCpu(PlatformTests):
+    platform = CpuPlatform
+
+
+@pytest.mark.gpu
+class TestCuda(PlatformTests):
+    platform = CudaPlatform
+
+
+class SaysNothing(CpuPlatform):
+    @classmethod
+    def unsupported(cls) -> list[str]:
+        return [""]
+
+
+class HasAnotherName(CpuPlatform):
+    @classmethod
+    def hardware(cls) -> Hardware:
+        return replace(super().hardware(), platform="toaster")
+
+
+class ListsAStrangeDtype(CpuPlatform):
+    @classmethod
+    def hardware(cls) -> Hardware:
+        return replace(super().hardware(), dtypes=("int8",))
+
+
+class CountsMegabytes(CpuPlatform):
+    @classmethod
+    def hardware(cls) -> Hardware:
+        return replace(super().hardware(), total_memory=super().hardware().total_memory >> 20)
+
+
+class SharesMemory(CpuPlatform):
+    def to_device(self, array: Any) -> torch.Tensor:
+        return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class WidensIntegers(CpuPlatform):
+    def to_device(self, array: Any) -> torch.Tensor:
+        return super().to_device(array.astype(np.int64) if array.dtype == np.int32 else array)
+
+
+class CopiesTooLate(CpuPlatform):
+    """What comes to the host is what is there when somebody waits."""
+
+    def __init__(self, local_rank: int = 0) -> None:
+        super().__init__(local_rank)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        host = torch.zeros_like(tensor)
+        self._copies.append((host, tensor))
+        return host
+
+    def record_event(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        if len(self._copies) > 3:
+            for host, tensor in self._copies:
+                host.copy_(tensor)
+
+
+class MeasuresNothing(CpuPlatform):
+    def measure_peak(self, run: Callable[[], None]) -> int | None:
+        run()
+        return None
+
+
+class HasGraphsThatStandStill(CpuPlatform):
+    supports_graphs = True
+
+    def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
+        class Graph:
+            def replay(self) -> None: ...
+            def reset(self) -> None: ...
+
+        return Graph(), run()
+
+
+def broken() -> list[type[CpuPlatform]]:
+    return [each for each in CpuPlatform.__subclasses__() if each.__module__ == __name__]
+
+
+@pytest.mark.parametrize("platform", broken(), ids=lambda platform: platform.__name__)
+def test_the_kit_catches(platform: type[CpuPlatform]) -> None:
+    found = failures(type("Kit", (PlatformTests,), {"platform": platform})())
+    assert found
+    assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found
