@@ -22,6 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.scheduler.planner import Chunk
 
 KINDS = {
     "all-reduce": r"nccl|all_?reduce|multimem|one_shot|two_shot",
@@ -35,6 +36,9 @@ KINDS = {
     "sampling": r"^_reduce|^_find|argmax|softmax|log_softmax",
     "copies": r"Memcpy|Memset|memcpy|memset",
 }
+PREFILL = r"flash|Flash|_prefill\b|Prefill"
+"""Attention of prompts, where decodes have another kernel (``attn=fa,triton``)."""
+LAST_OF_STEP = r"^_find|argmax"
 Kernels = list[tuple[str, int, int]]
 """(name, start, end) in nanoseconds, by start."""
 
@@ -44,6 +48,11 @@ def trace(run: Callable[[], Any]) -> Kernels:
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
+    return kernels_of(profiler)
+
+
+def kernels_of(profiler: profile) -> Kernels:
+    """What it saw on the device."""
     events = profiler.profiler.kineto_results.events()
     kernels = [
         (event.name(), event.start_ns(), event.end_ns())
@@ -51,6 +60,30 @@ def trace(run: Callable[[], Any]) -> Kernels:
         if event.device_type() == torch.autograd.DeviceType.CUDA
     ]
     return sorted(kernels, key=lambda kernel: kernel[1])
+
+
+def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> tuple[Kernels, int]:
+    """The kernels of some steps of decodes alone, from the end of one to the end of another, and how many steps those are."""
+    profiler = profile(activities=[ProfilerActivity.CUDA])
+    num_pure = 0
+
+    def planned(chunks: list[Chunk], num_decodes: int) -> None:
+        nonlocal num_pure
+        num_pure += num_decodes == len(chunks)
+        if num_pure == 8:
+            torch.cuda.synchronize()
+            profiler.start()
+
+    scheduler = llm._loop.scheduler
+    scheduler.step_planned = planned
+    llm.generate(prompts, sampling)
+    scheduler.step_planned = None
+    torch.cuda.synchronize()
+    profiler.stop()
+    kernels = kernels_of(profiler)
+    ends = [end for name, _, end in kernels if re.search(LAST_OF_STEP, name)]
+    first, last = ends[2], ends[-2]  # the profiler's own start delays the first of them
+    return [kernel for kernel in kernels if first <= kernel[1] and kernel[2] <= last], len(ends) - 4
 
 
 def busy(kernels: Kernels) -> tuple[float, float]:
@@ -120,19 +153,15 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
         for batch in (256, 1):
             prompts = [[random.randint(0, 10000) for _ in range(560)] for _ in range(batch)]
             sampling = SamplingParams(max_tokens=48, temperature=0.6, ignore_eos=True)
-            kernels = trace(lambda: llm.generate(prompts, sampling))  # noqa: B023
-            last = kernels[-1][2]
-            first = (
-                last - 0.6 * (last - kernels[0][1]) if batch == 256 else kernels[0][1] + 0.4 * (last - kernels[0][1])
-            )
-            # The tail is the last step's end; the head, prefills.
-            window = [kernel for kernel in kernels if first < kernel[1] < last - 0.05 * (last - first)]
-            steps = sum("_find" in name or "argmax" in name.lower() for name, _, _ in window) or 1
-            found.append(report(f"decode of {batch}", window, steps))
+            kernels, steps = trace_decodes(llm, prompts, sampling)
+            found.append(report(f"decode of {batch}", kernels, steps))
         if trace_w:
             prompts, params = draw(2)
             kernels = trace(lambda: llm.generate(prompts, params))
             found.append(report("W traced", kernels, max(p.max_tokens or 0 for p in params)))
+            ends = [end for name, _, end in kernels if re.search(PREFILL, name)]
+            if ends:
+                print(f"  until the last kernel of a prompt: {(ends[-1] - kernels[0][1]) / 1e9:.3f} s")
     if path:
         with open(path, "w") as file:
             json.dump({"model": model, "options": pairs, "found": found}, file)
