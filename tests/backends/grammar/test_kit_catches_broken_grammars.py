@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backends.grammar import lark
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, LlguidanceState
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.structured_outputs import StructuralTag
 from minisgl_core.testing.grammar_kit import EOS, GrammarTests
 from minisgl_core.testing.kit_runner import failures
 
@@ -104,6 +106,23 @@ class TakesAnyText(LlguidanceGrammar):
 class ForgetsTheNumberOfItems(LlguidanceGrammar):
     def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
         return super().compile(kind, text.replace('"max_items": 2', '"max_items": null'), name)
+
+
+class KnowsTagsAsTokensOnly(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> Any:
+        right = super().compile(kind, text, name)
+        if kind != "structural_tag":
+            return right
+        whole = lark.structural_tag(StructuralTag.read(text), self._tags)
+        assert "text0 after0 | " in whole
+        return super().compile("grammar", whole.replace("text0 after0 | ", ""), name)
+
+
+class LetsTagsPass(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return (
+            super().compile("regex", "(?s:.*)", name) if kind == "structural_tag" else super().compile(kind, text, name)
+        )
 
 
 class MatchesWithinTheOutput(LlguidanceGrammar):

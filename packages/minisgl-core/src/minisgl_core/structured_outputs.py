@@ -5,7 +5,7 @@ from __future__ import annotations
 import json as json_module
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -18,7 +18,61 @@ _KINDS: dict[str, GrammarKind] = {
     "choice": "choice",
     "grammar": "grammar",
     "json_object": "json_object",
+    "structural_tag": "structural_tag",
 }
+
+
+class TaggedStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A JSON value between two texts."""
+
+    begin: str
+    schema: bool | dict[str, Any]
+    end: str
+
+
+class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Free text with structures after triggers; see `minisgl_core.contracts.grammar.GrammarKind`.
+
+    Attributes:
+        structures: what may follow; `begin` includes the trigger.
+        triggers: texts, none of them empty, each the beginning of a structure. Where one begins with another, the shorter one
+            has its say first.
+    """
+
+    structures: list[TaggedStructure]
+    triggers: list[str]
+    type: Literal["structural_tag"] = "structural_tag"
+
+    @classmethod
+    def read(cls, text: str) -> StructuralTag:
+        """Of JSON.
+
+        Raises:
+            ValueError: it is none, or not such an object.
+        """
+        try:
+            tag = msgspec.json.decode(text, type=cls)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ValueError(str(error)) from None
+        if not tag.structures or not all(tag.triggers):
+            raise ValueError("there must be structures, and no trigger may be empty")
+        for each in tag.structures:
+            tag.trigger_of(each)
+        for trigger in tag.triggers:
+            if not any(each.begin.startswith(trigger) for each in tag.structures):
+                raise ValueError(f"no structure begins with the trigger {trigger!r}")
+        return tag
+
+    def trigger_of(self, structure: TaggedStructure) -> str:
+        """Of one of the structures.
+
+        Raises:
+            ValueError: it begins with none.
+        """
+        triggers = [trigger for trigger in self.triggers if structure.begin.startswith(trigger)]
+        if not triggers:
+            raise ValueError(f"{structure.begin!r} does not begin with a trigger")
+        return min(triggers, key=len)
 
 
 class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
@@ -44,8 +98,10 @@ class StructuredOutputs:
         json: fits this JSON schema, a dictionary or its text.
         regex: matches this pattern, as a whole.
         choice: is one of these texts.
-        grammar: is a sentence of this context-free grammar, in Lark's notation, beginning at ``start``.
+        grammar: is a sentence of this context-free grammar: in Lark's notation, beginning at ``start``, or EBNF (``::=``),
+            beginning at ``root``.
         json_object: is any JSON object.
+        structural_tag: is free text with structures after triggers, a dictionary or its text; see `GrammarKind`.
     """
 
     json: str | dict[str, Any] | None = None
@@ -53,14 +109,16 @@ class StructuredOutputs:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     json_object: bool = False
+    structural_tag: str | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
             raise InvalidValueError("structured_outputs", ", ".join(given), allowed)
-        if self.json is not None:
-            object.__setattr__(self, "json", _schema_text(self.json))
+        for name in ("json", "structural_tag"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _json_text(value, f"structured_outputs.{name}"))
         if self.choice is not None:
             object.__setattr__(self, "choice", _texts(self.choice))
         for name in ("regex", "grammar"):
@@ -75,15 +133,15 @@ class StructuredOutputs:
         return GrammarSource(_KINDS[field], text, name or f"structured_outputs.{field}")
 
 
-def _schema_text(schema: Any) -> str:
-    if not isinstance(schema, str | dict):
-        raise InvalidValueError("structured_outputs.json", schema, "a JSON schema, as a dictionary or as text")
-    if isinstance(schema, str):
-        return schema
+def _json_text(value: Any, name: str) -> str:
+    if not isinstance(value, str | dict):
+        raise InvalidValueError(name, value, "a JSON object, as a dictionary or as text")
+    if isinstance(value, str):
+        return value
     try:
-        return json_module.dumps(schema, allow_nan=False)
+        return json_module.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidValueError("structured_outputs.json", schema, f"a JSON schema ({error})") from None
+        raise InvalidValueError(name, value, f"a JSON object ({error})") from None
 
 
 def _texts(choice: Any) -> tuple[str, ...]:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import Any, cast
 
 import llguidance
 import llguidance.hf
 import numpy as np
 
+from minisgl_backends.grammar import lark
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
 from minisgl_core.errors import InvalidValueError, ModelFormatError
-
-_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
-"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
+from minisgl_core.structured_outputs import StructuralTag
 
 
 class LlguidanceState(GrammarState):
@@ -90,14 +88,15 @@ class LlguidanceGrammar(Grammar):
                 f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
             ) from error
         added = tokenizer.added_tokens_decoder.items()
-        self._tags = {token.content for place, token in added if self._tokenizer.is_special_token(place)}
+        special = {token.content: place for place, token in added if self._tokenizer.is_special_token(place)}
+        self._tags = {text: place for text, place in special.items() if place not in self.eos_token_ids}
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._executor: llguidance.LLExecutor | None = None
 
     @staticmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
         """See `Grammar.check`. A schema's keywords that llguidance does not know are faults."""
-        source = _source(kind, text, name, frozenset())
+        source = _source(kind, text, name, {})
         if reason := llguidance.LLMatcher.validate_grammar(source):
             raise _refusal(kind, text, name, reason)
 
@@ -119,71 +118,53 @@ class LlguidanceGrammar(Grammar):
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
-def _source(kind: GrammarKind, text: str, name: str, tags: Set[str]) -> str:
+def _source(kind: GrammarKind, text: str, name: str, tags: lark.Tags) -> str:
     """The grammar in llguidance's own form."""
     try:
-        return _written(kind, text, name, tags)
+        return _written(kind, text, tags)
     except RecursionError:
         raise _refusal(kind, text, name, "it is nested too deeply") from None
+    except ValueError as error:
+        raise _refusal(kind, text, name, str(error)) from None
 
 
-def _written(kind: GrammarKind, text: str, name: str, tags: Set[str]) -> str:
+def _written(kind: GrammarKind, text: str, tags: lark.Tags) -> str:
     matcher = llguidance.LLMatcher
     match kind:
         case "json_object":
-            return matcher.grammar_from_json_schema({"type": "object"}, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+            return _of_schema({"type": "object"})
         case "json_schema":
-            schema = _json(kind, text, name)
-            if not isinstance(schema, dict):
-                schema = {"allOf": [schema]}
-            return matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)  # type: ignore[arg-type]
+            return _of_schema(_json(text))
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
-            return matcher.grammar_from_lark(
-                "start: " + " | ".join(json.dumps(each) for each in _json(kind, text, name))
-            )
+            return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _json(text)))
         case "grammar":
-            return matcher.grammar_from_lark(text)
+            return matcher.grammar_from_lark(lark.from_grammar(text))
         case "tagged_json":
-            return matcher.grammar_from_lark(_tagged(_json(kind, text, name), tags))
+            return matcher.grammar_from_lark(lark.tagged_json(_json(text), tags))
+        case "structural_tag":
+            return matcher.grammar_from_lark(lark.structural_tag(StructuralTag.read(text), tags))
 
 
-def _tagged(parts: dict[str, Any], tags: Set[str]) -> str:
-    """Lark's notation of a ``tagged_json``; `tags` are tokens that llguidance does not take for text."""
-    tag = re.compile("|".join(f"({re.escape(each)})" for each in tags) or "(?!)")
-
-    def literal(text: str) -> str:
-        pieces = (piece for piece in tag.split(text) if piece)
-        return " ".join(piece if piece in tags else json.dumps(piece) for piece in pieces)
-
-    def value(schema: Any) -> str:
-        schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
-        return "%json " + json.dumps({"x-guidance": _JSON_OPTIONS} | schema)
-
-    most = parts["max_items"]
-    more = "*" if most is None else f"{{0,{most - 1}}}"
-    rules = [
-        "items: item" if most == 1 else f"items: item ({literal(parts['separator'])} item){more}",
-        f"item: {literal(parts['prefix'])} {value(parts['schema'])} {literal(parts['suffix'])}",
-    ]
-    if parts.get("otherwise") is not None:
-        return "\n".join(["start: items | otherwise", *rules, f"otherwise: {value(parts['otherwise'])}"])
-    return "\n".join(["start: items", *rules])
+def _of_schema(schema: Any) -> str:
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=lark.JSON_OPTIONS)  # type: ignore[arg-type]
 
 
-def _json(kind: str, text: str, name: str) -> Any:
+def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise _refusal(kind, text, name, f"it is not JSON: {error}") from None
+        raise ValueError(f"it is not JSON: {error}") from None
 
 
 def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
     wanted = {
         "json_schema": "a JSON schema",
         "regex": "a regular expression",
-        "grammar": "a grammar in Lark's notation",
+        "grammar": "a grammar in Lark's notation or EBNF",
+        "structural_tag": "a structural tag",
     }
     return InvalidValueError(
         name, text, f"{wanted.get(kind, kind)} that llguidance takes", f"It says: {_first_line(reason)}"

@@ -15,17 +15,22 @@ import numpy.typing as npt
 
 Masks = npt.NDArray[np.int32]
 
-GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json"]
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json", "structural_tag"]
 """What the text of a grammar is:
 
 - ``json_object``: empty; any JSON object.
 - ``json_schema``: a JSON schema.
 - ``regex``: a pattern that the whole output matches.
 - ``choice``: a JSON list of texts, one of which the output is.
-- ``grammar``: a context-free grammar in Lark's notation, beginning at ``start``.
+- ``grammar``: a context-free grammar, in Lark's notation and beginning at ``start``, or as EBNF, whose rules have ``::=``, and
+  beginning at ``root``.
 - ``tagged_json``: a JSON object of ``prefix``, ``schema``, ``suffix``, ``separator`` (texts but for the schema) and
   ``max_items`` (a number or null): one or more JSON values, each between prefix and suffix. ``otherwise``, where it is not
   null, is a schema of what the output may be instead. A tag such as ``<tool_call>`` is the token of that name, if any.
+- ``structural_tag``: a JSON object of ``triggers``, a list of texts, and ``structures``, a list of objects of ``begin`` (a text
+  that begins with a trigger), ``schema`` (what the JSON value after it fits) and ``end`` (the text after that). The output is
+  free, special tokens included, but from each trigger on it is one of the structures that begin with it, and free again after
+  it. It may end only outside of them. Tags are tokens as above; spelled out in text, a trigger holds just as well.
 """
 
 

@@ -25,6 +25,12 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
+STRUCTURES = [
+    {"begin": "<tool>b", "schema": SCHEMA, "end": "!"},
+    {"begin": "<tool>x", "schema": {"type": "boolean"}, "end": ""},
+    {"begin": "@@n", "schema": {"type": "boolean"}, "end": "<|call|>"},
+]
+STRUCTURAL = {"triggers": ["@@n", "<tool>", "@@"], "structures": STRUCTURES}
 TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": "; ", "max_items": 2, "otherwise": None}
 
 
@@ -66,6 +72,12 @@ def _fits_tagged(text: str) -> bool:
     return tagged and len(items) <= 2 and all(_fits_schema(item[len("<|call|>") : -1]) for item in items)
 
 
+def _fits_structural(text: str) -> bool:
+    triggers = re.findall("<tool>|@@", text)
+    structures = re.findall("(?s)<tool>b({.*?})!|<tool>x(?:true|false)|@@n(?:true|false)<[|]call[|]>", text)
+    return len(triggers) == len(structures) and all(_fits_schema(each) for each in structures if each)
+
+
 Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
 """Kind, text, whether an output fits it, outputs that do, and outputs whose last byte is wrong."""
 
@@ -81,6 +93,20 @@ CASES: dict[str, Case] = {
         lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
         ["((17))", "0"],
         ["()", "(1a"],
+    ),
+    "ebnf": (
+        "grammar",
+        'root ::= "(" root ")" | digit+\ndigit ::= [0-9]',
+        lambda text: re.fullmatch(r"\(*[0-9]+\)*", text) and text.count("(") == text.count(")"),
+        ["((17))", "0"],
+        ["()", "(1a"],
+    ),
+    "structural_tag": (
+        "structural_tag",
+        json.dumps(STRUCTURAL),
+        _fits_structural,
+        ['a @é<tool>b{"a":true,"b":"x"}! {<|call|>@@ntrue<|call|>\n<tool>xfalse', "", "no tag: <tool, @, {]"],
+        ["<tool>a", 'a<tool>b{"a":true}', "@@<", "@@ntrue<|stop|>"],
     ),
     "tagged_json": (
         "tagged_json",
@@ -104,6 +130,14 @@ INVALID: list[tuple[GrammarKind, str]] = [
     ("regex", "(ab"),
     ("grammar", "start: missing"),
     ("grammar", 'begin: "a"'),
+    ("grammar", "root ::= missing"),
+    ("grammar", 'root ::= "a'),
+    ("structural_tag", "{"),
+    ("structural_tag", '{"triggers": ["<"], "structures": []}'),
+    ("structural_tag", '{"triggers": [""], "structures": [{"begin": "<", "schema": {}, "end": ""}]}'),
+    ("structural_tag", '{"triggers": ["<"], "structures": [{"begin": "[", "schema": {}, "end": ""}]}'),
+    ("structural_tag", '{"triggers": ["<", "["], "structures": [{"begin": "<", "schema": {}, "end": ""}]}'),
+    ("structural_tag", '{"triggers": ["<"], "structures": [{"begin": "<", "schema": {"type": 5}, "end": ""}]}'),
 ]
 
 
@@ -170,12 +204,10 @@ class GrammarTests:
             state = provider.compile(kind, text, "it")
             tokens: list[int] = []
             while len(tokens) < 60:
-                allowed = _allowed(state)
-                token = (
-                    rng.choice(sorted(allowed - set(EOS) or allowed))
-                    if rng.random() < 0.7
-                    else rng.choice(sorted(allowed))
-                )
+                allowed, tags = _allowed(state), _encode("<|call|><tool>")
+                chance = rng.random()
+                chosen = allowed & ({*EOS} if chance < 0.1 else {*tags} if chance < 0.3 else set())
+                token = rng.choice(sorted(chosen or allowed - set(EOS) or allowed))
                 assert state.accept(token)
                 if token in EOS:
                     assert state.is_finished
@@ -213,6 +245,14 @@ class GrammarTests:
             assert np.array_equal(_mask(state), before)
             assert state.accept(token)
             assert np.array_equal(_mask(copied), _mask(state))
+
+    def test_a_trigger_spelled_out(self) -> None:
+        """Text that reads as a tag's token binds as the token does."""
+        state = self.make("structural_tag")
+        for letter in _letters("text <tool>"):
+            assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
+        assert not state.is_complete
+        assert _allowed(state) == {*_encode("b"), *_encode("x")}
 
     def test_masks_of_several_at_once(self) -> None:
         """As one by one, in any number and order."""

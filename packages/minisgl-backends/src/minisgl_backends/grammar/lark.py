@@ -1,0 +1,86 @@
+"""Grammars in llguidance's dialect of Lark's notation (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+
+from minisgl_core.structured_outputs import StructuralTag, TaggedStructure
+
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
+"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
+MAX_EBNF_CHARS = 20_000
+"""EBNF is translated by Python code, whose time grows with the square of its length."""
+
+Tags = Mapping[str, int]
+"""The tokens that llguidance does not take for text, by what they are called."""
+
+
+def from_grammar(text: str) -> str:
+    """A context-free grammar of a user's: as it is, or translated from EBNF.
+
+    Raises:
+        ValueError: it is no EBNF, or too long.
+    """
+    if "::=" not in text or is_lark_syntax(text):
+        return text
+    if len(text) > MAX_EBNF_CHARS:
+        raise ValueError(f"EBNF may have {MAX_EBNF_CHARS} characters, and Lark's notation more; this has {len(text)}")
+    try:
+        return gbnf_to_lark(text)
+    except RecursionError:
+        raise
+    except Exception as error:  # what it raises shares no base
+        raise ValueError(str(error)) from None
+
+
+def tagged_json(parts: Mapping[str, Any], tags: Tags) -> str:
+    """A ``tagged_json``; see `minisgl_core.contracts.grammar.GrammarKind`."""
+    most = parts["max_items"]
+    more = "*" if most is None else f"{{0,{most - 1}}}"
+    rules = [
+        "items: item" if most == 1 else f"items: item ({_literal(parts['separator'], tags)} item){more}",
+        f"item: {_literal(parts['prefix'], tags)} {_value(parts['schema'])} {_literal(parts['suffix'], tags)}",
+    ]
+    if parts.get("otherwise") is not None:
+        return "\n".join(["start: items | otherwise", *rules, f"otherwise: {_value(parts['otherwise'])}"])
+    return "\n".join(["start: items", *rules])
+
+
+def structural_tag(tag: StructuralTag, tags: Tags) -> str:
+    """A ``structural_tag``; see `minisgl_core.contracts.grammar.GrammarKind`.
+
+    A lazy lexeme ends where its trigger does, so that no text goes on beyond one.
+    """
+    structures: dict[str, list[TaggedStructure]] = {}
+    for each in tag.structures:
+        structures.setdefault(tag.trigger_of(each), []).append(each)
+    rules, items = ["%llguidance {}", "start: item* TEXT", r"TEXT: /(.|\n)*/"], []
+    for place, (trigger, following) in enumerate(structures.items()):
+        after = [
+            f"{_literal(each.begin[len(trigger) :], tags)} {_value(each.schema)} {_literal(each.end, tags)}"
+            for each in following
+        ]
+        rules += [f"text{place}[lazy]: TEXT {json.dumps(trigger)}", f"after{place}: {' | '.join(after)}"]
+        items.append(f"text{place} after{place}")
+        if trigger in tags:
+            items.append(f"TEXT <[{tags[trigger]}]> after{place}")
+    if free := sorted(place for text, place in tags.items() if text not in structures):
+        items.append(f"TEXT <[{','.join(map(str, free))}]>")
+    return "\n".join([*rules, f"item: {' | '.join(items)}"])
+
+
+def _literal(text: str, tags: Tags) -> str:
+    """A text; tags in it are tokens."""
+    tag = re.compile("|".join(f"({re.escape(each)})" for each in tags) or "(?!)")
+    pieces = (piece for piece in tag.split(text) if piece)
+    return " ".join(f"<[{tags[piece]}]>" if piece in tags else json.dumps(piece) for piece in pieces)
+
+
+def _value(schema: Any) -> str:
+    schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | schema)
