@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.errors import ModelFormatError
@@ -109,3 +111,44 @@ def test_damage_is_named(tmp_path: Path) -> None:
 def test_no_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
         SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1))).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        ("llama", "PreTrainedTokenizerFast"),
+        ("qwen2", "LlamaTokenizerFast"),  # whose class transformers does not trust
+        ("qwen3", "Qwen2Tokenizer"),
+        ("mistral", None),
+        (None, "PreTrainedTokenizerFast"),
+    ],
+)
+def test_the_tokenizer_is_the_one_that_transformers_chooses(
+    tmp_path: Path, engine_tokenizer: Any, model_type: str | None, tokenizer_class: str | None
+) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    for name, key, value in (
+        ("config.json", "model_type", model_type),
+        ("tokenizer_config.json", "tokenizer_class", tokenizer_class),
+    ):
+        settings = json.loads((folder / name).read_text()) | {key: value}
+        (folder / name).write_text(json.dumps({each: value for each, value in settings.items() if value is not None}))
+    found, expected = SafetensorsWeights(folder).tokenizer(), AutoTokenizer.from_pretrained(folder)
+    assert type(found) is type(expected)
+    text = "Über 1234 naïve\n\n  tokens<|im_end|>"
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.name_or_path == expected.name_or_path
+
+
+def test_reading_a_tokenizer_does_not_import_the_compilers_of_torch(tmp_path: Path, engine_tokenizer: Any) -> None:
+    """It would take every process that tokenizes two seconds more to start."""
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    code = f"""
+import pathlib, sys
+from minisgl_models.weights.safetensors_folder import SafetensorsWeights
+SafetensorsWeights(pathlib.Path({str(folder)!r})).tokenizer()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -39,10 +39,22 @@ class FolderSource(WeightSource):
         from transformers import AutoTokenizer
 
         try:
-            return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True)
+            return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, **self._plain_config())
         except Exception as error:
             cause = " ".join(str(error).split())
             raise ModelFormatError(f"no tokenizer can be read from {self._path}: {cause}") from error
+
+    def _plain_config(self) -> dict[str, Any]:
+        """What spares `AutoTokenizer` the model's config class, with which half of torch's compilers are imported.
+
+        Where the tokenizer's own config names its class, nothing but the model's type is looked at.
+        """
+        from transformers import PretrainedConfig
+
+        own, model_type = self._path / "tokenizer_config.json", self._config.get("model_type")
+        if model_type is None or not own.is_file() or not read_json(own).get("tokenizer_class"):
+            return {}
+        return {"config": PretrainedConfig.from_dict({"model_type": model_type, "_name_or_path": str(self._path)})}
 
 
 def read_json(path: Path) -> dict[str, Any]:
