@@ -15,6 +15,7 @@ from jsonschema import Draft202012Validator
 
 DOCS = (Path(__file__).parents[2] / "docs/server.md").read_text()
 BLOCK = re.compile(r"(?:^<!-- test: post (?P<path>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 PROMPT = "The capital of France is"
 
 
@@ -68,12 +69,27 @@ def test_tokens_of_a_chat_are_those_that_a_chat_begins_with(http: httpx.Client, 
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
+def test_tokens_of_a_chat_with_tools_or_without_an_answers_beginning(http: httpx.Client) -> None:
+    chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
+    tokens = post(http, "/tokenize", chat | {"tools": TOOLS})
+    used = post(http, "/v1/chat/completions", chat | {"tools": TOOLS, "max_tokens": 1})["usage"]
+    assert tokens["count"] == used["prompt_tokens"] > post(http, "/tokenize", chat)["count"]
+    assert "get_weather" in post(http, "/detokenize", {"tokens": tokens["tokens"]})["prompt"]
+    whole, cut = (post(http, "/tokenize", chat | {"add_generation_prompt": each})["tokens"] for each in (True, False))
+    assert whole[: len(cut)] == cut
+    assert post(http, "/detokenize", {"tokens": whole[len(cut) :]})["prompt"] == "<|im_start|>assistant\n"
+    plain = post(http, "/tokenize", chat)["tokens"]
+    assert post(http, "/tokenize", chat | {"add_special_tokens": True})["tokens"] == plain, "SmolLM2's adds none"
+
+
 def test_tokenize_refuses_what_it_does_not_know(http: httpx.Client) -> None:
     assert refused(http, "/tokenize", {}) == "prompt"
     assert refused(http, "/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}) == "prompt"
     assert refused(http, "/tokenize", {"prompt": "x", "colour": 1}) == "colour"
+    for name, value in (("tools", TOOLS), ("add_generation_prompt", True), ("chat_template_kwargs", {})):
+        assert refused(http, "/tokenize", {"prompt": "x", name: value}) == name
     chat = {"messages": [{"role": "user", "content": "x"}]}
-    assert refused(http, "/tokenize", chat | {"add_special_tokens": True}) == "add_special_tokens"
+    assert refused(http, "/tokenize", chat | {"tools": TOOLS * 2}) == "tools"
     assert refused(http, "/detokenize", {"tokens": [49152]}) == "tokens"
     assert refused(http, "/detokenize", {"tokens": ["x"]}) == "tokens[0]"
     assert http.post("/tokenize", json={"model": "gpt-4", "prompt": "x"}).status_code == 404
@@ -125,10 +141,34 @@ def test_generate_streams_all_of_the_text_so_far(http: httpx.Client) -> None:
     assert last[0]["output_ids"] == whole["output_ids"]
 
 
+FORMS: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": '{"type": "boolean"}'}, "true|false"),
+    ({"json_schema": {"enum": [None, 5]}}, "null|5"),
+    ({"regex": "[a-f]{3}"}, "[a-f]{3}"),
+    ({"ebnf": 'root ::= pair pair\npair ::= "ab" | "cd"'}, "(ab|cd){2}"),
+    (
+        {"structural_tag": {"triggers": [" "], "structures": [{"begin": " is", "schema": {"const": 5}, "end": ""}]}},
+        "(?s)([^ ]| is5)*",
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "pattern"), FORMS, ids=lambda value: str(value)[:20])
+def test_generate_follows_forms(http: httpx.Client, form: dict[str, Any], pattern: str) -> None:
+    answer = generate(http, text=PROMPT, sampling_params={**form, "max_new_tokens": 8, "temperature": 1, "seed": 5})
+    text = answer["text"] if "structural_tag" not in form else answer["text"].removesuffix(" ").removesuffix(" i")
+    assert re.fullmatch(pattern, text), text
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
         ({}, "text"),
+        ({"text": "x", "sampling_params": {"regex": "("}}, "sampling_params.regex"),
+        ({"text": "x", "sampling_params": {"ebnf": "root ::= missing"}}, "sampling_params.ebnf"),
+        ({"text": "x", "sampling_params": {"json_schema": "{"}}, "sampling_params.json_schema"),
+        ({"text": "x", "sampling_params": {"structural_tag": {}}}, "sampling_params.structural_tag"),
+        ({"text": "x", "sampling_params": {"regex": "a", "ebnf": 'root ::= "a"'}}, "sampling_params.ebnf"),
         ({"text": "x", "input_ids": [1]}, "text"),
         ({"text": []}, "text"),
         ({"text": "x", "colour": 1}, "colour"),

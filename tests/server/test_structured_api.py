@@ -76,12 +76,20 @@ def test_the_clients_parse(client: openai.OpenAI) -> None:
         assert isinstance(stream.get_final_completion().choices[0].message.parsed, Weather)
 
 
+TAG = {
+    "type": "structural_tag",
+    "triggers": [" "],
+    "structures": [{"begin": "  ", "schema": {"const": True}, "end": "."}],
+}
 FORMS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"structured_outputs": {"json": SCHEMA}}, fits),
     ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, fits),
     ({"structured_outputs": {"regex": "(dry|wet), [0-9]{2}°"}}, re.compile("(dry|wet), [0-9]{2}°").fullmatch),
     ({"structured_outputs": {"choice": ["sun", "rain"]}}, ["sun", "rain"].__contains__),
     ({"structured_outputs": {"grammar": 'start: "sun"+ "!"'}}, re.compile("(sun)+!").fullmatch),
+    ({"structured_outputs": {"grammar": 'root ::= "sun"+ "!"'}}, re.compile("(sun)+!").fullmatch),
+    ({"response_format": TAG}, re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch),
+    ({"structured_outputs": {"structural_tag": TAG}}, re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch),
     ({"guided_json": SCHEMA}, fits),
     ({"guided_regex": "[a-f]{4}"}, re.compile("[a-f]{4}").fullmatch),
     ({"guided_choice": ["sun", "rain"]}, ["sun", "rain"].__contains__),
@@ -160,6 +168,34 @@ def test_a_tool_need_not_be_called(client: openai.OpenAI) -> None:
     assert unused.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
+def test_a_strict_tool_that_need_not_be_called(client: openai.OpenAI) -> None:
+    """The conversation has the model call with what does not fit; by `strict`, the call fits all the same."""
+
+    def turns(unit: str) -> list[Any]:
+        call = {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "set_unit", "arguments": json.dumps({"unit": unit})},
+        }
+        return [
+            {"role": "user", "content": f"Use {unit}."},
+            {"role": "assistant", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "ok"},
+            {"role": "assistant", "content": "Done."},
+        ]
+
+    messages = [*turns("Kelvin"), *turns("Rankine"), *turns("Kelvin"), {"role": "user", "content": "Use Rankine."}]
+    found = []
+    for strict in (False, True):
+        function = {**TOOLS[1]["function"], "strict": strict}
+        options = {"messages": messages, "tools": [{"type": "function", "function": function}]}
+        calls, content, end = streamed(client, **options)
+        assert (content, end) == ("", "tool_calls")
+        found.append(json.loads(calls[0][1])["unit"])
+    assert found[0] == "Rankine"
+    assert found[1] in ("C", "F")
+
+
 def test_a_form_beside_tools(client: openai.OpenAI) -> None:
     """The model may call or answer in the form."""
     answer = chat(client, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False).choices[0]
@@ -200,6 +236,22 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two forms in one": ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs"),
     "no form": ({"structured_outputs": {}}, "structured_outputs"),
     "unknown form": ({"structured_outputs": {"structural_tag": "a"}}, "structured_outputs.structural_tag"),
+    "structures without triggers": (
+        {"response_format": {"type": "structural_tag", "structures": []}},
+        "response_format.triggers",
+    ),
+    "structures of another type": (
+        {"response_format": {"type": "text", "structures": []}},
+        "response_format.structures",
+    ),
+    "no structures": (
+        {"response_format": {"type": "structural_tag", "structures": [], "triggers": ["a"]}},
+        "response_format",
+    ),
+    "parameters of a strict tool": (
+        {"tools": tool(parameters={"type": "alien"}, strict=True)},
+        "tools[0].function.parameters",
+    ),
     "older field": ({"guided_decoding_backend": "a"}, "guided_decoding_backend"),
     "tool without a name": ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
     "odd name": ({"tools": tool(name="a b")}, "tools[0].function.name"),

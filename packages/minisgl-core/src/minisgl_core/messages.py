@@ -55,6 +55,11 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
         """The functions' names."""
         return [tool["function"]["name"] for tool in self.tools]
 
+    @property
+    def strict_names(self) -> list[str]:
+        """Those of the functions whose arguments must fit their schemas, whether or not a call is demanded."""
+        return [tool["function"]["name"] for tool in self.tools if tool["function"].get("strict")]
+
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
     """New text of one tool call; the first has its id and the function's name."""
@@ -78,7 +83,10 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
-    add_special_tokens: bool = True
+    add_special_tokens: bool | None = None
+    """Begin as the tokenizer does. None is true for a text and false for messages, whose template does that itself."""
+    add_generation_prompt: bool = True
+    """Of messages: end with what the answer begins after."""
     only_tokens: bool = False
     """Do not run it; answer with `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)

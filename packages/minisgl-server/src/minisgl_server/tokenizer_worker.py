@@ -52,6 +52,8 @@ logger = logging.getLogger(__name__)
 
 Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
 Send = Callable[[msgspec.Struct], None]
+_OF_TOOLS = ("tagged_json", "structural_tag")
+"""Kinds of grammars that calls of tools are part of."""
 
 
 def run_tokenizer_worker(
@@ -212,11 +214,11 @@ class TokenizerWorker:
         """Tokens of the prompt, and its text where that is known."""
         if message.messages is not None:
             prompt = self._chats.render(message)
-            return encode_prompt(self._tokenizer, prompt, add_special_tokens=False), prompt
+            return encode_prompt(self._tokenizer, prompt, bool(message.add_special_tokens)), prompt
         if message.text is not None:
             if not message.text and not message.only_tokens:
                 raise InvalidValueError("prompt", "", "a text that is not empty")
-            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens), message.text
+            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens is not False), message.text
         assert message.token_ids is not None
         self._check_range("prompt", message.token_ids)
         return message.token_ids, ""
@@ -241,7 +243,7 @@ class TokenizerWorker:
                 provider: type[Grammar] = self._registry.load("grammar", self._info.grammar)
             except PluginError as error:
                 raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
-            for name, schema in self._chats.argument_schemas(message) if source.kind == "tagged_json" else ():
+            for name, schema in self._chats.argument_schemas(message) if source.kind in _OF_TOOLS else ():
                 provider.check("json_schema", schema, name)
             provider.check(source.kind, source.text, source.name)
         return source

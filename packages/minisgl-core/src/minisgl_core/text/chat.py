@@ -41,6 +41,7 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    add_generation_prompt: bool = True,
 ) -> str:
     """A conversation in the model's form, up to where the assistant's answer begins.
 
@@ -51,6 +52,7 @@ def render_chat(
             have ``tool_calls`` and ``reasoning_content``, a ``tool`` message the ``tool_call_id`` that it answers.
         chat_template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: functions that the model may call, as OpenAI's API describes them.
+        add_generation_prompt: end with what the answer begins after; otherwise with the last message.
 
     Raises:
         InvalidValueError: no template, no messages, an unknown role, a content that is not text, a variable that the
@@ -71,8 +73,9 @@ def render_chat(
             raise InvalidValueError("chat_template_kwargs", name, "a variable of the model's chat template")
     plain = plain_messages(messages, "developer" in str(template))
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
+    options["add_generation_prompt"] = add_generation_prompt
     try:
-        text: str = tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True, **options)
+        text: str = tokenizer.apply_chat_template(plain, tokenize=False, **options)
     except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
         raise InvalidValueError(
             "messages",

@@ -35,9 +35,9 @@ async def completions(request: Request) -> Response:
     asked = await parse(CompletionRequest, request)
     check(asked, model)
     sampling, is_default = sampling_of(asked, info)
-    add_special = asked.add_special_tokens is not False
+    special = asked.add_special_tokens
     prompts = [
-        tokenize(asked, sampling, is_default, echo=bool(asked.echo), add_special_tokens=add_special, **prompt)
+        tokenize(asked, sampling, is_default, echo=bool(asked.echo), add_special_tokens=special, **prompt)
         for prompt in _prompts(asked)
     ]
     choices = Choices("cmpl", model, prompts)

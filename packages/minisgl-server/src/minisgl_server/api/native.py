@@ -16,36 +16,31 @@ from minisgl_server.api.answers import GenerateAnswer, GenerateAnswers
 from minisgl_server.api.choices import Choices, json_response, parse, served_model
 from minisgl_server.api.completions import MAX_PROMPTS
 from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.forms import only_form
 from minisgl_server.api.openapi import documented
-from minisgl_server.api.schemas import Int, Strict, TokenId
+from minisgl_server.api.schemas import Int, SamplingFields, Strict, TokenId
 from minisgl_server.api.streaming import EventStream
 
 router = APIRouter()
 
 
-class GenerateSampling(Strict):
+class GenerateSampling(SamplingFields):
     """How to sample. Names are SGLang's, and this project's own where those differ."""
 
     max_new_tokens: Int | None = Field(None, description="Most tokens to generate; 128 by default.")
     min_new_tokens: Int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
-    seed: Int | None = None
     sampling_seed: Int | None = Field(None, description="Another name for seed.")
-    stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-    n: Int | None = None
+    json_schema: str | dict[str, Any] | None = Field(None, description="The output is JSON that fits this schema.")
+    regex: str | None = Field(None, description="The output is a text that this pattern matches, as a whole.")
+    ebnf: str | None = Field(None, description="The output is a sentence of this grammar, from `root`.")
+    structural_tag: str | dict[str, Any] | None = Field(
+        None, description="Free text, in which each of its `triggers` begins one of its `structures`."
+    )
 
 
 _NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""Fields that say what the output must be, and what `StructuredOutputs` calls them."""
 
 
 class GenerateRequest(Strict):
@@ -71,9 +66,11 @@ async def generate(request: Request) -> Response:
     info, model = served_model(request.app)
     asked = await parse(GenerateRequest, request)
     prompts, is_single = _prompts(asked)
-    sampling = _sampling(asked, info)
+    sampling, form_name = _sampling(asked, info)
+    priority = asked.priority or 0
     messages = [
-        Tokenize(request_id="", sampling=sampling, priority=asked.priority or 0, **prompt) for prompt in prompts
+        Tokenize(request_id="", sampling=sampling, priority=priority, form_name=form_name, **prompt)
+        for prompt in prompts
     ]
     choices = Choices("gen", model, messages)
     outputs = [_Output(one.request_id, started_s) for one in choices.requests]
@@ -171,9 +168,12 @@ def _prompts(asked: GenerateRequest) -> tuple[list[dict[str, Any]], bool]:
     return [{"token_ids" if name == "input_ids" else "text": each} for each in prompts], is_single
 
 
-def _sampling(asked: GenerateRequest, info: EngineInfo) -> SamplingParams:
+def _sampling(asked: GenerateRequest, info: EngineInfo) -> tuple[SamplingParams, str]:
+    """And the name of the field that says what the output must be, if one does."""
     given = {} if asked.sampling_params is None else asked.sampling_params.model_dump(exclude_none=True)
-    values: dict[str, Any] = {"max_tokens": 128, **info.default_sampling}
+    forms = {f"sampling_params.{name}": {_FORMS[name]: given.pop(name)} for name in _FORMS if name in given}
+    form, form_name = only_form(forms)
+    values: dict[str, Any] = {"max_tokens": 128, **info.default_sampling, "structured_outputs": form}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
     sources += [
@@ -188,6 +188,6 @@ def _sampling(asked: GenerateRequest, info: EngineInfo) -> SamplingParams:
     if asked.return_logprob:
         values["logprobs"], names["logprobs"] = asked.top_logprobs_num or 0, "top_logprobs_num"
     try:
-        return SamplingParams(**values)
+        return SamplingParams(**values), form_name
     except InvalidValueError as error:
         raise InvalidValueError(names.get(error.name, error.name), error.value, error.allowed, error.remedy) from None

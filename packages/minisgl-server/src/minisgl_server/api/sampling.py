@@ -8,15 +8,12 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.forms import form_of
-from minisgl_server.api.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from minisgl_server.api.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
 
 COMPLETION_MAX_TOKENS = 16
 """OpenAI's default for completions; chats go on to the end of the context."""
 
-_SAME_NAME = (
-    *("n", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens"),
-)
+_SAME_NAME = ("min_tokens", *SamplingFields.model_fields)
 
 
 def sampling_of(request: GenerationRequest, info: EngineInfo) -> tuple[SamplingParams, bool]:

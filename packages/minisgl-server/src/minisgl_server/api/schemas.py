@@ -36,11 +36,21 @@ class JsonSchema(Strict):
     strict: bool | None = Field(None, description="Taken for compatibility; outputs always fit their schema.")
 
 
-class ResponseFormat(Strict):
-    """OpenAI's way to ask for a form."""
+class TaggedStructure(Strict):
+    """A JSON value between two texts."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    begin: str = Field(description="Begins with a trigger.")
+    schema_: dict[str, Any] = Field(alias="schema", description="What the value fits.")
+    end: str
+
+
+class ResponseFormat(Strict):
+    """OpenAI's way to ask for a form, and SGLang's and vLLM's for structures in free text."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = Field(None, description="Beside the type of that name only.")
+    structures: list[TaggedStructure] | None = Field(None, description="Beside the type structural_tag only.")
+    triggers: list[str] | None = Field(None, description="Beside the type structural_tag only.")
 
 
 class StructuredOutputsField(Strict):
@@ -49,19 +59,19 @@ class StructuredOutputsField(Strict):
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="JSON that fits this schema.")
     regex: str | None = Field(None, description="A text that this pattern matches, as a whole.")
     choice: list[str] | None = Field(None, description="One of these texts.")
-    grammar: str | None = Field(None, description="A sentence of this grammar, in Lark's notation, from `start`.")
+    grammar: str | None = Field(
+        None, description="A sentence of this grammar: in Lark's notation, from `start`, or EBNF, from `root`."
+    )
     json_object: bool | None = Field(None, description="Any JSON object.")
+    structural_tag: dict[str, Any] | str | None = Field(
+        None, description="Free text, in which each of its `triggers` begins one of its `structures`."
+    )
 
 
-class GenerationRequest(Strict):
-    """What chats and completions have in common."""
+class SamplingFields(Strict):
+    """How to sample, as far as all endpoints call it the same; `SamplingParams` tells more."""
 
-    model: str | None = Field(None, description="Name of the model; the one served where it is missing.")
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
     n: Int | None = None
-    max_tokens: Int | None = Field(None, description="Most tokens to generate.")
-    min_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -75,6 +85,16 @@ class GenerationRequest(Strict):
     stop_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """What chats and completions have in common."""
+
+    model: str | None = Field(None, description="Name of the model; the one served where it is missing.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = Field(None, description="Most tokens to generate.")
+    min_tokens: Int | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputsField | None = None
     guided_json: dict[str, Any] | str | None = Field(None, description="Older name of structured_outputs.json.")
@@ -126,7 +146,8 @@ class Function(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
     strict: bool | None = Field(
-        None, description="Taken for compatibility: arguments always fit where tool_choice demands a call."
+        None,
+        description="Arguments fit the parameters wherever the model calls it, not only where tool_choice demands it.",
     )
 
 

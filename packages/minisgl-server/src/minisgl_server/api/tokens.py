@@ -10,12 +10,13 @@ from pydantic import Field
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.logs import REQUEST_ID
-from minisgl_core.messages import Detokenize, Tokenize
+from minisgl_core.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.answers import DetokenizeAnswer, TokenizeAnswer
 from minisgl_server.api.choices import check_model, json_response, parse, served_model
 from minisgl_server.api.openapi import documented
-from minisgl_server.api.schemas import ChatMessage, Strict, TokenId
+from minisgl_server.api.schemas import ChatMessage, Strict, TokenId, Tool
+from minisgl_server.api.tools import described
 
 router = APIRouter()
 
@@ -29,10 +30,18 @@ class TokenizeRequest(Strict):
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = Field(
-        None, description="Begin a prompt as the tokenizer does; true by default. A chat's template does that itself."
+        None,
+        description="Begin as the tokenizer does; by default, true for a prompt and false for messages, whose template"
+        " does that itself.",
     )
     return_token_strs: bool | None = Field(None, description="Tell each token as the vocabulary writes it, too.")
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Beside messages only: end with what the model's answer begins after; true by default."
+    )
+    tools: list[Tool] | None = Field(None, min_length=1, description="Beside messages only.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="Beside messages only: variables of the model's chat template."
+    )
 
 
 class DetokenizeRequest(Strict):
@@ -51,15 +60,18 @@ async def tokenize(request: Request) -> Response:
     if (asked.prompt is None) == (asked.messages is None):
         given = "both" if asked.prompt is not None else "neither"
         raise InvalidValueError("prompt", given, "given, or messages is, and not both")
-    if asked.messages is not None and asked.add_special_tokens:
-        raise InvalidValueError("add_special_tokens", True, "false for messages", "The chat template writes them.")
+    for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+        if asked.messages is None and getattr(asked, name) is not None:
+            raise InvalidValueError(name, "given", "left out unless messages are given")
     message = Tokenize(
         request_id=_new_id(),
         sampling=SamplingParams(),
         text=asked.prompt,
         messages=None if asked.messages is None else [each.model_dump(exclude_none=True) for each in asked.messages],
-        add_special_tokens=asked.add_special_tokens is not False,
+        add_special_tokens=asked.add_special_tokens,
+        add_generation_prompt=asked.add_generation_prompt is not False,
         chat_template_kwargs=asked.chat_template_kwargs or {},
+        tools=None if asked.tools is None else ToolUse(tools=described(asked.tools)),
         only_tokens=True,
     )
     tokens = await request.app.state.client.ask(message)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import ToolUse
-from minisgl_server.api.schemas import ChatRequest, NamedTool
+from minisgl_server.api.schemas import ChatRequest, NamedTool, Tool
 
 
 def tools_of(chat: ChatRequest) -> ToolUse | None:
@@ -19,11 +21,7 @@ def tools_of(chat: ChatRequest) -> ToolUse | None:
             if value is not None and value != "none":
                 raise InvalidValueError(name, value, "left out unless there are tools")
         return None
-    tools = [tool.model_dump(exclude_none=True) for tool in chat.tools]
-    names = [tool.function.name for tool in chat.tools]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidValueError("tools", twice, "functions with different names")
+    tools, names = described(chat.tools), [tool.function.name for tool in chat.tools]
     if choice == "none":
         return None
     if isinstance(choice, NamedTool):
@@ -32,3 +30,16 @@ def tools_of(chat: ChatRequest) -> ToolUse | None:
             raise InvalidValueError("tool_choice.function.name", named, f"one of the tools: {', '.join(names)}")
         return ToolUse(tools=tools, named=named, is_required=True, parallel=False)
     return ToolUse(tools=tools, is_required=choice == "required", parallel=parallel is not False)
+
+
+def described(tools: list[Tool]) -> list[dict[str, Any]]:
+    """Tools as templates take them.
+
+    Raises:
+        InvalidValueError: two have one name.
+    """
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InvalidValueError("tools", twice, "functions with different names")
+    return [tool.model_dump(exclude_none=True) for tool in tools]

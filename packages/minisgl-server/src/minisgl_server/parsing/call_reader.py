@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 _NAME = re.compile(
@@ -61,9 +61,17 @@ class CallReader:
         state: ``open``, ``called`` (a call, complete), ``cut`` (a call whose JSON breaks off at a "<") or ``text`` (no call).
     """
 
-    def __init__(self, known: Collection[str] | None, emit: Callable[[str], None]) -> None:
-        """`known`: names of functions, where no other name makes a call; `emit` takes pieces of the arguments."""
-        self._known, self._emit = known, emit
+    def __init__(
+        self, known: Collection[str] | None, heads: Mapping[str, Collection[str]], emit: Callable[[str], None]
+    ) -> None:
+        """Begin.
+
+        Args:
+            known: names of functions, where no other name makes a call.
+            heads: for some functions, all that a call may begin with, up to its arguments.
+            emit: takes pieces of the arguments.
+        """
+        self._known, self._heads, self._emit = known, heads, emit
         self._scanner = JsonScanner()
         self._in_arguments = False
         self.raw = ""
@@ -92,14 +100,14 @@ class CallReader:
     def _look_for_name(self, before: str, char: str) -> None:
         if char == "{" and self._scanner.depth == 2 and (match := _NAME.fullmatch(before)):
             name = _loads(match[1])
-            if isinstance(name, str) and self._takes(name):
+            if isinstance(name, str) and self._takes(name, before):
                 self.name, self._in_arguments = name, True
                 self._emit(char)
 
     def _is_whole_call(self) -> bool:
         """Whether the object is a call although it is written in another order than usual."""
         call = _loads(self.raw)
-        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not self._takes(name):
+        if not isinstance(call, dict) or not isinstance(name := call.get("name"), str) or not self._takes(name, ""):
             return False
         arguments = call.get("arguments", call.get("parameters"))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -109,8 +117,9 @@ class CallReader:
         self._emit(text)
         return True
 
-    def _takes(self, name: str) -> bool:
-        return self._known is None or name in self._known
+    def _takes(self, name: str, head: str) -> bool:
+        is_known = self._known is None or name in self._known
+        return is_known and (name not in self._heads or head.lstrip() in self._heads[name])
 
 
 def _loads(text: str) -> Any:

@@ -73,13 +73,15 @@ class ChatFormat:
             InvalidValueError: see `render_chat`; or there are tools, and the model is not known to write calls.
         """
         assert chat.messages is not None
-        if chat.tools is None:
-            return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs)
-        parser = self._parser_for_tools()
-        if "tools" in self._template:
-            return render_chat(self._tokenizer, chat.messages, chat.chat_template_kwargs, chat.tools.tools)
-        messages = with_tools(chat.messages, chat.tools.tools, parser)
-        return render_chat(self._tokenizer, messages, chat.chat_template_kwargs)
+        messages: Sequence[Mapping[str, Any]] = chat.messages
+        tools = None
+        if chat.tools is not None:
+            parser = self._parser_for_tools()
+            if "tools" in self._template:
+                tools = chat.tools.tools
+            else:
+                messages = with_tools(messages, chat.tools.tools, parser)
+        return render_chat(self._tokenizer, messages, chat.chat_template_kwargs, tools, chat.add_generation_prompt)
 
     def parser(self, chat: Tokenize, prompt: str) -> ChatParser | None:
         """Of the answer to `prompt`; None where all of it is content."""
@@ -87,7 +89,8 @@ class ChatFormat:
         if self._reasoning_parser is not None:
             splitter = ReasoningSplitter(begins_inside(self._reasoning_parser, prompt))
         if chat.tools is not None:
-            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel)
+            strict = chat.tools.strict_names if _is_structural(chat) else ()
+            tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
         return None if splitter is None and tools is None else ChatParser(splitter, tools)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
@@ -102,6 +105,8 @@ class ChatFormat:
         """What the answer must follow: the form asked for, calls of tools, or either; thoughts are free."""
         form = chat.sampling.structured_outputs
         source = form.source(chat.form_name) if form is not None else None
+        if chat.tools is not None and _is_structural(chat):
+            return self._strict_grammar(chat.tools)  # which leaves thoughts free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
             source = self._tool_grammar(chat.tools, source)
         if source is None or self._reasoning_parser is None or begins_inside(self._reasoning_parser, prompt) is False:
@@ -130,6 +135,21 @@ class ChatFormat:
             )
         return self._tool_parser
 
+    def _strict_grammar(self, tools: ToolUse) -> GrammarSource:
+        """Free text, in which calls of strict functions fit their schemas however they begin."""
+        parser = self._parser_for_tools()
+        structures, triggers = [], []
+        for function in (tool["function"] for tool in tools.tools):
+            is_strict = function["name"] in tools.strict_names
+            schema = arguments_schema(function) if is_strict else {"type": "object"}
+            for trigger, begin, end in parser.spellings:
+                # A tag is followed by a call of one of the functions; without, only strict ones are looked for.
+                if is_strict or trigger == parser.begin:
+                    triggers.append(trigger.replace("NAME", function["name"]))
+                    structures.append({"begin": begin.replace("NAME", function["name"]), "schema": schema, "end": end})
+        text = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
+        return GrammarSource("structural_tag", json.dumps(text), "tools")
+
     def _tool_grammar(self, tools: ToolUse, form: GrammarSource | None) -> GrammarSource:
         otherwise = None
         if form is not None:
@@ -152,12 +172,22 @@ class ChatFormat:
         return GrammarSource("tagged_json", json.dumps(text), "tools" if form is None else form.name)
 
 
+def _is_structural(chat: Tokenize) -> bool:
+    """Whether the output is free but for calls of strict functions."""
+    tools, form = chat.tools, chat.sampling.structured_outputs
+    return tools is not None and bool(tools.strict_names) and not tools.is_required and form is None
+
+
+def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
+    """What a function takes, as a JSON schema; nothing where its parameters are left out."""
+    return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+
+
 def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
     """What a call of a function is, as a JSON schema."""
-    parameters = function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, arguments_key: parameters},
+        "properties": {"name": {"const": function["name"]}, arguments_key: arguments_schema(function)},
         "required": ["name", arguments_key],
         "additionalProperties": False,
     }

@@ -33,10 +33,18 @@ class ToolParser:
     """What the format calls the arguments."""
     tagged: ClassVar[tuple[str, str, str]]
     """What a constrained output has before, after and between calls."""
+    spellings: ClassVar[tuple[tuple[str, str, str], ...]]
+    """How calls begin in an output that is free otherwise: what gives one away, all before its arguments, all after them;
+    NAME stands for the function's. Begun by `begin`, a call is one of the first of these."""
 
-    def __init__(self, functions: Collection[str], parallel: bool) -> None:
-        """`functions`: names of the tools; without `parallel`, nothing is read after the first call."""
+    def __init__(self, functions: Collection[str], parallel: bool, strict: Collection[str] = ()) -> None:
+        """`functions`: names of the tools; without `parallel`, nothing is read after the first call.
+
+        Of the `strict` functions, calls count in one of the `spellings` only: those that a grammar has seen to.
+        """
         self._functions, self._parallel = frozenset(functions), parallel
+        heads = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.spellings]
+        self._heads = {name: frozenset(head.replace("NAME", name) for head in heads) for name in strict}
         self._finder = StopFinder((self.begin,))
         self._reader: CallReader | None = None
         self._tag = ""
@@ -157,7 +165,7 @@ class ToolParser:
 
     def _start_call(self, tag: str, known_only: bool = False) -> None:
         self._tag = tag
-        self._reader = CallReader(self._functions if known_only else None, self._take_arguments)
+        self._reader = CallReader(self._functions if known_only else None, self._heads, self._take_arguments)
 
     def _announce(self, name: str) -> None:
         """A call has begun."""
@@ -199,6 +207,7 @@ class HermesParser(ToolParser):
     end = "</tool_call>"
     arguments_key = "arguments"
     tagged = ("<tool_call>\n", "\n</tool_call>", "\n")
+    spellings = (("<tool_call>", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),)
 
 
 class Llama3JsonParser(ToolParser):
@@ -209,6 +218,11 @@ class Llama3JsonParser(ToolParser):
     separators = ";,"
     arguments_key = "parameters"
     tagged = ("", "", "; ")
+    spellings = (
+        ("<|python_tag|>", '<|python_tag|>{"name": "NAME", "parameters": ', "}"),
+        ('{"name": "NAME"', '{"name": "NAME", "parameters": ', "}"),
+        ('{"type": "function", "name": "NAME"', '{"type": "function", "name": "NAME", "parameters": ', "}"),
+    )
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}

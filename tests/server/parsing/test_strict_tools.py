@@ -1,0 +1,128 @@
+"""Calls of strict functions fit their schemas where a call is free to begin, whatever the model tries."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+
+from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.contracts.grammar import GrammarState, mask_width
+from minisgl_core.messages import Tokenize, ToolUse
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
+from minisgl_server.parsing.chat_format import ChatFormat
+
+UNIT = {"type": "object", "properties": {"u": {"enum": ["C", "F"]}}, "required": ["u"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "unit", "parameters": UNIT, "strict": True}},
+    {"type": "function", "function": {"name": "free", "parameters": UNIT}},
+    {"type": "function", "function": {"name": "now", "strict": True}},
+]
+CHAT = Tokenize(
+    request_id="1",
+    sampling=SamplingParams(),
+    messages=[{"role": "user", "content": "Hi"}],
+    tools=ToolUse(tools=TOOLS),
+)
+CLOSING = byte_tokenizer()('"}{')["input_ids"]
+TRIES = {
+    "hermes": [
+        '<tool_call>\n{"name": "unit", "arguments": {"u": "C"}}\n</tool_call>',
+        '<tool_call>\n{"name": "unit", "arguments": {"u": 5}}\n</tool_call>',
+        '<tool_call>{"arguments": {"u": 5}, "name": "unit"}</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {"x": 1}}\n</tool_call>',
+        '<tool_call>\n{"name": "free", "arguments": {"u": 5}}\n</tool_call>',
+        '{"name": "unit", "arguments": {"u": 5}} <tool_call>\n',
+    ],
+    "llama3_json": [
+        '{"name": "unit", "parameters": {"u": "C"}}; {"name": "unit", "parameters": {"u": "F"}}',
+        '{"name": "unit", "parameters": {"u": 5}}',
+        ' \n{"name": "unit", "parameters": {}}',
+        '{"type": "function", "name": "unit", "parameters": {"u": 5}}',
+        '{"name":"unit","parameters":{"u": 5}}',
+        '{ "name": "unit", "arguments": {"u": 5}}',
+        '{"parameters": {"u": 5}, "name": "unit"}',
+        '{"name": "\\u0075nit", "parameters": {"u": 5}}',
+        '{"name": "free", "parameters": {}}; {"name":"unit", "parameters": {"u": 5}}',
+        '{"name": "free", "parameters": {}}, {"parameters": {}, "name": "unit"}',
+        'Look: <|python_tag|>{"name": "unit", "parameters": {"u": 5}}',
+        '<|python_tag|>{"name": "free", "parameters": {"u": 5}}; {"name": "now", "parameters": {"u": 5}}',
+    ],
+}  # fmt: skip
+
+
+def chats(format: str) -> ChatFormat:
+    tokenizer = SimpleNamespace(chat_template="{{ messages }}", added_tokens_decoder={})
+    return ChatFormat(tokenizer, format, None)
+
+
+@lru_cache
+def begin(format: str) -> GrammarState:
+    source = chats(format).grammar(CHAT, "")
+    assert source is not None
+    assert source.kind == "structural_tag"
+    return LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile(source.kind, source.text, source.name)
+
+
+def allowed(state: GrammarState) -> list[int]:
+    mask = np.zeros(mask_width(VOCAB_SIZE), np.int32)
+    state.fill_mask(mask)
+    return np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+
+
+def write(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, bool]:
+    """What comes of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
+    tokens = []
+    for token in byte_tokenizer()(wish)["input_ids"]:
+        if not state.accept(token):
+            break
+        tokens.append(token)
+    while not state.is_complete and len(tokens) < 400:
+        choices = allowed(state)
+        closing = [token for token in choices if token in CLOSING and draw.random() < 0.5]
+        tokens.append(draw.choice(closing or choices))
+        assert state.accept(tokens[-1])
+    return byte_tokenizer().decode(tokens), state.is_complete
+
+
+def calls_in(text: str, format: str) -> list[tuple[str, str]]:
+    parser = chats(format).parser(CHAT, "")
+    assert parser is not None
+    calls: list[tuple[str, str]] = []
+    for delta in parser.push(text, finished=True).tool_calls:
+        assert delta.name is not None
+        calls.append((delta.name, delta.arguments))
+    return calls
+
+
+@pytest.mark.parametrize(("format", "wish"), [(format, wish) for format in TRIES for wish in TRIES[format]])
+def test_calls_fit(format: str, wish: str) -> None:
+    schemas: dict[str, Any] = {"unit": UNIT, "now": {"maxProperties": 0}, "free": {"type": "object"}}
+    for seed in range(5):
+        text, is_whole = write(begin(format).copy(), wish, random.Random(seed))
+        assert is_whole
+        for name, arguments in calls_in(text, format):
+            jsonschema.validate(json.loads(arguments), schemas[name])
+
+
+@pytest.mark.parametrize("format", list(TRIES))
+def test_what_fits_is_left_alone(format: str) -> None:
+    """Calls as models are taught to write them, and any other text."""
+    wish = TRIES[format][0]
+    assert write(begin(format).copy(), wish, random.Random(0)) == (wish, True)
+    assert {name for name, _ in calls_in(wish, format)} == {"unit"}
+    for text in ('{"name": 5} is JSON, <tool_ is none, {"u": [5]}', '```\n{"parameters": {"name":"unit"}}\n```'):
+        assert write(begin(format).copy(), text, random.Random(0)) == (text, True)
+
+
+def test_without_strict_functions_nothing_is_restricted() -> None:
+    loose = ToolUse(tools=TOOLS[1:2])
+    chat = Tokenize(request_id="1", sampling=SamplingParams(), messages=CHAT.messages, tools=loose)
+    assert chats("hermes").grammar(chat, "") is None
