@@ -7,10 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import httpx
@@ -82,14 +84,14 @@ def test_sigterm_under_load_loses_nothing(start: Launch) -> None:
                 return [answer.status_code, json.loads(answer.read())["error"]["code"]]
             chunks = events(answer)
             first = next(chunks)
-            started.append(number)
+            started.release()
             return [first, *chunks]
 
-    started: list[int] = []
+    started = Semaphore(0)
     with ThreadPoolExecutor(24) as pool:
         answers = [pool.submit(ask, number) for number in range(24)]
-        while len(started) < 12:
-            pass
+        for _ in range(12):
+            started.acquire()
         server.process.send_signal(signal.SIGTERM)
         ended = [answer.result() for answer in answers]
     assert server.wait_ended() == 0
@@ -132,6 +134,7 @@ def test_a_full_disk_for_logs_and_output_loses_these_and_nothing_else(tiny_check
                         break
                 except httpx.TransportError:
                     pass
+                time.sleep(0.05)
             for _ in range(20):
                 assert client.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
         process.send_signal(signal.SIGTERM)

@@ -10,6 +10,7 @@ import signal
 import socket
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -80,7 +81,7 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         next(chunks)
         server.process.send_signal(signal.SIGINT)
         while httpx.get(f"{server.url}/ready", timeout=60).status_code == 200:
-            pass
+            time.sleep(0.05)
         assert httpx.get(f"{server.url}/health", timeout=60).status_code == 200
         refused = httpx.post(f"{server.url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -146,18 +147,19 @@ def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(
     server = start("--port", str(port))
     url = f"http://127.0.0.1:{port}"
     statuses: list[int] = []
-    while 200 not in statuses:
-        try:
-            answer = httpx.get(f"{url}/ready", timeout=60)
-        except httpx.TransportError:
-            assert server.process.poll() is None
-            continue
-        statuses.append(answer.status_code)
-        if answer.status_code == 503:
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
-            assert answer.json()["error"]["code"] == "not_ready"
-            refused = httpx.post(f"{url}/v1/completions", json={"prompt": "Hi"}, timeout=60)
-            assert refused.status_code in (503, 200)
+    with httpx.Client(base_url=url, timeout=60) as client:
+        while 200 not in statuses:
+            time.sleep(0.02)
+            try:
+                answer = client.get("/ready")
+            except httpx.TransportError:
+                assert server.process.poll() is None
+                continue
+            statuses.append(answer.status_code)
+            if answer.status_code == 503:
+                assert client.get("/health").status_code == 200
+                assert answer.json()["error"]["code"] == "not_ready"
+                assert client.post("/v1/completions", json={"prompt": "Hi"}).status_code in (503, 200)
     assert 503 in statuses
     assert set(statuses) == {200, 503}
     children = server.children().values()
@@ -183,6 +185,6 @@ def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: L
                 assert refused.json()["error"]["code"] == "queue_full"
         # Both clients have hung up, one with its request running and one with it waiting; else this would wait for long.
         while (answer := client.post(url, json={"prompt": "Hi", "max_tokens": 1})).status_code == 429:
-            pass
+            time.sleep(0.02)
         assert answer.status_code == 200
     assert server.stderr() == ""
