@@ -18,6 +18,7 @@ from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
 from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.fp8 import FP8
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
@@ -36,12 +37,14 @@ class OnGpu(AttentionBackendTests):
 
 class TestTorch(OnGpu):
     backend = TorchAttention
+    has_fp8_pool = True
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}  # scores and weights are rounded on their way through memory
     test_scales = None  # type: ignore[assignment]  # that rounding grows with the scores
 
 
 class TestTriton(OnGpu):
     backend = TritonAttention
+    has_fp8_pool = True
 
     def test_other_sizes(self) -> None:
         for shape, page_size, dtype in (
@@ -50,16 +53,20 @@ class TestTriton(OnGpu):
             ((2, 1, 256), 16, torch.bfloat16),
             ((64, 1, 64), 1, torch.bfloat16),
         ):
-            self.run(self.spec(shape, page_size, dtype), decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+            spec = self.spec(shape, page_size, dtype)
+            for pool in (dtype, FP8):
+                self.run(replace(spec, kv_dtype=pool), decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
 
 
 class TestFlashInfer(OnGpu):
     backend = FlashInferAttention
+    has_fp8_pool = True
     page_sizes = (1, 16, 64)
 
 
 class TestFlashInferOfSmallHeads(OnGpu):
     backend = FlashInferAttention
+    has_fp8_pool = True
     head_shapes = ((9, 3, 64),)
 
 

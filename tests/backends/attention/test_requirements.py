@@ -20,6 +20,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 
 SPEC = AttentionSpec(8, 2, 64, 16, torch.bfloat16, torch.bfloat16, torch.device("cuda"), 4096, 64)
 BACKENDS: list[type[AttentionBackend]] = [FlashAttention, FlashInferAttention, TritonAttention, TrtllmAttention]
+FP8_POOLS: list[type[AttentionBackend]] = [FlashInferAttention, TritonAttention]
 
 
 @pytest.fixture
@@ -49,9 +50,12 @@ def test_a_cpu_will_not_do(backend: type[AttentionBackend], monkeypatch: pytest.
 @pytest.mark.usefixtures("hopper")
 def test_dtypes_and_heads(backend: type[AttentionBackend]) -> None:
     base = set(backend.unsupported(SPEC))
+    no_fp8 = [] if backend in FP8_POOLS else ["KV pool must hold bfloat16, not float8_e4m3fn"]
+    no_fp8 = ["queries in fp8", *no_fp8] if backend is FlashAttention else no_fp8
     for change, said in (
+        ({"kv_dtype": torch.float8_e4m3fn}, no_fp8),
         ({"dtype": torch.float64, "kv_dtype": torch.float64}, ["float64"]),
-        ({"kv_dtype": torch.float8_e4m3fn}, ["KV pool must hold bfloat16"]),
+        ({"kv_dtype": torch.float16}, ["KV pool must hold bfloat16"]),
         ({"head_dim": 80}, ["80"]),
         ({"dtype": torch.float64, "head_dim": 80}, ["float64", "KV pool must hold", "80"]),
     ):
@@ -65,6 +69,16 @@ def test_old_gpus(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     oldest = "10.0" if backend is TrtllmAttention else "8.0"
     assert any(f"{oldest} or later" in reason and "7.5" in reason for reason in backend.unsupported(SPEC))
+
+
+@pytest.mark.parametrize("backend", FP8_POOLS)
+def test_fp8_pools_need_a_gpu_with_fp8(
+    backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    reasons = backend.unsupported(replace(SPEC, kv_dtype=torch.float8_e4m3fn))
+    assert any("an fp8 KV pool" in reason and "8.9 or later" in reason and "8.6" in reason for reason in reasons)
+    assert not any("fp8" in reason for reason in backend.unsupported(SPEC))
 
 
 @pytest.mark.parametrize(

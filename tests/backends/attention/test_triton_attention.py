@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 
 
@@ -10,6 +13,7 @@ class TestTriton(AttentionBackendTests):
     """Compiled on a GPU, interpreted elsewhere."""
 
     backend = TritonAttention
+    has_fp8_pool = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     page_sizes = (1, 16, 64) if torch.cuda.is_available() else (4,)
     dtypes = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
@@ -18,4 +22,6 @@ class TestTriton(AttentionBackendTests):
 def test_bfloat16_and_a_long_sequence_split_many_times() -> None:
     """Too much for the whole kit under the interpreter."""
     kit = TestTriton()
-    kit.run(kit.spec((4, 2, 64), 16, torch.bfloat16), decodes=[1, 3000, 257], prefills=[(2000, 3)])
+    spec = kit.spec((4, 2, 64), 16, torch.bfloat16)
+    kit.run(spec, decodes=[1, 3000, 257], prefills=[(2000, 3)])
+    kit.run(replace(spec, kv_dtype=FP8), decodes=[1, 600], prefills=[(300, 3)])

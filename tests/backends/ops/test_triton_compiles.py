@@ -9,26 +9,45 @@ import sys
 
 import pytest
 
-COMPILE_ROTARY = """
+COMPILE = """
 import itertools
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from minisgl_backends.kernels.paged import _store_kv
+from minisgl_backends.kernels.paged_attention import _decode, _prefill
 from minisgl_backends.kernels.rotary import _rotary
 
+def compiled(kernel, kinds, constants, **options):
+    kinds |= dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constexprs=constants)
+    triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+scales = dict.fromkeys(("scale", "k_scale", "v_scale", "eps"), "fp32")
 for store, norm, (size, half) in itertools.product((False, True), (False, True), ((128, 64), (80, 20))):
     constants = {"D": size, "R": half, "D_BLOCK": 128, "R_BLOCK": 64 if half == 64 else 32}
     constants |= {"Q_BLOCK": 16, "K_BLOCK": 8, "NORM": norm, "STORE": store}
-    kinds = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "k_pool", "v_pool"), "*bf16")
-    kinds |= {"slots": "*i64" if store else "*bf16", "eps": "fp32"} | dict.fromkeys(constants, "constexpr")
-    signature = {name: kinds.get(name, "i32") for name in _rotary.arg_names}
-    source = ASTSource(_rotary, signature, constexprs=constants)
-    triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    kinds = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight"), "*bf16") | scales
+    for pool in ("*bf16", "*fp8e4nv")[: 1 + store]:
+        kinds |= {"slots": "*i64" if store else "*bf16", "k_pool": pool, "v_pool": pool}
+        compiled(_rotary, kinds, constants, num_warps=4)
+
+# Attention and storing, where the pool is fp8.
+pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | scales
+tables = dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles", "arrived"), "*i32")
+kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"part": "*fp32", "part_lse": "*fp32"}
+compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
+common = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
+of_decode = {"WINDOW": 0, "G_BLOCK": 16, "N_BLOCK": 128, "R_BLOCK": 256, "MIN_SPLIT": 256}
+compiled(_decode, dict(kinds), common | of_decode, num_warps=4, num_stages=3)
+compiled(_prefill, dict(kinds), common | {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}, num_warps=8, num_stages=2)
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_every_variant_of_the_rotation_compiles_for_hopper() -> None:
+def test_kernels_compile_for_hopper() -> None:
+    """Every variant of the rotation, and what fp8 pools need."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run([sys.executable, "-c", COMPILE_ROTARY], env=env, capture_output=True, text=True, check=False)
+    found = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]

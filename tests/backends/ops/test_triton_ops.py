@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 
 from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
 from minisgl_core.contracts.ops import Ops, Rotation  # noqa: E402
+from minisgl_core.fp8 import FP8  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -75,14 +76,18 @@ def test_rotary(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, half: i
         q, k, _ = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
         return ops.rotate(q, k, rotation)
 
-    def store(ops: Ops) -> tuple[torch.Tensor, ...]:
+    def store(ops: Ops, pool_dtype: torch.dtype = dtype) -> tuple[torch.Tensor, ...]:
         q, k, v = qkv.clone().split((heads, kv_heads, kv_heads), dim=1)
-        pools = [torch.zeros(5, 4, kv_heads, dim, device=DEVICE, dtype=dtype) for _ in range(2)]
+        pools = [torch.zeros(5, 4, kv_heads, dim, device=DEVICE).to(pool_dtype) for _ in range(2)]
         slots = torch.tensor([7, 19, 4, 6, 0, 13], device=DEVICE)
-        return ops.rotate_and_store(q, k, v, rotation, *pools, slots), *pools
+        return ops.rotate_and_store(q, k, v, rotation, *pools, slots, (0.5, 2**-9)), *pools
 
     for found, expected in zip((*run(ours), *store(ours)), (*run(reference), *store(reference)), strict=True):
         close(found, expected, dtype)
+    for found, expected in zip(store(ours, FP8), store(reference, FP8), strict=True):
+        # K may be rounded to the number beside it, where the rotation is so.
+        torch.testing.assert_close(found.float(), expected.float(), rtol=2**-3, atol=0.05)
+    assert torch.equal(store(ours, FP8)[2].float(), store(reference, FP8)[2].float())
 
 
 @pytest.mark.parametrize("vocab_size", [10, 4096, 9001])

@@ -143,7 +143,7 @@ def test_names_are_normalised(tmp_path: Path) -> None:
 
 
 def test_every_kind_has_a_template(tmp_path: Path) -> None:
-    assert list(SCAFFOLDS) == [kind for kind in KINDS if kind != "quantization"]
+    assert list(SCAFFOLDS) == list(KINDS)
     done = new("x-y", "--kind", "no-such-kind", into=tmp_path)
     assert done.exit_code == 2
     assert all(kind in done.stderr for kind in SCAFFOLDS)

@@ -10,6 +10,7 @@ from minisgl_backends.attention.flash_versions import VERSIONS, FlashVersion
 from minisgl_backends.attention.gathered_rows import GatheredRowsAttention, RowInputs
 from minisgl_backends.attention.requirements import dtypes_unsupported, gpu_missing, head_dim_unsupported
 from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.fp8 import FP8
 from minisgl_core.kv.pool import KVPool
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -32,6 +33,10 @@ class FlashAttention(GatheredRowsAttention):
         reasons = gpu_missing(spec.device)
         if not reasons:
             reasons += cls._pick(spec)[1]
+        if spec.kv_dtype == FP8:
+            reasons.append(
+                "FlashAttention 3 takes an fp8 KV pool with queries in fp8 alone, and the other versions none"
+            )
         return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
 
     @classmethod

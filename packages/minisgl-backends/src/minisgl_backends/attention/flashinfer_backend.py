@@ -1,4 +1,4 @@
-"""FlashInfer: paged decodes on tensor cores, paged prefills by its FlashAttention 2 or, on Hopper, 3.
+"""FlashInfer: paged decodes on tensor cores, paged prefills by its FlashAttention 2 or, on Hopper and without fp8, 3.
 
 FlashInfer wants a batch's pages as one list, and plans its work on the host. The host knows all lengths, and the device
 makes the list from its own page table, so nothing is waited for.
@@ -17,6 +17,7 @@ import torch
 
 from minisgl_backends.attention.requirements import (
     dtypes_unsupported,
+    fp8_conversion_missing,
     gpu_missing,
     head_dim_unsupported,
     package_missing,
@@ -51,7 +52,8 @@ class FlashInferAttention(AttentionBackend):
         return [
             *package_missing("flashinfer", "minisgl-backends[fi]"),
             *gpu_missing(spec.device),
-            *dtypes_unsupported(spec, _DTYPES),
+            *dtypes_unsupported(spec, _DTYPES, fp8=True),
+            *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
 
@@ -105,7 +107,8 @@ class FlashInferAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        self._paged.store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.slots)
+        pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        self._paged.store_kv(k, v, *pages, plan.slots, layer.kv_scales)
         return self.attend_stored(q, layer, plan)
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
@@ -118,10 +121,11 @@ class FlashInferAttention(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.num_decodes
         # Planned with a scale of 1, which this factor on the keys turns into the layer's own.
+        k_scale, v_scale = layer.scale * layer.kv_scales[0], layer.kv_scales[1]
         if plan.decodes is not None:
-            plan.decodes[layer.sliding_window].run(q[:n], pages, out=out[:n], k_scale=layer.scale)
+            plan.decodes[layer.sliding_window].run(q[:n], pages, out=out[:n], k_scale=k_scale, v_scale=v_scale)
         if plan.prefills is not None:
-            plan.prefills[layer.sliding_window].run(q[n:], pages, out=out[n:], k_scale=layer.scale)
+            plan.prefills[layer.sliding_window].run(q[n:], pages, out=out[n:], k_scale=k_scale, v_scale=v_scale)
         return out
 
     def _plan_decodes(self, batch: AttentionBatch, wrappers: Wrappers, pages: torch.Tensor | None = None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.fp8 import FP8
 
 
 def package_missing(module: str, requirement: str) -> list[str]:
@@ -31,14 +32,27 @@ def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) 
     return [f"it needs compute capability {wanted} or later, and this GPU has {'.'.join(map(str, capability))}"]
 
 
-def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> list[str]:
-    """Whether queries are of an allowed dtype, and the pool of the same."""
+def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype], *, fp8: bool = False) -> list[str]:
+    """Whether queries are of an allowed dtype, and the pool of the same, or `fp8`."""
     reasons = []
     if spec.dtype not in allowed:
         reasons.append(f"it computes in {' or '.join(map(_name, allowed))}, not {_name(spec.dtype)}")
-    if spec.kv_dtype != spec.dtype:
-        reasons.append(f"the KV pool must hold {_name(spec.dtype)}, not {_name(spec.kv_dtype)}")
-    return reasons
+    return reasons + kv_dtype_unsupported(spec, fp8=fp8)
+
+
+def kv_dtype_unsupported(spec: AttentionSpec, *, fp8: bool) -> list[str]:
+    """Whether the pool is of the queries' dtype or, where the backend reads that, of float8_e4m3fn."""
+    if spec.kv_dtype == spec.dtype or (fp8 and spec.kv_dtype == FP8):
+        return []
+    either = f"{_name(spec.dtype)} or {_name(FP8)}" if fp8 else _name(spec.dtype)
+    return [f"the KV pool must hold {either}, not {_name(spec.kv_dtype)}"]
+
+
+def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:
+    """Whether the GPU converts from and to the pool's dtype, where that is fp8."""
+    if spec.kv_dtype != FP8 or spec.device.type != "cuda" or not torch.cuda.is_available():
+        return []
+    return [f"an fp8 KV pool: {reason}" for reason in gpu_missing(spec.device, (8, 9))]
 
 
 def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[str]:

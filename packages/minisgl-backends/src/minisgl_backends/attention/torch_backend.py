@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backends.attention.groups import group_by_size
+from minisgl_backends.attention.requirements import kv_dtype_unsupported
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.fp8 import FP8
 from minisgl_core.kv.pool import KVLayout, KVPool
 
 _BLOCK = 128
@@ -78,20 +80,24 @@ class _Plan:
 class TorchAttention(AttentionBackend):
     """Gathers pages, then attends with torch's own kernels.
 
-    In bfloat16, scores and weights are rounded on their way through memory, as in transformers' eager attention.
+    K and V of an fp8 pool become the model's dtype when they are gathered. In bfloat16, scores and weights are rounded on
+    their way through memory, as in transformers' eager attention.
     """
 
     kv_layout: ClassVar[KVLayout] = "HND"
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """A pool of another dtype."""
-        return [] if spec.kv_dtype == spec.dtype else [f"the KV pool must hold {spec.dtype}, not {spec.kv_dtype}"]
+        """A pool of another dtype, unless it is fp8."""
+        return kv_dtype_unsupported(spec, fp8=True)
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         num_pages, heads, size = pool.spec.num_pages, spec.num_kv_heads, spec.page_size
-        self._rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
+        rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
+        is_fp8 = spec.kv_dtype == FP8
+        self._rows = [each.view(torch.uint8) for each in rows] if is_fp8 else rows
+        self._gather = self._gather_fp8 if is_fp8 else self._gather_plain
         # Row of the pool: (K or V, page, head).
         parts = torch.tensor([0, num_pages * heads], device=spec.device)
         self._offsets = (parts[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
@@ -133,7 +139,7 @@ class TorchAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        self.pool.store(layer.index, k, v, plan.store_index)
+        self.pool.store(layer.index, k, v, plan.store_index, layer.kv_scales)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._attend(q, layer, plan.groups[0]).reshape(q.shape)
         out = torch.empty_like(q)
@@ -151,20 +157,32 @@ class TorchAttention(AttentionBackend):
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         pool, window, seen = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
         if num == group.num_queries == 1 and (window is None or seen <= window):
-            k, v = pool.index_select(0, group.gather).view(2, 1, heads, -1, dim)[:, :, :, :seen].unbind(0)
+            both = self._gather(pool, group.gather, layer.kv_scales)
+            k, v = both.view(2, 1, heads, -1, dim)[:, :, :, :seen].unbind(0)
             return F.scaled_dot_product_attention(q.view(1, heads, -1, dim), k, v, scale=layer.scale).view(q.shape)
         blocks = group.blocks.get(window)
         if blocks is None:
             blocks = group.blocks[window] = self._blocks(group, window)
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
         of_k, of_v = group.gather.chunk(2)
-        k = pool.index_select(0, of_k).view(num * heads, -1, dim).transpose(1, 2)
+        k = self._gather(pool, of_k, layer.kv_scales[:1]).view(num * heads, -1, dim).transpose(1, 2)
         weights = self._weights(q, k, blocks[0])
-        v = pool.index_select(0, of_v).view(num * heads, -1, dim)  # not before: K leaves the cache otherwise
+        v = self._gather(pool, of_v, layer.kv_scales[1:]).view(num * heads, -1, dim)  # not before: K leaves the cache
         parts = [self._mix(weights, v, blocks[0], num)]
         parts += [self._mix(self._weights(q, k, block), v, block, num) for block in blocks[1:]]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
+
+    @staticmethod
+    def _gather_plain(rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
+        return rows.index_select(0, index)
+
+    def _gather_fp8(self, rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
+        """In the model's dtype; the first half times the first scale, the second times the second, or all times the only."""
+        found = rows.index_select(0, index).view(FP8).float()
+        for part, scale in zip(found.chunk(len(scales)), scales, strict=True):
+            part.mul_(scale)
+        return found.to(self.spec.dtype)
 
     @staticmethod
     def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block) -> torch.Tensor:

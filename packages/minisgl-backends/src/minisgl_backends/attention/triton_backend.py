@@ -11,6 +11,7 @@ import torch
 
 from minisgl_backends.attention.requirements import (
     dtypes_unsupported,
+    fp8_conversion_missing,
     gpu_missing,
     head_dim_unsupported,
     package_missing,
@@ -55,7 +56,8 @@ class TritonAttention(AttentionBackend):
         return [
             *package_missing("triton", "minisgl-backends[triton]"),
             *([] if is_interpreted else gpu_missing(spec.device)),
-            *dtypes_unsupported(spec, _DTYPES),
+            *dtypes_unsupported(spec, _DTYPES, fp8=True),
+            *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
 
@@ -99,7 +101,8 @@ class TritonAttention(AttentionBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
-        self._store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.batch.slots)
+        pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        self._store_kv(k, v, *pages, plan.batch.slots, layer.kv_scales)
         return self.attend_stored(q, layer, plan)
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
@@ -111,11 +114,10 @@ class TritonAttention(AttentionBackend):
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.batch.num_decodes
-        of_layer = (layer.scale, layer.sliding_window)
         if plan.scratch is not None:
             of_decodes = (self.page_table, plan.batch.rows, plan.batch.seq_lens, out, plan.scratch)
-            self._kernels.decode(q[:n], k_pages, v_pages, *of_decodes, *of_layer, self.spec.max_batch)
+            self._kernels.decode(q[:n], k_pages, v_pages, *of_decodes, layer, self.spec.max_batch)
         if plan.prefills is not None and plan.tiles is not None:
             of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
-            self._kernels.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, *of_layer)
+            self._kernels.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
         return out

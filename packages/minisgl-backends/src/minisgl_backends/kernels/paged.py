@@ -9,10 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.fp8 import as_stored
+
 
 @triton.jit
 def _store_kv(
-    k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_pool, v_pool, slots, heads,
+    k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_pool, v_pool, slots, k_scale, v_scale, heads,
     D: tl.constexpr, D_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -21,13 +23,18 @@ def _store_kv(
     mask = (head < heads) & (column < D)
     target = slot * heads * D + head * D + column
     found = tl.load(k + token * k_stride_t + head * k_stride_h + column, mask=mask, other=0.0)
-    tl.store(k_pool + target, found.to(k_pool.dtype.element_ty), mask=mask)
+    tl.store(k_pool + target, as_stored(found, k_scale, k_pool), mask=mask)
     found = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
-    tl.store(v_pool + target, found.to(v_pool.dtype.element_ty), mask=mask)
+    tl.store(v_pool + target, as_stored(found, v_scale, v_pool), mask=mask)
 
 
 def store_kv(
-    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, slots: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Write k and v of a layer to their slots, in one launch.
 
@@ -37,13 +44,14 @@ def store_kv(
         k_pages: K of the layer, [P, S, Hkv, D], contiguous.
         v_pages: like k_pages.
         slots: ``page * S + offset`` of each token, int64 [T].
+        scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
     """
     num_tokens, heads, dim = k.shape
     if num_tokens == 0:
         return
     blocks = {"D": dim, "D_BLOCK": triton.next_power_of_2(dim), "H_BLOCK": triton.next_power_of_2(heads)}
     strides = (k.stride(0), k.stride(1), v.stride(0), v.stride(1))
-    _store_kv[(num_tokens,)](k, v, *strides, k_pages, v_pages, slots, heads, **blocks)
+    _store_kv[(num_tokens,)](k, v, *strides, k_pages, v_pages, slots, *scales, heads, **blocks)
 
 
 @triton.jit

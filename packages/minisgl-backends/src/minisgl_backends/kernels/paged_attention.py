@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.fp8 import as_multiplied
+from minisgl_core.contracts.attention import AttentionLayer
 
 LOG2_E = 1.4426950408889634
 MIN_SPLIT = 256
@@ -42,7 +44,7 @@ def _attend_tile(
     page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     slot = page * PAGE_SIZE + key % PAGE_SIZE
     place = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0)
+    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
     scores = _dot(q, tl.trans(k), WIDEN) * scale
     if MASKED:
         visible = inside[None, :]
@@ -55,7 +57,7 @@ def _attend_tile(
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # where a row has seen no key yet
     weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(top - base)
-    v = tl.load(v_pages + place, mask=inside[:, None], other=0.0)
+    v = tl.load(v_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
     weighted = _dot(weights if WIDEN else weights.to(v.dtype), v, WIDEN)
     return total * kept[:, None] + weighted, new_top, norm * kept + tl.sum(weights, 1)
 
@@ -84,7 +86,7 @@ def _splits(
 @triton.jit(do_not_specialize=["num_requests", "num_splits"])
 def _decode(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
-    scale, num_requests, num_splits, heads, most_programs,
+    scale, v_scale, num_requests, num_splits, heads, most_programs,
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, G_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, MIN_SPLIT: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -100,7 +102,7 @@ def _decode(
     real = (member < G)[:, None]
     q_head = head * G + member
     q_place = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
-    queries = tl.load(q + q_place, mask=real, other=0.0)
+    queries, scale = as_multiplied(tl.load(q + q_place, mask=real, other=0.0), scale, k_pages)
     total = tl.zeros((G_BLOCK, D), tl.float32)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((G_BLOCK,), tl.float32)
@@ -110,7 +112,7 @@ def _decode(
             queries, k_pages, v_pages, table, head, heads, key, end, member, scale, total, top, norm,
             D, PAGE_SIZE, WINDOW, N_BLOCK, False, True, WIDEN,
         )  # fmt: skip
-    total = total / norm[:, None]
+    total = total * v_scale / norm[:, None]
     heads_before = request.to(tl.int64) * heads * G + q_head
     used = tl.cdiv(stop - first, split_len)
     if used > 1:
@@ -148,7 +150,7 @@ def _merge(part, part_lse, heads_before, num_splits, used, G: tl.constexpr, D: t
 @triton.jit
 def _prefill(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, cu_seqlens_q, seq_lens, tiles, out,
-    scale, heads,
+    scale, v_scale, heads,
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
@@ -164,6 +166,7 @@ def _prefill(
     real = (query < num_queries)[:, None]
     token = (begin + query).to(tl.int64)
     queries = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim[None, :], mask=real, other=0.0)
+    queries, scale = as_multiplied(queries, scale, k_pages)
     total = tl.zeros((M_BLOCK, D), tl.float32)
     top = tl.full((M_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((M_BLOCK,), tl.float32)
@@ -186,7 +189,7 @@ def _prefill(
             queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
             D, PAGE_SIZE, WINDOW, N_BLOCK, True, True, WIDEN,
         )  # fmt: skip
-    total = total / tl.maximum(norm, 1.0)[:, None]  # 1 at least, but in rows that are padding
+    total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # 1 at least, but in rows that are padding
     place = (token * heads * G + q_head)[:, None] * D + dim[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
 
@@ -231,35 +234,35 @@ def decode(
     seq_lens: torch.Tensor,
     out: torch.Tensor,
     scratch: DecodeScratch,
-    scale: float,
-    window: int | None,
+    layer: AttentionLayer,
     most_requests: int,
 ) -> None:
     """Attention of one query a request to all its tokens.
 
     Args:
         q: [B, Hq, D], any strides but the last.
-        k_pages: [P, S, Hkv, D], contiguous.
+        k_pages: [P, S, Hkv, D], contiguous, of q's dtype or float8_e4m3fn.
         v_pages: like k_pages.
         page_table: int32 [R, M].
         rows: int32 [B].
         seq_lens: int32 [B].
         out: [B, Hq, D], contiguous.
         scratch: made for B requests at least as long.
-        scale: on the scores.
-        window: latest tokens that count; None for all.
+        layer: its scales and window.
         most_requests: B of the largest batch; kernels are compiled for it.
     """
     num_requests, num_q_heads, dim = q.shape
     heads = k_pages.shape[2]
     num_splits = scratch.part.shape[2]
     group = num_q_heads // heads
+    k_scale, v_scale = layer.kv_scales
     _decode[(num_requests, heads, num_splits)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
-        scratch.part, scratch.lse, scratch.arrived, scale * LOG2_E, num_requests, num_splits, heads, scratch.most_programs,
-        G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=window or 0, G_BLOCK=max(16, triton.next_power_of_2(group)),
-        N_BLOCK=_decode_keys(q), R_BLOCK=triton.next_power_of_2(most_requests), MIN_SPLIT=MIN_SPLIT,
-        WIDEN=not q.is_cuda, num_warps=4, num_stages=3,
+        scratch.part, scratch.lse, scratch.arrived, layer.scale * k_scale * LOG2_E, v_scale, num_requests, num_splits, heads,
+        scratch.most_programs,
+        G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
+        G_BLOCK=max(16, triton.next_power_of_2(group)), N_BLOCK=_decode_keys(q),
+        R_BLOCK=triton.next_power_of_2(most_requests), MIN_SPLIT=MIN_SPLIT, WIDEN=not q.is_cuda, num_warps=4, num_stages=3,
     )  # fmt: skip
 
 
@@ -286,14 +289,13 @@ def prefill(
     seq_lens: torch.Tensor,
     tiles: torch.Tensor,
     out: torch.Tensor,
-    scale: float,
-    window: int | None,
+    layer: AttentionLayer,
 ) -> None:
     """Causal attention of each request's last tokens to all its tokens.
 
     Args:
         q: [T, Hq, D], any strides but the last.
-        k_pages: [P, S, Hkv, D], contiguous.
+        k_pages: [P, S, Hkv, D], contiguous, of q's dtype or float8_e4m3fn.
         v_pages: like k_pages.
         page_table: int32 [R, M].
         rows: int32 [B].
@@ -301,16 +303,16 @@ def prefill(
         seq_lens: int32 [B].
         tiles: (request, first of its ``queries * G`` pairs) of every tile, int32 [tiles, 2].
         out: [T, Hq, D], contiguous.
-        scale: on the scores.
-        window: latest tokens that count, a query's own included; None for all.
+        layer: its scales and window.
     """
     num_q_heads, dim = q.shape[1:]
     heads = k_pages.shape[2]
     tile = prefill_tile_size(dim, q.dtype)
+    k_scale, v_scale = layer.kv_scales
     _prefill[(len(tiles), heads)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, cu_seqlens_q, seq_lens,
-        tiles, out, scale * LOG2_E, heads,
-        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=window or 0, M_BLOCK=tile,
+        tiles, out, layer.scale * k_scale * LOG2_E, v_scale, heads,
+        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0, M_BLOCK=tile,
         N_BLOCK=32 if dim > 128 or q.dtype == torch.float32 else 64, WIDEN=not q.is_cuda,
         num_warps=8 if tile == 128 and dim == 128 else 4, num_stages=2,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.fp8 import as_stored
 from minisgl_core.contracts.ops import Rotation
 
 
@@ -20,7 +21,7 @@ def _gain(normed, gain):
 
 @triton.jit
 def _heads(
-    x, stride_h, out, out_stride_h, cos, sin, weight, eps, heads,
+    x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
     NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -44,21 +45,23 @@ def _heads(
         if 2 * R < D:
             gain = tl.load(weight + columns, mask=columns < D, other=0.0)[None, :]
             rest = _gain(wide * scale, gain)
-            tl.store(to + columns[None, :], rest, mask=whole_mask & (columns >= 2 * R)[None, :])
+            tl.store(
+                to + columns[None, :], as_stored(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :]
+            )
     elif 2 * R < D and not IN_PLACE:
         rest = tl.load(start + columns[None, :], mask=whole_mask, other=0.0)
-        tl.store(to + columns[None, :], rest, mask=whole_mask & (columns >= 2 * R)[None, :])
+        tl.store(to + columns[None, :], as_stored(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :])
     c = tl.load(cos + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
     s = tl.load(sin + half, mask=half < R, other=0.0)[None, :].to(tl.float32)
     a, b = first.to(tl.float32), second.to(tl.float32)
-    tl.store(to + half[None, :], (a * c - b * s).to(first.dtype), mask=mask)
-    tl.store(to + R + half[None, :], (b * c + a * s).to(first.dtype), mask=mask)
+    tl.store(to + half[None, :], as_stored((a * c - b * s).to(first.dtype), out_scale, out), mask=mask)
+    tl.store(to + R + half[None, :], as_stored((b * c + a * s).to(first.dtype), out_scale, out), mask=mask)
 
 
 @triton.jit
 def _rotary(
     q, k, v, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos, sin, q_weight, k_weight, eps,
-    k_pool, v_pool, slots, q_heads, k_heads,
+    k_pool, v_pool, slots, k_scale, v_scale, q_heads, k_heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
@@ -69,23 +72,31 @@ def _rotary(
     if tl.program_id(1) == 0:
         q += token * q_stride_t
         _heads(
-            q, q_stride_h, q, q_stride_h, cos, sin, q_weight, eps, q_heads, D, R, D_BLOCK, R_BLOCK, Q_BLOCK, NORM, True
-        )
+            q, q_stride_h, q, q_stride_h, 1.0, cos, sin, q_weight, eps, q_heads,
+            D, R, D_BLOCK, R_BLOCK, Q_BLOCK, NORM, True,
+        )  # fmt: skip
     elif tl.program_id(1) == 1:
         k += token * k_stride_t
         if STORE:
             to = k_pool + tl.load(slots + token) * k_heads * D
-            _heads(k, k_stride_h, to, D, cos, sin, k_weight, eps, k_heads, D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, False)
+            _heads(
+                k, k_stride_h, to, D, k_scale, cos, sin, k_weight, eps, k_heads,
+                D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, False,
+            )  # fmt: skip
         else:
             _heads(
-                k, k_stride_h, k, k_stride_h, cos, sin, k_weight, eps, k_heads,
+                k, k_stride_h, k, k_stride_h, 1.0, cos, sin, k_weight, eps, k_heads,
                 D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, True,
             )  # fmt: skip
     elif STORE:
         head, column = tl.arange(0, K_BLOCK)[:, None], tl.arange(0, D_BLOCK)[None, :]
         mask = (head < k_heads) & (column < D)
         values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
-        tl.store(v_pool + tl.load(slots + token) * k_heads * D + head * D + column, values, mask=mask)
+        tl.store(
+            v_pool + tl.load(slots + token) * k_heads * D + head * D + column,
+            as_stored(values, v_scale, v_pool),
+            mask=mask,
+        )
 
 
 def rotate(
@@ -93,6 +104,7 @@ def rotate(
     k: torch.Tensor,
     rotation: Rotation,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
     """Rotate in place, or k on its way to the pool.
 
@@ -101,6 +113,7 @@ def rotate(
         k: [T, Hkv, D], like q.
         rotation: cos and sin contiguous.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
+        scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
     """
     if not len(q):
         return
@@ -109,7 +122,8 @@ def rotate(
     v, k_pages, v_pages, slots = store or (k, k, k, k)
     _rotary[(len(q), 2 if store is None else 3)](
         q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        rotation.cos, rotation.sin, q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, q.shape[1], k.shape[1],
+        rotation.cos, rotation.sin, q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
+        q.shape[1], k.shape[1],
         D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
         Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
         NORM=rotation.norms is not None, STORE=store is not None, num_warps=4,

@@ -31,10 +31,10 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import activation, mask, norm, rotary, route, sample, skinny_linear
+        from minisgl_backends.kernels import activation, mask, norm, quantize, rotary, route, sample, skinny_linear
 
         self._norm, self._activation, self._rotary, self._mask = norm, activation, rotary, mask
-        self._route, self._sample, self._skinny = route, sample, skinny_linear
+        self._route, self._sample, self._skinny, self._quantize = route, sample, skinny_linear, quantize
         self._split_scratch = skinny_linear.SplitScratch(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
@@ -44,6 +44,25 @@ class TritonOps(Ops):
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_gated`."""
         return self._with_skinny(super().prepare_gated(weight, bias), weight, bias, gated=True)
+
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.quantize_rows`."""
+        return self._quantize.quantize_rows(x)
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_fp8_linear`; by torch's own kernels, which float8 on a GPU has."""
+        if not weight.is_cuda:
+            return super().prepare_fp8_linear(weight, scales, bias)
+        right, right_scales, quantize_rows = weight.t(), scales[None], self._quantize.quantize_rows
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            codes, row_scales = quantize_rows(x)
+            out: torch.Tensor = torch._scaled_mm(
+                codes, right, row_scales, right_scales, bias, out_dtype=x.dtype, use_fast_accum=True
+            )
+            return out
+
+        return product
 
     def _with_skinny(
         self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
@@ -82,9 +101,10 @@ class TritonOps(Ops):
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """See `Ops.rotate_and_store`; q in place."""
-        self._rotary.rotate(q, k, rotation, (v, k_pages, v_pages, slots))
+        self._rotary.rotate(q, k, rotation, (v, k_pages, v_pages, slots), scales)
         return q
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

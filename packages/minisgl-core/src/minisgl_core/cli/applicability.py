@@ -9,6 +9,7 @@ import torch
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.moe import MoeSpec
+from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import PluginError
 from minisgl_core.plugins.registry import Registry
 
@@ -27,12 +28,14 @@ def reasons_against(registry: Registry, kind: str, provider: Any) -> tuple[str, 
     """
     if kind == "platform":
         return "this machine", provider.unsupported()
-    if kind not in ("attention", "communicator", "moe", "ops"):
+    if kind not in ("attention", "communicator", "moe", "ops", "quantization"):
         return "", []
     device, dtype = best_device(registry), torch.bfloat16
     where = f"{device.type}, {str(dtype).removeprefix('torch.')}"
     if kind == "ops":
         return where, provider.unsupported(device, dtype)
+    if kind == "quantization":
+        return where, provider.unsupported(QuantizationSpec(dtype, device))
     if kind == "communicator":
         spec: Any = CommunicatorSpec(rank=0, size=2, device=device, init_method="tcp://127.0.0.1:29500")
         return f"{device.type}, 2 ranks", provider.unsupported(spec)

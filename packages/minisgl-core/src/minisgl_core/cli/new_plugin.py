@@ -63,6 +63,13 @@ SCAFFOLDS = {
         "moe", "{Name}Moe", "A mixture-of-experts kernel", "minisgl launch --moe {name}", dependencies=("torch",)
     ),
     "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name}", dependencies=("torch",)),
+    "quantization": Scaffold(
+        "quantization",
+        "{Name}Quantization",
+        "Matrices of fewer bits",
+        "minisgl launch --quantization {name}",
+        dependencies=("torch",),
+    ),
     "communicator": Scaffold(
         "communicator",
         "{Name}Communicator",

@@ -75,6 +75,7 @@ def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | 
         eos_token_ids=tuple(
             dict.fromkeys(_token_ids(raw, "eos_token_id") + _token_ids(generation_config or {}, "eos_token_id"))
         ),
+        quantization=_quantization(raw),
         raw=raw,
     )
 
@@ -108,6 +109,13 @@ class _Keys:
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self._where}: {key}={value!r} is neither true nor false")
         return value
+
+
+def _quantization(raw: Mapping[str, Any]) -> str:
+    config = raw.get("quantization_config") or raw.get("compression_config") or {}
+    if not isinstance(config, Mapping) or (config and not isinstance(config.get("quant_method"), str)):
+        raise ModelFormatError("config: quantization_config names no quant_method")
+    return str(config.get("quant_method", ""))
 
 
 def _architecture(raw: Mapping[str, Any]) -> str:

@@ -85,6 +85,7 @@ class ModelConfig:
         moe: experts, or None.
         bos_token_id: first token of a sequence, where the model has one.
         eos_token_ids: every token that ends a sequence, generation_config's included.
+        quantization: how the checkpoint's matrices are quantised, such as ``fp8``; empty where they are not.
         raw: the config as read.
     """
 
@@ -108,4 +109,5 @@ class ModelConfig:
     moe: MoeConfig | None
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    quantization: str = ""
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)

@@ -81,6 +81,11 @@ class CacheOptions:
 
     cache: str = option(AUTO, "Prefix cache.", kind="prefix_cache")
     page_size: int | str = option(AUTO, "Tokens in a page of KV.", low=1)
+    kv_dtype: str = option(
+        AUTO,
+        "Precision of KV: auto is that of --dtype; fp8 (float8 e4m3) takes half the memory of bfloat16.",
+        choices=(AUTO, "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"),
+    )
     num_pages: int | None = option(None, "Pages of KV; sized by --memory-ratio where it is missing.", low=2)
     memory_ratio: float = option(
         0.9,
@@ -124,6 +129,11 @@ class BackendOptions:
     attn: str = option(AUTO, "Attention backend; 'a,b' takes a for prefill and b for decode.", kind="attention")
     moe: str = option(AUTO, "Mixture-of-experts kernel.", kind="moe")
     ops: str = option(AUTO, "Kernels between attention calls.", kind="ops")
+    quantization: str = option(
+        AUTO,
+        "Precision of the layers' matrices: fp8, or none for that of --dtype; auto takes fp8 where the checkpoint has it.",
+        kind="quantization",
+    )
     communicator: str = option(AUTO, "Collectives between ranks.", kind="communicator")
     platform: str = option(AUTO, "Device.", kind="platform")
     grammar: str = option(AUTO, "Structured output.", kind="grammar")

@@ -17,7 +17,9 @@ from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.platform import Hardware
+from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+from minisgl_core.fp8 import FP8
 from minisgl_core.layers.base import check_tp_size
 
 Unsupported = Callable[..., list[str]]
@@ -30,6 +32,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ops", "cpu"): ("onednn", "torch"),
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
+    ("quantization", "cuda"): ("fp8", "none"),
+    ("quantization", "cpu"): ("none",),
     ("communicator", "cuda"): ("oneshot", "torch"),
     ("communicator", "cpu"): ("torch",),
     ("grammar", "cuda"): ("llguidance",),
@@ -109,6 +113,9 @@ def resolve(
     attn = ",".join(value for value, _ in picks)
     choices.append(Choice("attn", attn, "; ".join(reason for _, reason in picks)))
     choices.append(Choice("page_size", str(page_size), page_why))
+    kv_dtype = dtype if config.cache.kv_dtype == AUTO else config.cache.kv_dtype
+    if kv_dtype != dtype:
+        choices.append(Choice("kv_dtype", kv_dtype, "as asked"))
 
     cache, why = picker.pick("prefix_cache", config.cache.cache)
     choices.append(Choice("cache", cache, why))
@@ -118,6 +125,12 @@ def resolve(
     if model.moe is not None:
         moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
         choices.append(Choice("moe", moe, why))
+    quantization = config.backends.quantization
+    if quantization != AUTO or model.quantization:
+        quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))
+        choices.append(Choice("quantization", quantization, _of_checkpoint(model, quantization, why)))
+    else:
+        quantization = "none"
     communicator = config.backends.communicator
     if config.parallel.tp > 1:
         place = CommunicatorSpec(0, config.parallel.tp, device, "")
@@ -145,9 +158,11 @@ def resolve(
         max_seq_len_override=max_seq_len,
         attn=attn,
         page_size=page_size,
+        kv_dtype=kv_dtype,
         cache=cache,
         ops=ops,
         moe=moe,
+        quantization=quantization,
         communicator=communicator,
         grammar=grammar,
         disable_overlap=overlap,
@@ -225,12 +240,32 @@ def attention_spec(
         head_dim=model.head_dim,
         page_size=page_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_torch_dtype(config, dtype),
         device=device,
         max_seq_len=max_seq_len,
         max_batch=config.scheduler.max_running_requests,
         sliding_windows=tuple(sorted({window for window in model.sliding_windows if window is not None})),
     )
+
+
+def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    """Of the KV pool of a model that computes in `dtype`."""
+    wanted = config.cache.kv_dtype
+    if wanted == AUTO:
+        return dtype
+    return FP8 if wanted in ("fp8", "fp8_e4m3") else getattr(torch, wanted)
+
+
+def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> QuantizationSpec:
+    """What a rank asks of the provider of quantised products."""
+    return QuantizationSpec(dtype, device, model.moe.num_experts if model.moe is not None else 0)
+
+
+def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
+    """Says where the checkpoint's matrices have been."""
+    if not model.quantization:
+        return why
+    return f"{why}; the checkpoint's are {model.quantization}" + (", and become --dtype" if chosen == "none" else "")
 
 
 def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:

@@ -27,7 +27,7 @@ class AttentionSpec:
         head_dim: D.
         page_size: S.
         dtype: of q, k, v and the output.
-        kv_dtype: of the KV pool.
+        kv_dtype: of the KV pool: `dtype`, or torch.float8_e4m3fn.
         device: of all tensors.
         max_seq_len: longest sequence, in tokens.
         max_batch: most requests in one batch.
@@ -54,11 +54,14 @@ class AttentionLayer:
         index: the layer's place in the KV pool.
         scale: factor on ``q @ k.T`` before the softmax.
         sliding_window: a query attends to this many latest tokens, itself included; None for all.
+        kv_scales: what K and V in an fp8 pool stand for: k times the first, v times the second; 1 where the pool is of
+            another dtype. Storing divides by them, and turns what is too large into the largest number.
     """
 
     index: int
     scale: float
     sliding_window: int | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.quantization import Quantization
 from minisgl_core.contracts.weights import WeightTarget
 
 
@@ -28,6 +29,8 @@ class BuildContext:
         device: where parameters lie.
         dtype: of parameters and activations.
         moe_kernel: the class that runs experts; None where the model has none.
+        kv_dtype: of the KV pool; None for `dtype`.
+        quantization: what multiplies by the layers' matrices, those of experts aside; None for `ops`.
     """
 
     communicator: Communicator
@@ -35,6 +38,13 @@ class BuildContext:
     device: torch.device
     dtype: torch.dtype
     moe_kernel: type[MoeKernel] | None = None
+    kv_dtype: torch.dtype | None = None
+    quantization: Quantization | None = None
+
+    @property
+    def products(self) -> Ops | Quantization:
+        """Who prepares matrices that may be quantised: all but the output matrix, embeddings and routers."""
+        return self.quantization or self.ops
 
     @property
     def tp_rank(self) -> int:
@@ -103,15 +113,18 @@ class Model(nn.Module, ABC):
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """For each tensor of the checkpoint, its name and where this rank's part of it goes.
 
-        A name may come twice (a tied embedding); each tensor named must be in the checkpoint.
+        A name may come twice (a tied embedding); each tensor named must be in the checkpoint, unless its target is optional.
         """
 
     def ignored_weights(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``."""
-        return ("*.rotary_emb.inv_freq",)
+        """Patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
+
+        Scales of K and V are used where the pool is fp8 (`WeightTarget.optional`), and mean nothing elsewhere.
+        """
+        return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale"
 
     def finalize(self) -> None:
-        """Called once after loading: layers hand their matrices to `Ops.prepare_linear`."""
+        """Called once after loading: layers hand their matrices to `BuildContext.products`."""
         for module in self.modules():
             prepare = getattr(module, "prepare", None)
             if prepare is not None and module is not self:

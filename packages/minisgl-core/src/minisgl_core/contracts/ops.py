@@ -13,6 +13,8 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
+
 LinearOp = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] to [..., out]."""
 
@@ -89,6 +91,39 @@ class Ops:
         gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
         return lambda x: silu_and_mul(gate_up(x))
 
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each row in float8_e4m3fn: its largest value becomes the largest number.
+
+        Args:
+            x: [T, in], rows of any stride.
+
+        Returns:
+            Codes, float8 [T, in], contiguous; what each row's are to be multiplied by, float32 [T, 1].
+        """
+        scales = (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(LEAST_SCALE)
+        return to_fp8(x, scales), scales
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Called once a matrix: returns ``x -> (codes @ weight.T) * row_scales * scales + bias``, x by `quantize_rows`.
+
+        Args:
+            weight: float8_e4m3fn [out, in], contiguous, both multiples of 16.
+            scales: of the outputs, float32 [out].
+            bias: [out] or None.
+        """
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            codes, row_scales = self.quantize_rows(x)
+            out = F.linear(codes.float(), weight.float()) * row_scales * scales
+            return (out if bias is None else out + bias).to(x.dtype)
+
+        return product
+
+    def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """`prepare_gated` of a matrix such as `prepare_fp8_linear` takes."""
+        gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
+        return lambda x: silu_and_mul(gate_up(x))
+
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """The first of the largest logits of each row; [N, V] to int64 [N]."""
         return logits.argmax(-1)
@@ -158,6 +193,7 @@ class Ops:
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
         slots: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """`rotate`, then write k and v to their slots. May overwrite q and k.
 
@@ -166,16 +202,19 @@ class Ops:
             k: [T, Hkv, D].
             v: like k.
             rotation: of q and k.
-            k_pages: of a layer, [P, S, Hkv, D], contiguous.
+            k_pages: of a layer, [P, S, Hkv, D], contiguous, q's dtype or float8_e4m3fn.
             v_pages: like k_pages.
             slots: ``page * S + offset`` of each token, int64 [T].
+            scales: what k and v are divided by on their way into fp8 pages; see `AttentionLayer.kv_scales`.
 
         Returns:
             The rotated q.
         """
         q, k = self.rotate(q, k, rotation)
-        for pages, new in ((k_pages, k), (v_pages, v)):
-            pages.view(-1, *new.shape[1:]).index_copy_(0, slots, new.to(pages.dtype))
+        for pages, new, scale in ((k_pages, k, scales[0]), (v_pages, v, scales[1])):
+            if pages.dtype == FP8:
+                pages, new = pages.view(torch.uint8), to_fp8(new, scale).view(torch.uint8)
+            pages.view(-1, *new.shape[1:]).index_copy_(0, slots, new)
         return q
 
     def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:

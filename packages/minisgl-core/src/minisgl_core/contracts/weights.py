@@ -31,10 +31,12 @@ class WeightTarget:
     Attributes:
         destination: the (view of a) parameter that receives the values.
         index: which part of the checkpoint's tensor this rank holds; an empty tuple for all of it.
+        optional: whether the checkpoint may lack the tensor; the destination keeps what it holds then.
     """
 
     destination: torch.Tensor
     index: tuple[slice, ...] = ()
+    optional: bool = False
 
 
 class WeightSource(ABC):

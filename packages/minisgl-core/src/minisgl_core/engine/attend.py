@@ -34,7 +34,8 @@ class BoundAttention:
         if rotation is not None:
             if self._apart is not None:
                 pages = self._backend.pool.k(layer.index), self._backend.pool.v(layer.index)
-                q = self._ops.rotate_and_store(q, k, v, rotation, *pages, self._apart.kv_slots(self._plan))
+                slots = self._apart.kv_slots(self._plan)
+                q = self._ops.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales)
                 return self._apart.attend_stored(q, layer, self._plan)
             q, k = self._ops.rotate(q, k, rotation)
         return self._backend.forward(q, k, v, layer, self._plan)

@@ -16,7 +16,7 @@ import torch
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.config.resolve import Choice, Resolved, resolve
+from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
@@ -129,7 +129,10 @@ def build_engine(
         try:
             ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
-            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe)
+            kv_dtype = kv_torch_dtype(config, ops.dtype)
+            quantized = registry.load("quantization", config.backends.quantization)
+            quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
+            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
             model = model_class(checkpoint.config, build).eval()
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
@@ -182,6 +185,7 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
         backends.ops,
         backends.communicator,
         backends.grammar,
+        backends.quantization,
     }
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
@@ -213,6 +217,7 @@ def _join(
         "communicator": config.backends.communicator,
         "models": architecture,
         "ops": config.backends.ops,
+        "quantization": config.backends.quantization,
     }
     digest = registry.digest(chosen)
     first = communicator.broadcast_object(digest)

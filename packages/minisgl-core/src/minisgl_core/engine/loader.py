@@ -47,12 +47,13 @@ def _targets(model: Model) -> Targets:
 def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:
     for name, places in targets.items():
         for target in places:
-            source.generate(name, target)
+            if not target.optional:
+                source.generate(name, target)
         advance()
 
 
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
-    missing, unexpected = set(targets), []
+    missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
     ignored = model.ignored_weights()
     for name, tensor in source.tensors(model.config):
         if name in targets:
@@ -75,9 +76,10 @@ def _fill(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
     if target.destination.numel() == 0:
         return
     expected, index = tuple(target.destination.shape), target.index
-    if len(tensor.shape) == len(expected):
+    shape = tensor.shape or (1,)  # a number is as good as a list of one
+    if len(shape) == len(expected):
         slices = (*index, *(slice(None),) * (len(expected) - len(index)))
-        found = tuple(len(range(*part.indices(size))) for part, size in zip(slices, tensor.shape, strict=True))
+        found = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
         if found == expected:
             target.destination.copy_(tensor[index])
             return

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.config.resolve import attention_spec
+from minisgl_core.config.resolve import attention_spec, kv_torch_dtype
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, GraphCapturable
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
@@ -51,7 +49,7 @@ class EngineParts:
             page_size=int(config.cache.page_size),
             num_kv_heads=max(1, shape.num_kv_heads // config.parallel.tp),
             head_dim=shape.head_dim,
-            dtype=getattr(torch, config.model.dtype),
+            dtype=kv_torch_dtype(config, ops.dtype),
             device=platform.device,
             layout=_common_layout(config.backends.attn, self.attention),
         )
@@ -60,7 +58,7 @@ class EngineParts:
         """Allocate the pool and put an engine around it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
-        spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, pool.dtype, pool.device)
+        spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, self._ops.dtype, pool.device)
         attention = _attention(self.attention, spec, KVPool(pool), table)
         return Engine(self._platform, self._communicator, self._model, attention, table, self._ops, num_rows)
 

@@ -7,6 +7,8 @@ from typing import Literal
 
 import torch
 
+from minisgl_core.fp8 import FP8, to_fp8
+
 KVLayout = Literal["NHD", "HND"]
 """Order of a page's dimensions: tokens, heads, head dimension; or heads first."""
 
@@ -53,8 +55,11 @@ class KVPool:
         self._k = [layer[0] for layer in self._layers]
         self._v = [layer[1] for layer in self._layers]
         width = spec.head_dim if spec.layout == "HND" else spec.num_kv_heads * spec.head_dim
-        self._k_rows = [k.view(-1, width) for k in self._k]
-        self._v_rows = [v.view(-1, width) for v in self._v]
+        is_fp8 = spec.dtype == FP8
+        self._encode = _fp8_bits if is_fp8 else _as_it_is
+        rows = [part.view(torch.uint8) if is_fp8 else part for part in (*self._k, *self._v)]
+        rows = [part.view(-1, width) for part in rows]
+        self._k_rows, self._v_rows = rows[: spec.num_layers], rows[spec.num_layers :]
         self._heads = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
 
     def k(self, layer: int) -> torch.Tensor:
@@ -77,8 +82,32 @@ class KVPool:
         first = slots // size * (size * self.spec.num_kv_heads) + slots % size
         return (first[:, None] + self._heads).view(-1)
 
-    def store(self, layer: int, k: torch.Tensor, v: torch.Tensor, index: torch.Tensor) -> None:
-        """Write k and v ([T, Hkv, D]) of a layer at the slots that `index` (from `store_index`) stands for."""
+    def store(
+        self,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        index: torch.Tensor,
+        scales: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        """Write k and v of a layer.
+
+        Args:
+            layer: its place in the pool.
+            k: [T, Hkv, D].
+            v: like k.
+            index: from `store_index`; stands for their slots.
+            scales: `AttentionLayer.kv_scales`, which k and v are divided by where the pool is fp8.
+        """
         rows = self._k_rows[layer]
-        rows.index_copy_(0, index, k.reshape(-1, rows.shape[1]))
-        self._v_rows[layer].index_copy_(0, index, v.reshape(-1, rows.shape[1]))
+        rows.index_copy_(0, index, self._encode(k, scales[0]).reshape(-1, rows.shape[1]))
+        self._v_rows[layer].index_copy_(0, index, self._encode(v, scales[1]).reshape(-1, rows.shape[1]))
+
+
+def _as_it_is(x: torch.Tensor, scale: float) -> torch.Tensor:
+    return x
+
+
+def _fp8_bits(x: torch.Tensor, scale: float) -> torch.Tensor:
+    """As bytes, since torch copies few float8 tensors by index."""
+    return to_fp8(x, scale).view(torch.uint8)

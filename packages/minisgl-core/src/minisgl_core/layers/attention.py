@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 import torch
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.fp8 import FP8
 from minisgl_core.layers.base import Layer, check_tp_size
 from minisgl_core.layers.linear import QKVParallelLinear, RowParallelLinear, Targets
 from minisgl_core.layers.norm import RMSNorm
+
+_SCALE_NAMES = ("{name}.{part}_scale", "{name}.{part}_proj.{part}_scale", "{name}.{part}_proj.output_scale")
+"""What a checkpoint may call the scale of K or V: as llm-compressor, ModelOpt and AutoFP8 write it."""
 
 
 class Attention(Layer):
@@ -35,6 +44,7 @@ class Attention(Layer):
         self.q_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.k_norm = RMSNorm(dim, config.rms_norm_eps, build) if qk_norm else None
         self.layer = AttentionLayer(index, dim**-0.5, config.sliding_windows[index])
+        self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None
         self._eps = config.rms_norm_eps
         self._heads = [self.qkv_proj.num_q_heads, self.qkv_proj.num_kv_heads, self.qkv_proj.num_kv_heads]
         self._view = (-1, sum(self._heads), dim)
@@ -57,3 +67,21 @@ class Attention(Layer):
         if self.q_norm is not None and self.k_norm is not None:
             yield from self.q_norm.weight_targets(f"{name}.q_norm")
             yield from self.k_norm.weight_targets(f"{name}.k_norm")
+        if self._kv_scales is not None:
+            for part, scale in (("k", self._kv_scales[:1]), ("v", self._kv_scales[1:])):
+                for pattern in _SCALE_NAMES:
+                    yield pattern.format(name=name, part=part), WeightTarget(scale, optional=True)
+
+    def prepare(self) -> None:
+        """Take note of the scales of K and V, where the checkpoint has some and the pool is fp8.
+
+        Raises:
+            ModelFormatError: one of them is no positive number.
+        """
+        if self._kv_scales is not None:
+            k, v = self._kv_scales.tolist()
+            if not (0 < k < inf and 0 < v < inf):
+                raise ModelFormatError(
+                    f"layer {self.layer.index}: the scales of K and V are {k:g} and {v:g}, not positive"
+                )
+            self.layer = replace(self.layer, kv_scales=(k, v))

@@ -40,6 +40,8 @@ class VocabParallelEmbedding(Layer):
 class LMHead(ColumnParallelLinear):
     """Hidden states to logits of the whole vocabulary, on every rank."""
 
+    may_be_quantized = False
+
     def __init__(
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
     ) -> None:

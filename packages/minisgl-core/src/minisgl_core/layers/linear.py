@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -20,9 +21,13 @@ Targets = Iterator[tuple[str, WeightTarget]]
 class Linear(Layer):
     """``x @ weight.T + bias`` on one rank; used as it is, it is replicated.
 
-    After `prepare` the matrix belongs to the operation that `Ops.prepare_linear` made, which may have packed it.
+    After `prepare` the matrix belongs to the operation that `prepare_linear` made, which may have packed or quantised it.
+
+    Attributes:
+        may_be_quantized: whether ``--quantization`` holds for this layer.
     """
 
+    may_be_quantized: ClassVar[bool] = False
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     op: LinearOp
@@ -32,7 +37,7 @@ class Linear(Layer):
     ) -> None:
         """Allocate ``[out_features, in_features]``; `zero` where part of it is padding."""
         super().__init__()
-        self._ops = build.ops
+        self._products = build.products if self.may_be_quantized else build.ops
         self.op = not_prepared
         self.weight = empty_parameter(out_features, in_features, build=build, zero=zero)
         self.bias = empty_parameter(out_features, build=build, zero=zero) if bias else None
@@ -51,7 +56,7 @@ class Linear(Layer):
     def prepare(self) -> None:
         """Hand the matrix to the kernels."""
         if self.weight is not None:
-            self.op = self._ops.prepare_linear(*self.release())
+            self.op = self._products.prepare_linear(*self.release())
 
     def release(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Give the matrix and the bias away, for good."""
@@ -63,6 +68,8 @@ class Linear(Layer):
 
 class ColumnParallelLinear(Linear):
     """Matrices that read the same input, each split by rows, stacked: ``[part 0; part 1; ...]`` of this rank."""
+
+    may_be_quantized = True
 
     def __init__(
         self, in_features: int, out_features: Sequence[int], build: BuildContext, *, bias: bool = False
@@ -119,6 +126,8 @@ class QKVParallelLinear(ColumnParallelLinear):
 
 class RowParallelLinear(Linear):
     """A matrix split by columns: each rank multiplies its part of the input, and the products are summed."""
+
+    may_be_quantized = True
 
     def __init__(self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False) -> None:
         """`in_features` of the whole model."""

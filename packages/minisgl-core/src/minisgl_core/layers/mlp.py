@@ -20,7 +20,7 @@ class GatedMLP(Layer):
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = ColumnParallelLinear(hidden, [inner, inner], build, bias=bias)
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias)
-        self._ops = build.ops
+        self._products = build.products
         self._gated: LinearOp = not_prepared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -30,7 +30,7 @@ class GatedMLP(Layer):
 
     def prepare(self) -> None:
         """Join the first two matrices and the activation."""
-        self._gated = self._ops.prepare_gated(*self.gate_up_proj.release())
+        self._gated = self._products.prepare_gated(*self.gate_up_proj.release())
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names for Llama and its kin."""

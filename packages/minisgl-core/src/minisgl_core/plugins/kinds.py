@@ -46,6 +46,7 @@ KINDS: dict[str, Kind] = {
         _kind("prefix_cache", "prefix_cache:PrefixCache", "--cache", "reuse of KV between prompts"),
         _kind("moe", "moe:MoeKernel", "--moe", "mixture-of-experts kernels"),
         _kind("ops", "ops:Ops", "--ops", "norms, rotary embedding, activations, matrix products"),
+        _kind("quantization", "quantization:Quantization", "--quantization", "precision of the layers' matrices"),
         _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
         _kind("platform", "platform:Platform", "--platform", "devices"),
         _kind("weights", "weights:WeightSource", "", "checkpoint formats"),

@@ -12,6 +12,7 @@ _REQUIREMENTS = {
     ("attention", "torch"): "minisgl-backends",
     **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
     ("moe", "torch"): "minisgl-backends",
+    ("quantization", "fp8"): "minisgl-backends",
     ("grammar", "llguidance"): "minisgl-backends[grammar]",
     **{(kind, "triton"): "minisgl-backends[triton]" for kind in ("attention", "moe", "ops")},
     **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec, GraphCapturable
+from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
 
 HeadShape = tuple[int, int, int]
@@ -30,6 +31,7 @@ class AttentionBackendTests:
         page_sizes: tokens a page.
         head_shapes: (query heads, KV heads, head dimension).
         has_sliding_windows: whether layers may have one; where they may not, the backend must refuse such a spec.
+        has_fp8_pool: whether the KV pool may be float8_e4m3fn; where it may not, the backend must refuse such a spec.
         tolerances: largest error of an output, by dtype; outputs are of about unit size.
     """
 
@@ -39,6 +41,7 @@ class AttentionBackendTests:
     page_sizes: ClassVar[tuple[int, ...]] = (1, 16)
     head_shapes: ClassVar[tuple[HeadShape, ...]] = ((4, 2, 64), (2, 2, 128), (6, 2, 64), (8, 1, 64))
     has_sliding_windows: ClassVar[bool] = True
+    has_fp8_pool: ClassVar[bool] = False
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
     def test_says_why_it_cannot(self) -> None:
@@ -125,6 +128,32 @@ class AttentionBackendTests:
                 prefills=[(0, 4), (0, 90), (3, 5), (70, 70), (150, 1)],
                 windows=(5, None, 64, 1),
             )
+
+    def test_fp8_pool(self) -> None:
+        """K and V are divided by their scales and rounded on the way to the pool, and count as what lies there."""
+        for spec in self.specs():
+            spec = replace(spec, kv_dtype=FP8)
+            if not self.has_fp8_pool:
+                assert self.backend.unsupported(spec), "a spec with an fp8 pool must be refused"
+                continue
+            size, scale = spec.page_size, spec.head_dim**-0.5
+            layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
+            rig = self.rig(spec, num_requests=3, max_seq_len=3 * size + 70, layers=layers)
+            rig.quantization_loss = 0.1
+            a, b, c = rig.request(0, 3 * size + 70), rig.request(65, 70), rig.request(size, size + 30)
+            rig.step([(b, 1), (a, size + 40), (c, 20)], num_decodes=1)
+            rig.step([(a, 1), (b, 1), (c, 1)])
+
+    def test_fp8_pool_of_too_small_scales(self) -> None:
+        """What is too large for the pool becomes the largest number, not infinite and no other."""
+        for spec in self.specs():
+            spec = replace(spec, kv_dtype=FP8)
+            if not self.has_fp8_pool:
+                continue
+            layer = AttentionLayer(0, spec.head_dim**-0.5, kv_scales=(2**-9, 2**-8))
+            rig = self.rig(spec, num_requests=2, max_seq_len=60, layers=[layer])
+            a, b = rig.request(0, 60), rig.request(40, 60)
+            rig.step([(b, 1), (a, 50)], num_decodes=1)
 
     def test_scales(self) -> None:
         """Each layer has its own; scores reach a hundred."""

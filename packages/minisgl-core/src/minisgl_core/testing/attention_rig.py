@@ -19,6 +19,7 @@ from minisgl_core.contracts.attention import (
     AttentionSpec,
     GraphCapturable,
 )
+from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
 
@@ -70,6 +71,9 @@ Work = Sequence[tuple[Tokens | None, int]]
 class AttentionRig:
     """A backend over a pool whose every slot is also known in plain tensors.
 
+    Where the pool is fp8, what a step stores there must be the nearest number or one beside it, and outputs are compared with
+    attention over what is stored.
+
     Pages are handed out at random and nothing is ever freed. Slots that hold no token, and entries of the page table past a
     request's pages, contain what an earlier request may have left there.
 
@@ -80,6 +84,8 @@ class AttentionRig:
         num_pages: pages of the pool, page 0 included.
         seed: of everything random.
         tolerances: largest error of an output, by dtype.
+        quantization_loss: the largest root mean square that a request's outputs may differ by from attention over K and V as
+            they were before they were stored; None to not look.
     """
 
     backend_class: type[AttentionBackend]
@@ -88,6 +94,7 @@ class AttentionRig:
     num_pages: int
     seed: int = 0
     tolerances: Mapping[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
+    quantization_loss: float | None = None
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
 
@@ -98,7 +105,9 @@ class AttentionRig:
         self._free_rows = (torch.randperm(2 * spec.max_batch, generator=self.random) + 1).tolist()
         shape = (len(self.layers), 2, self.num_pages * spec.page_size, spec.num_kv_heads, spec.head_dim)
         largest = torch.finfo(spec.kv_dtype).max / 8  # of what is drawn, nothing reaches 8
-        self.known = self._normal(*shape) * min(STALE, largest)  # K and V of each layer, [layers, 2, N, Hkv, D]
+        self.known = self._normal(*shape) * min(STALE, largest)  # the pool, [layers, 2, N, Hkv, D]
+        self._scales = torch.tensor([layer.kv_scales for layer in self.layers]).view(-1, 2, 1, 1, 1)
+        self._given = self.known * self._scales  # K and V before they were stored
         self.pool = KVPool(
             KVPoolSpec(
                 num_layers=len(self.layers),
@@ -136,6 +145,7 @@ class AttentionRig:
         fresh = self.slots(made, num_shared * size, num_cached)
         if len(fresh):
             self.known[:, :, fresh] = self._normal(*self.known.shape[:2], len(fresh), *self.known.shape[3:])
+            self._given[:, :, fresh] = self.known[:, :, fresh] * self._scales
             self.pool.data.copy_(self._laid_out(self.known))
         return made
 
@@ -186,7 +196,7 @@ class AttentionRig:
     def inputs(self, batch: AttentionBatch) -> torch.Tensor:
         """Random q, k and v in one tensor [T, Hq + 2 * Hkv, D], as a fused projection leaves them."""
         heads = self.spec.num_q_heads + 2 * self.spec.num_kv_heads
-        fused = self._normal(batch.num_tokens, heads, self.spec.head_dim)
+        fused = torch.randn(batch.num_tokens, heads, self.spec.head_dim, generator=self.random)
         fused[:, : self.spec.num_q_heads] *= 3  # so that a few keys matter much, and a wrong one shows
         return fused.to(self.spec.device, self.spec.dtype)
 
@@ -207,7 +217,7 @@ class AttentionRig:
             q, k, v = (part.cpu() for part in self.split(fused))
             assert out.shape == q.shape, f"{self}: the output is {list(out.shape)}, not {list(q.shape)}"
             assert out.dtype == q.dtype, f"{self}: the output is {out.dtype}, not {q.dtype}"
-            self.known[layer.index][:, slots] = torch.stack((k, v))[:, real].to(self.spec.kv_dtype).float()
+            self._note_stored(layer, slots, torch.stack((k, v))[:, real].float())
             for (request, num_new), end in zip(work, ends, strict=True):
                 part = slice(end - num_new, end)
                 self._check_request(request, layer, q[part], out[part].cpu())
@@ -215,22 +225,41 @@ class AttentionRig:
         wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
         assert not wrong, f"{self}: these (layer, K or V, page) do not hold what belongs there: {wrong[:8]}"
 
+    def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
+        """What a layer's pool must hold from now on: `given`, [2, T, Hkv, D]."""
+        self._given[layer.index][:, slots] = given
+        if self.spec.kv_dtype == FP8:
+            wanted = (given / self._scales[layer.index]).clamp(-FP8_MAX, FP8_MAX)
+            pages = self.pool.kv(layer.index).cpu().float()
+            pages = pages.transpose(2, 3) if self.backend_class.kv_layout == "HND" else pages
+            given = pages.flatten(1, 2)[:, slots]
+            is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
+            assert is_near.all(), f"{self}: {given[~is_near][:4]} was stored for {wanted[~is_near][:4]}"
+        self.known[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()
+
     def _check_request(self, request: Tokens | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
         where = f"{self}: layer {layer.index}, window {layer.sliding_window}"
         assert out.isfinite().all(), f"{where}: not finite"
         if request is None:
             return
-        k, v = self.known[layer.index][:, self.slots(request, 0, request.num_tokens)]
+        slots = self.slots(request, 0, request.num_tokens)
+        k, v = self.known[layer.index][:, slots] * self._scales[layer.index]
         expected = dense_attention(q, k, v, layer.scale, layer.sliding_window)
         error = (out.double() - expected).abs().max().item()
-        allowed = self.tolerances[self.spec.dtype]
+        allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1])
         assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
+        if self.quantization_loss is not None:
+            k, v = self._given[layer.index][:, slots]
+            exact = dense_attention(q, k, v, layer.scale, layer.sliding_window)
+            loss = (out.double() - exact).square().mean().sqrt().item()
+            assert loss <= self.quantization_loss, f"{where}: {loss:.2g} is lost to the pool's precision"
 
     def __str__(self) -> str:
         """The case, for messages."""
         spec = self.spec
         heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
-        return f"{self.backend_class.__name__}, {spec.dtype}, page size {spec.page_size}, {heads}"
+        pool = "" if spec.kv_dtype == spec.dtype else f", pool of {spec.kv_dtype}"
+        return f"{self.backend_class.__name__}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
 
     def _normal(self, *shape: int) -> torch.Tensor:
         """Float32, with values that both dtypes of the spec hold exactly."""

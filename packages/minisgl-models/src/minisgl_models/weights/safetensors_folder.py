@@ -73,5 +73,5 @@ class _Slice:
         self.shape = tuple(handle.get_shape())
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self._handle[index] if index else self._handle[:]
+        tensor: torch.Tensor = self._handle[index or ...]
         return tensor

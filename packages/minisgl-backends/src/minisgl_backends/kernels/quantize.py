@@ -1,0 +1,35 @@
+"""Rows to float8, each with a scale of its own, in one launch."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backends.kernels.fp8 import to_fp8
+from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE
+
+
+@triton.jit
+def _quantize_rows(x, stride, codes, scales, N, LARGEST: tl.constexpr, LEAST: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    mask = column < N
+    values = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, LEAST)
+    tl.store(scales + row, scale)
+    tl.store(codes + row * N + column, to_fp8(values / scale), mask=mask)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Ops.quantize_rows`."""
+    num_rows, size = x.shape
+    codes = torch.empty(num_rows, size, dtype=FP8, device=x.device)
+    scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    if num_rows:
+        _quantize_rows[(num_rows,)](
+            x, x.stride(0), codes, scales, size, LARGEST=FP8_MAX, LEAST=LEAST_SCALE, BLOCK=block,
+            num_warps=min(max(block // 1024, 1), 16),
+        )  # fmt: skip
+    return codes, scales

@@ -1,0 +1,72 @@
+"""``--quantization fp8``: weights in float8 with a scale an output channel, activations in float8 with a scale a token."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.fp8 import FP8
+
+logger = logging.getLogger(__name__)
+
+_ROWS = 2048
+"""Rows of a matrix that are quantised at once, which bounds what that takes besides the matrix."""
+_MULTIPLE = 16
+"""What both sides of a matrix must be multiples of."""
+
+
+class Fp8(Quantization):
+    """Scales are found at load and for each token: nothing has to be calibrated.
+
+    A matrix whose sides are no multiples of 16 stays as it is. On a CPU, matrices become float32 again in each product: that
+    is for tests, and to see what is lost.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: QuantizationSpec) -> list[str]:
+        """A GPU without float8, or another dtype than its products have; experts."""
+        reasons = []
+        if spec.device.type == "cuda" and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < (8, 9):
+                has = ".".join(map(str, capability))
+                reasons.append(f"products in float8 need compute capability 8.9 or later, and this GPU has {has}")
+            if spec.dtype != torch.bfloat16:
+                name = str(spec.dtype).removeprefix("torch.")
+                reasons.append(f"its products have results in bfloat16, not {name} (--dtype bfloat16)")
+        if spec.num_experts:
+            reasons.append(f"matrices of experts are not quantised, and the model has {spec.num_experts} in a layer")
+        return reasons
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Quantise; see `Ops.prepare_fp8_linear`."""
+        if not _fits(weight):
+            return super().prepare_linear(weight, bias)
+        return self.ops.prepare_fp8_linear(*self._quantize(weight), bias)
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Quantise; see `Ops.prepare_fp8_gated`."""
+        if not _fits(weight):
+            return super().prepare_gated(weight, bias)
+        return self.ops.prepare_fp8_gated(*self._quantize(weight), bias)
+
+    def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Float8 like `weight`, and the scale of each row, float32 [out]."""
+        codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+        scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+        for start in range(0, len(weight), _ROWS):
+            part = slice(start, start + _ROWS)
+            found = self.ops.quantize_rows(weight[part])
+            codes[part].copy_(found[0])
+            scales[part].copy_(found[1])
+        return codes, scales.view(-1)
+
+
+def _fits(weight: torch.Tensor) -> bool:
+    if all(size % _MULTIPLE == 0 for size in weight.shape):
+        return True
+    logger.info("a matrix of %d by %d stays as it is: fp8 takes multiples of %d", *weight.shape, _MULTIPLE)
+    return False

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
+from minisgl_backends.quantization.fp8 import Fp8  # noqa: E402
+from minisgl_core.contracts.ops import Ops  # noqa: E402
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec  # noqa: E402
+from minisgl_core.fp8 import FP8, FP8_MAX  # noqa: E402
+from minisgl_core.testing.quantization_kit import QuantizationTests  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+class TestNone(QuantizationTests):
+    provider = Quantization
+    test_the_matrix_is_given_away = None  # type: ignore[assignment]
+    loss = 0.01
+
+
+class TestFp8(QuantizationTests):
+    provider = Fp8
+
+
+def spec(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", num_experts: int = 0) -> QuantizationSpec:
+    return QuantizationSpec(dtype, torch.device(device), num_experts)
+
+
+def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert Fp8.unsupported(spec()) == Fp8.unsupported(spec(torch.float32, "cpu")) == []
+    assert "bfloat16, not float16" in Fp8.unsupported(spec(torch.float16))[0]
+    assert "the model has 8 in a layer" in Fp8.unsupported(spec(num_experts=8))[0]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    assert "8.9 or later, and this GPU has 8.0" in Fp8.unsupported(spec())[0]
+
+
+def test_each_output_and_each_token_has_a_scale() -> None:
+    """Against float64 on what the quantised numbers stand for; large ones harm no others."""
+    ops = Ops(CPU, torch.float32)
+    weight, x = torch.randn(5000, 64), torch.randn(7, 64)
+    weight[3] *= 1e4
+    x[2] *= 1e-6
+    codes, scales = Fp8(spec(torch.float32, "cpu"), ops)._quantize(weight)
+    assert codes.dtype == FP8
+    torch.testing.assert_close(codes.float() * scales[:, None], weight, rtol=2**-4, atol=1e-5)
+    assert (codes.float().abs().amax(1) == FP8_MAX).all()
+    x_codes, x_scales = ops.quantize_rows(x)
+    expected = (x_codes.double() * x_scales) @ (codes.double() * scales[:, None].double()).T
+    found = ops.prepare_fp8_linear(codes, scales, None)(x)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_matrices_of_odd_sizes_stay_as_they_are() -> None:
+    provider = Fp8(spec(torch.float32, "cpu"), Ops(CPU, torch.float32))
+    weight, x = torch.randn(24, 40), torch.randn(3, 40)
+    torch.testing.assert_close(provider.prepare_linear(weight, None)(x), x @ weight.T)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 80, 1536])
+def test_triton_quantizes_rows_as_torch_does(size: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    wide = torch.randn(9, 2 * size, device=device).mul_(torch.logspace(-6, 6, 9, device=device)[:, None]).to(dtype)
+    wide[4] = 0
+    for x in (wide, wide[:, size:]):
+        codes, scales = TritonOps(device, dtype).quantize_rows(x)
+        expected, expected_scales = Ops(device, dtype).quantize_rows(x)
+        torch.testing.assert_close(scales, expected_scales, rtol=1e-6, atol=0)
+        assert codes.is_contiguous()
+        # A number between two may become either.
+        torch.testing.assert_close(codes.float(), expected.float(), rtol=2**-3, atol=2**-9)
+        assert (codes.float() == expected.float()).float().mean() > 0.99

@@ -1,0 +1,57 @@
+"""Products in float8 on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.testing.quantization_kit import QuantizationTests
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+
+class TestFp8(QuantizationTests):
+    provider = Fp8
+    ops = TritonOps
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+    shapes = ((64, 128), (48, 32), (6144, 1024), (1024, 3072), (24, 40))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 300])
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 128), (6144, 1024), (1024, 3072), (5120, 17408)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_products_are_those_of_the_reference(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    """The same numbers in float8; sums differ by rounding alone."""
+    device = torch.device("cuda")
+    ours, reference = TritonOps(device, torch.bfloat16), Ops(device, torch.bfloat16)
+    weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
+    codes, scales = reference.quantize_rows(weight)
+    bias = torch.randn(outputs, device=device, dtype=torch.bfloat16) if has_bias else None
+    x = torch.randn(num_rows, inputs, device=device, dtype=torch.bfloat16)
+    for prepare in ("prepare_fp8_linear", "prepare_fp8_gated"):
+        arguments = codes, scales.view(-1), bias
+        found, expected = getattr(ours, prepare)(*arguments)(x), getattr(reference, prepare)(*arguments)(x)
+        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_products_in_a_graph() -> None:
+    device = torch.device("cuda")
+    ops = TritonOps(device, torch.bfloat16)
+    codes, scales = ops.quantize_rows(torch.randn(256, 512, device=device, dtype=torch.bfloat16))
+    op = ops.prepare_fp8_linear(codes, scales.view(-1), None)
+    x = torch.randn(32, 512, device=device, dtype=torch.bfloat16)
+    op(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(x)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(out, op(x))
