@@ -32,9 +32,9 @@ MODEL = model_config(
     }
 )
 INSTALLED = {
-    "attention": {"torch", "triton", "fi", "fa", "theirs"},
+    "attention": {"torch", "native", "triton", "fi", "fa", "theirs"},
     "prefix_cache": {"radix", "naive"},
-    "ops": {"torch", "onednn", "triton"},
+    "ops": {"torch", "native", "onednn", "triton"},
     "communicator": {"torch"},
     "platform": {"cpu", "cuda"},
 }
@@ -62,10 +62,15 @@ def test_nothing_is_left_open() -> None:
 def test_a_laptop_gets_what_runs_there() -> None:
     resolved = choose(LAPTOP)
     flat = resolved.config.flat()
-    assert (flat["attn"], flat["ops"], flat["cache"]) == ("torch", "onednn", "radix")
+    assert (flat["attn"], flat["ops"], flat["cache"]) == ("native", "native", "radix")
     assert (flat["dtype"], flat["disable_overlap"]) == ("float32", True)
     reasons = {choice.what: choice.reason for choice in resolved.choices}
     assert "bfloat16 is slow" in reasons["dtype"]
+
+
+def test_a_laptop_without_a_compiler_gets_the_next() -> None:
+    flat = choose(LAPTOP, refused=["native"]).config.flat()
+    assert (flat["attn"], flat["ops"]) == ("torch", "onednn")
 
 
 def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
@@ -88,7 +93,7 @@ def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
     with pytest.raises(ProviderUnsupportedError, match="fi is not for this"):
         choose(H200, refused=["fi"], attn="fi")
     with pytest.raises(ProviderUnsupportedError, match="torch is not for this"):
-        choose(LAPTOP, refused=["torch"])
+        choose(LAPTOP, refused=["native", "torch"])
 
 
 @pytest.mark.parametrize(

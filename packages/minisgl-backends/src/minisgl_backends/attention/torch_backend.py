@@ -46,7 +46,7 @@ class _Block:
 
 
 @dataclass(slots=True)
-class _Group:
+class GatheredGroup:
     """Requests that are computed together.
 
     Attributes:
@@ -74,7 +74,7 @@ class _Group:
 @dataclass(slots=True)
 class _Plan:
     store_index: torch.Tensor
-    groups: list[_Group]
+    groups: list[GatheredGroup]
 
 
 class TorchAttention(AttentionBackend):
@@ -104,11 +104,14 @@ class TorchAttention(AttentionBackend):
 
     def plan(self, batch: AttentionBatch) -> _Plan:
         """Group the requests; the gather indices and masks serve all layers."""
-        members = group_by_size(batch.q_lens_host, batch.seq_lens_host)
-        groups = [self._group(batch, each, len(members) == 1) for each in members]
-        return _Plan(self.pool.store_index(batch.slots), groups)
+        return _Plan(self.pool.store_index(batch.slots), self.groups(batch))
 
-    def _group(self, batch: AttentionBatch, members: np.ndarray, is_all: bool) -> _Group:
+    def groups(self, batch: AttentionBatch) -> list[GatheredGroup]:
+        """Requests of similar shape together."""
+        members = group_by_size(batch.q_lens_host, batch.seq_lens_host)
+        return [self._group(batch, each, len(members) == 1) for each in members]
+
+    def _group(self, batch: AttentionBatch, members: np.ndarray, is_all: bool) -> GatheredGroup:
         device, size = self.spec.device, self.spec.page_size
         q_lens, seq_lens = batch.q_lens_host[members], batch.seq_lens_host[members]
         num_queries = int(q_lens.max())
@@ -124,7 +127,7 @@ class TorchAttention(AttentionBackend):
             kept = torch.from_numpy(np.flatnonzero(real)).to(device)
         rows = batch.rows if is_all else batch.rows[torch.from_numpy(members).to(device)]
         pages = self.page_table[rows, :num_pages].long() * self.spec.num_kv_heads
-        return _Group(
+        return GatheredGroup(
             num_requests=len(members),
             num_queries=num_queries,
             num_keys=num_pages * size,
@@ -140,19 +143,23 @@ class TorchAttention(AttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         self.pool.store(layer.index, k, v, plan.store_index, layer.kv_scales)
-        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._attend(q, layer, plan.groups[0]).reshape(q.shape)
+        return self.attend_groups(q, layer, plan.groups)
+
+    def attend_groups(self, q: torch.Tensor, layer: AttentionLayer, groups: list[GatheredGroup]) -> torch.Tensor:
+        """q [T, Hq, D] of the groups' requests to the same; K and V are stored already."""
+        if len(groups) == 1 and groups[0].tokens is None:
+            return self.attend_group(q, layer, groups[0]).reshape(q.shape)
         out = torch.empty_like(q)
-        for group in plan.groups:
+        for group in groups:
             assert group.tokens is not None
-            found = self._attend(q.index_select(0, group.tokens), layer, group).reshape(-1, *q.shape[1:])
+            found = self.attend_group(q.index_select(0, group.tokens), layer, group).reshape(-1, *q.shape[1:])
             if group.kept is None:
                 out.index_copy_(0, group.tokens, found)
             else:
                 out.index_copy_(0, group.tokens[group.kept], found[group.kept])
         return out
 
-    def _attend(self, q: torch.Tensor, layer: AttentionLayer, group: _Group) -> torch.Tensor:
+    def attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: GatheredGroup) -> torch.Tensor:
         """q [B * Q, Hq, D] to the same."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         pool, window, seen = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
@@ -199,7 +206,7 @@ class TorchAttention(AttentionBackend):
         out = torch.bmm(weights, v[:, : block.num_keys])
         return out.view(num, len(v) // num, -1, block.stop - block.start, v.shape[-1]).permute(0, 3, 1, 2, 4)
 
-    def _blocks(self, group: _Group, window: int | None) -> list[_Block]:
+    def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
         """Cut the queries into blocks, and say what each may see."""
         heads, lowest, highest = self.spec.num_kv_heads, int(group.first.min()), int(group.first.max())
         first = torch.from_numpy(group.first).to(self.spec.device)

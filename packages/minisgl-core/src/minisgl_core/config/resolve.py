@@ -27,9 +27,9 @@ Unsupported = Callable[..., list[str]]
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cuda"): ("fa,triton", "fi,triton", "triton", "torch"),
-    ("attention", "cpu"): ("torch",),
+    ("attention", "cpu"): ("native", "torch"),
     ("ops", "cuda"): ("triton", "torch"),
-    ("ops", "cpu"): ("onednn", "torch"),
+    ("ops", "cpu"): ("native", "onednn", "torch"),
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
     ("quantization", "cuda"): ("fp8", "none"),

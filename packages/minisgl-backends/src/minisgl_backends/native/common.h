@@ -1,0 +1,57 @@
+/* What the kernels share: the element type T, float or with -DBF16 bfloat16. Arithmetic is in float, each result is rounded
+   once. */
+#pragma once
+#include <math.h>
+#include <omp.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef BF16
+typedef uint16_t T;
+
+static inline float get(T x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+static inline T put(float value) {  /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return (T)(value != value ? 0x7fc0 : rounded);
+}
+#else
+typedef float T;
+static inline float get(T x) { return x; }
+static inline T put(float value) { return value; }
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+
+/* A parallel loop costs some microseconds: not for less work than this many elements. */
+#define MANY 32768
+
+/* e^x for x <= 0, to about 1e-7 of it; 0 below -87. */
+INLINE float exp_of_negative(float x) {
+    float clipped = x < -87.0f ? -87.0f : x;
+    float n = nearbyintf(clipped * 1.44269504f);
+    float r = fmaf(n, -0.693145752f, clipped);
+    r = fmaf(n, -1.42860677e-6f, r);
+    float p = fmaf(r, 1.0f / 720, 1.0f / 120);
+    p = fmaf(p, r, 1.0f / 24);
+    p = fmaf(p, r, 1.0f / 6);
+    p = fmaf(p, r, 0.5f);
+    p = fmaf(p, r, 1.0f);
+    p = fmaf(p, r, 1.0f);
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+INLINE float silu(float x) {
+    float e = exp_of_negative(-fabsf(x));
+    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+}

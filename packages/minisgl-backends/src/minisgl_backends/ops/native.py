@@ -1,0 +1,149 @@
+"""Kernels in C for CPUs; see `minisgl_backends.native`."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.native import library
+from minisgl_backends.ops.onednn import OneDnnOps
+from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+
+_COLUMNS = 16
+"""Of a block of a packed matrix; COLUMNS of products.c."""
+
+
+class PackedProduct:
+    """``x @ weight.T + bias`` with the weight in the layout of products.c."""
+
+    __slots__ = ("_bias", "_linear", "_packed", "_size")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: library.Library) -> None:
+        self._packed, self._bias, self._size = _blocks(weight), bias, len(weight)
+        self._linear = kernels.linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        rows, out, room = _rows_out_room(x, self._size)
+        bias = None if self._bias is None else self._bias.data_ptr()
+        packed = self._packed.data_ptr()
+        self._linear(out.data_ptr(), x.data_ptr(), packed, bias, room.data_ptr(), rows, self._size, x.shape[-1] // 2)
+        return out
+
+
+class PackedGatedProduct:
+    """``silu(x @ gate.T) * (x @ up.T)``; blocks of both matrices take turns in one."""
+
+    __slots__ = ("_gated", "_packed", "_size")
+
+    def __init__(self, weight: torch.Tensor, kernels: library.Library) -> None:
+        gate, up = weight.chunk(2)
+        self._packed, self._size = torch.stack((_blocks(gate), _blocks(up)), dim=1), len(gate)
+        self._gated = kernels.gated
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        rows, out, room = _rows_out_room(x, self._size)
+        packed = self._packed.data_ptr()
+        self._gated(out.data_ptr(), x.data_ptr(), packed, room.data_ptr(), rows, self._size, x.shape[-1] // 2)
+        return out
+
+
+class NativeOps(OneDnnOps):
+    """Norms, rotation and activations in one pass each; products of bfloat16 where the processor has dot products of it.
+
+    Other products are oneDNN's.
+    """
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Needs what `OneDnnOps` needs, Linux and gcc."""
+        return super().unsupported(device, dtype) or library.unsupported(device, dtype)
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        self._kernels = library.load(dtype)
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Pack; see `PackedProduct`."""
+        if self._kernels.has_tiles and weight.shape[1] % 2 == 0:
+            return PackedProduct(weight, bias, self._kernels)
+        return super().prepare_linear(weight, bias)
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Pack; see `PackedGatedProduct`."""
+        if bias is None and self._kernels.has_tiles and weight.shape[1] % 2 == 0:
+            return PackedGatedProduct(weight, self._kernels)
+        return super().prepare_gated(weight, bias)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `Ops.rms_norm`."""
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._kernels.rms_norm(out.data_ptr(), rows.data_ptr(), rows.stride(0), weight.data_ptr(), len(rows), size, eps)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.add_rms_norm`; the sum is written over `x`."""
+        x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
+        out = torch.empty_like(x)
+        addresses = out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+        self._kernels.add_rms_norm(*addresses, x.numel() // size, size, eps)
+        return out, x
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `Ops.silu_and_mul`."""
+        gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
+        out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
+        self._kernels.silu_and_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
+        return out
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `Ops.argmax`."""
+        if logits.dtype != self.dtype:
+            return super().argmax(logits)
+        logits = logits.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        self._kernels.argmax(out.data_ptr(), logits.data_ptr(), *logits.shape)
+        return out
+
+    def rotary(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place."""
+        return self.rotate(q, k, Rotation(cos, sin))
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """In place, norms included."""
+        cos, sin = rotation.cos, rotation.sin
+        if cos.dtype != self.dtype:
+            return Ops.rotate(self, q, k, rotation)
+        q, k = _dense_heads(q), _dense_heads(k)
+        norms = (None, None) if rotation.norms is None else tuple(norm.data_ptr() for norm in rotation.norms)
+        self._kernels.rotate(
+            q.data_ptr(), q.stride(0), q.shape[1], k.data_ptr(), k.stride(0), k.shape[1],
+            cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[2], cos.shape[-1], *norms, rotation.eps,
+        )  # fmt: skip
+        return q, k
+
+
+def _blocks(weight: torch.Tensor) -> torch.Tensor:
+    """[out, in] to [ceil(out / 16), in / 2, 16, 2]."""
+    num, width = -(-len(weight) // _COLUMNS), weight.shape[1]
+    if num * _COLUMNS != len(weight):
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, num * _COLUMNS - len(weight)))
+    return weight.reshape(num, _COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+
+
+def _rows_out_room(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
+    return x.numel() // x.shape[-1], out, torch.empty_like(x)
+
+
+def _dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """[T, heads, D] whose heads lie side by side; itself if they do."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
