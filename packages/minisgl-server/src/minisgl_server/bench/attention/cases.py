@@ -53,7 +53,8 @@ class Case:
         self._pool = KVPool(
             KVPoolSpec(1, num_pages, size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, device, backend.kv_layout)
         )
-        self._pool.data.normal_()
+        for part in self._pool.data.flatten(0, 1):
+            part.copy_(torch.randn(part.shape, dtype=spec.dtype, device=device))
         self._table = PageTable(len(lengths), spec.max_seq_len, size, device)
         pages = torch.from_numpy(np.random.default_rng(0).permutation(num_pages - 1) + 1)
         new = [length if num_new is None else num_new for length in lengths]
@@ -89,7 +90,9 @@ class Case:
         for place in {0, len(ends) - 1}:
             length, num_new = int(self.batch.seq_lens_host[place]), int(self.batch.q_lens_host[place])
             pages = self._table.data[place + 1, : -(-length // self.spec.page_size)].long()
-            found = [part[pages] for part in (self._pool.k(0), self._pool.v(0))]
+            # As bytes, since torch indexes few float8 tensors.
+            bits = [part.view(torch.uint8)[pages] for part in (self._pool.k(0), self._pool.v(0))]
+            found = [part.view(self.spec.kv_dtype) for part in bits]
             if self._pool.spec.layout == "HND":
                 found = [part.transpose(1, 2) for part in found]
             k, v = (part.flatten(0, 1)[:length].cpu() for part in found)

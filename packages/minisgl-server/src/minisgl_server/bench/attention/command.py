@@ -19,6 +19,13 @@ from minisgl_server.bench.attention.options import AttentionOptions, ShapeType
     help="bfloat16 on a GPU, float32 on a CPU if missing.",
 )
 @click.option(
+    "--kv-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="Of the pool; auto is that of --dtype.",
+)
+@click.option(
     "--page-size",
     "page_sizes",
     type=click.IntRange(1),

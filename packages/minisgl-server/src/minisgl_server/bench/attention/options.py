@@ -18,7 +18,8 @@ class AttentionOptions:
     Attributes:
         providers: names; empty for all that are installed.
         device: ``cpu`` or ``cuda``.
-        dtype: of q, k, v and the pool, such as ``bfloat16``.
+        dtype: of q, k and v, such as ``bfloat16``.
+        kv_dtype: of the pool: ``auto`` for `dtype`, or ``fp8``.
         page_sizes: tokens a page.
         decodes: one new token for each request.
         prefills: whole prompts.
@@ -31,6 +32,7 @@ class AttentionOptions:
     providers: tuple[str, ...]
     device: str | None
     dtype: str | None
+    kv_dtype: str
     page_sizes: tuple[int, ...]
     decodes: tuple[Shape, ...]
     prefills: tuple[Shape, ...]

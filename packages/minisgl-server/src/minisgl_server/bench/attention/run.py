@@ -16,6 +16,7 @@ import torch
 from minisgl_core.cli.table import print_table
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
+from minisgl_core.fp8 import FP8
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.progress import progress_bar
 from minisgl_server.bench import machine
@@ -145,7 +146,7 @@ def _row(
         head_dim=options.head_dim,
         page_size=page_size,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=FP8 if options.kv_dtype == "fp8" else dtype,
         device=device,
         max_seq_len=max(MIN_MAX_SEQ_LEN, *lengths),
         max_batch=batch,
