@@ -34,13 +34,15 @@ class ScriptedServer:
     def _serve(self, connection: socket.socket) -> None:
         with connection, suppress(OSError), connection.makefile("rb") as reader:
             while connection.fileno() >= 0:
-                head = b"".join(iter(reader.readline, b"\r\n"))
-                if not head:
-                    return
+                head = b""
+                while not head.endswith(b"\r\n\r\n"):
+                    if not (line := reader.readline()):
+                        return
+                    head += line
                 [length] = [
                     line.split(b":")[1] for line in head.split(b"\r\n") if line.lower().startswith(b"content-l")
                 ]
-                self.requests.append(head + b"\r\n" + reader.read(int(length)))
+                self.requests.append(head + reader.read(int(length)))
                 self._answer(connection, self.requests[-1])
 
     def close(self) -> None:
