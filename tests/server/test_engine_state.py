@@ -31,7 +31,10 @@ def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
 
 def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client) -> None:
     def state(since: int) -> Any:
-        return http.get("/engine/state", params={"since": since}).json()
+        # The engine of a machine that stalls does not answer in time.
+        while (answer := http.get("/engine/state", params={"since": since})).status_code == 503:
+            pass
+        return answer.json()
 
     before = state(0)
     system = "You keep the bees of the abbey, and you answer whatever the novices ask about honey, wax and smoke."
