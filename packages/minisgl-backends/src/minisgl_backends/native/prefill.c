@@ -1,8 +1,8 @@
-/* Attention of prefills over pages [P, Hkv, S, D], by tiles of queries of one head.
+/* Attention of prefills over pages [P, Hkv, S, D], by tiles of 16 queries of one head.
 
    Keys and values are packed first, per request and KV head, padded with zeros to a multiple of 16 keys:
-   K [keys / 16][D / 2][16][2] and V [D / 16][keys / 2][16][2]. A tile then takes all its scores, their softmax, and the
-   weighted values; scores stay in float, weights are rounded to bfloat16 before they meet V. */
+   K [keys / 16][D / 2][16][2] and V [D / 16][keys / 2][16][2]. A tile then takes its scores with keys as rows, so that the
+   softmax of its queries is side by side in a register; scores stay in float, weights are rounded before they meet V. */
 #include "tiles.h"
 
 #ifdef HAS_TILES
@@ -30,34 +30,33 @@ INLINE void pack_values(T *packed, const T *pages, const int32_t *table, int64_t
     }
 }
 
-/* Scores [blocks][ROWS][COLUMNS] of a tile to unnormalised weights [keys / 2][count] of pairs.
-   Returns through `sums` what each row adds up to. Row r sees keys [from[r], to[r]), counted from the first block. */
-INLINE void weigh(uint32_t *weights, float *sums, float *scores, const int64_t *from, const int64_t *to, int64_t blocks,
-                  int64_t count, float scale) {
-    for (int64_t r = 0; r < count; r++) {
-        float largest = -INFINITY, sum = 0;
-        for (int64_t b = 0; b < blocks; b++) {
-            float *row = scores + (b * ROWS + r) * COLUMNS;
-            int64_t low = from[r] - b * COLUMNS, high = to[r] - b * COLUMNS;
-            if (low > 0 || high < COLUMNS)
-                for (int64_t i = 0; i < COLUMNS; i++) row[i] = i >= low && i < high ? row[i] : -INFINITY;
-#pragma omp simd reduction(max : largest)
-            for (int64_t i = 0; i < COLUMNS; i++) largest = row[i] > largest ? row[i] : largest;
-        }
-        for (int64_t b = 0; b < blocks; b++) {
-            float *row = scores + (b * ROWS + r) * COLUMNS;
-            T rounded[COLUMNS];
-#pragma omp simd reduction(+ : sum)
-            for (int64_t i = 0; i < COLUMNS; i++) {
-                row[i] = exp_of_negative((row[i] - largest) * scale);
-                sum += row[i];
-            }
-            put_columns(rounded, row, COLUMNS);
-            for (int64_t p = 0; p < COLUMNS / 2; p++)
-                memcpy(weights + (b * COLUMNS / 2 + p) * count + r, rounded + 2 * p, 4);
-        }
-        sums[r] = sum;
+/* The weights of two keys for all queries of a tile, as pairs. */
+INLINE uint32_t pair_of(float even, float odd) { return put(even) | (uint32_t)put(odd) << 16; }
+
+/* Scores [keys][ROWS] of a tile's queries to weights [keys / 2][ROWS] of pairs, which add up to `sums`.
+   Query r sees keys [from[r], to[r]), all of them keys [all_from, all_to). */
+INLINE void weigh(uint32_t *weights, float *sums, float *scores, const int64_t *from, const int64_t *to,
+                  int64_t all_from, int64_t all_to, int64_t keys, float scale) {
+    float largest[ROWS], total[ROWS];
+    for (int64_t r = 0; r < ROWS; r++) largest[r] = -INFINITY, total[r] = 0;
+    for (int64_t t = 0; t < keys; t++) {
+        float *row = scores + t * ROWS;
+        if (t < all_from || t >= all_to)
+            for (int64_t r = 0; r < ROWS; r++) row[r] = t >= from[r] && t < to[r] ? row[r] : -INFINITY;
+#pragma omp simd
+        for (int64_t r = 0; r < ROWS; r++) largest[r] = row[r] > largest[r] ? row[r] : largest[r];
     }
+    for (int64_t p = 0; p < keys / 2; p++) {
+        const float *even = scores + 2 * p * ROWS, *odd = even + ROWS;
+#pragma omp simd
+        for (int64_t r = 0; r < ROWS; r++) {
+            float first = exp_of_negative((even[r] - largest[r]) * scale);
+            float second = exp_of_negative((odd[r] - largest[r]) * scale);
+            total[r] += first + second;
+            weights[p * ROWS + r] = pair_of(first, second);
+        }
+    }
+    for (int64_t r = 0; r < ROWS; r++) sums[r] = total[r];
 }
 
 /* `tiles` [num_tiles][2] holds a request and its first query of each tile; `starts` the first token of each request in q
@@ -93,24 +92,25 @@ void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_
             int64_t count = num_queries - query < ROWS ? num_queries - query : ROWS;
             int64_t position = lens[n] - num_queries + query;
             int64_t begin = window && position + 1 > window ? (position + 1 - window) / COLUMNS * COLUMNS : 0;
-            int64_t blocks = (position + count - begin + COLUMNS - 1) / COLUMNS;
+            int64_t seen = (position + count - begin + COLUMNS - 1) / COLUMNS * COLUMNS;
             int64_t keys = places[n + 1] - places[n], place = (places[n] * heads + head * keys) * dim;
             int64_t from[ROWS], to[ROWS];
             uint32_t queries[dim / 2 * ROWS];
-            for (int64_t r = 0; r < count; r++) {
+            for (int64_t r = 0; r < ROWS; r++) {
+                int64_t copied = r < count ? r : count - 1;  /* what fills a tile is not written */
                 for (int64_t p = 0; p < dim / 2; p++)
-                    memcpy(queries + p * count + r, q + (token + r) * q_stride + q_head * dim + 2 * p, 4);
-                to[r] = position + r + 1 - begin;
-                from[r] = window ? to[r] - window : 0;
+                    memcpy(queries + p * ROWS + r, q + (token + copied) * q_stride + q_head * dim + 2 * p, 4);
+                to[r] = position + copied + 1 - begin;
+                from[r] = window && to[r] > window ? to[r] - window : 0;
             }
-            for (int64_t b = 0; b < blocks; b++) {
-                const T *block = k_room + place + (begin + b * COLUMNS) * dim;
-                product((float(*)[COLUMNS])(scores + b * ROWS * COLUMNS), queries, block, dim / 2, count);
+            for (int64_t t = 0; t < seen; t += COLUMNS) {
+                const uint32_t *block = (const uint32_t *)(k_room + place + (begin + t) * dim);
+                product((float(*)[COLUMNS])(scores + t * ROWS), block, (const T *)queries, dim / 2, COLUMNS);
             }
             float sums[ROWS], mixed[ROWS][COLUMNS];
-            weigh(weights, sums, scores, from, to, blocks, count, scale);
+            weigh(weights, sums, scores, from, to, from[ROWS - 1], to[0], seen, scale);
             for (int64_t d = 0; d < dim; d += COLUMNS) {
-                product(mixed, weights, v_room + place + d * keys + begin * COLUMNS, blocks * COLUMNS / 2, count);
+                product(mixed, weights, v_room + place + d * keys + begin * COLUMNS, seen / 2, ROWS);
                 for (int64_t r = 0; r < count; r++) {
                     for (int64_t i = 0; i < COLUMNS; i++) mixed[r][i] /= sums[r];
                     put_columns(out + ((token + r) * heads * group + q_head) * dim + d, mixed[r], COLUMNS);
