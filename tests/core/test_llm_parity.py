@@ -19,10 +19,10 @@ LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 150, 230, 350, 50
 
 
 @pytest.fixture(scope="module")
-def prompts(smollm2_tokenizer: Any) -> list[list[int]]:
+def prompts(engine_tokenizer: Any) -> list[list[int]]:
     """Each second one begins as the longest does, so that prefixes are shared; the others begin anywhere."""
     text = (Path(__file__).parents[2] / "LICENSE").read_text()
-    ids: list[int] = smollm2_tokenizer(" ".join(text.split()))["input_ids"]
+    ids: list[int] = engine_tokenizer(" ".join(text.split()))["input_ids"]
     return [ids[29 * place * (1 - place % 2) :][:length] for place, length in enumerate(LENGTHS)]
 
 

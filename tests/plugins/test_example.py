@@ -71,12 +71,12 @@ def test_chosen_by_flags(tmp_path: Path) -> None:
     assert [json.loads(line)["output_tokens"] for line in log.read_text().splitlines()][1:] == [4, 4]
 
 
-def test_model_serves(tmp_path: Path, smollm2_tokenizer: Any) -> None:
+def test_model_serves(tmp_path: Path, engine_tokenizer: Any) -> None:
     """A folder whose config names the package's architecture; the weights are random."""
-    smollm2_tokenizer.save_pretrained(tmp_path)
+    engine_tokenizer.save_pretrained(tmp_path)
     config = {
         "architectures": ["ExampleForCausalLM"],
-        "vocab_size": len(smollm2_tokenizer),
+        "vocab_size": len(engine_tokenizer),
         "hidden_size": 64,
         "intermediate_size": 128,
         "num_hidden_layers": 2,

@@ -97,7 +97,7 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("form", "is_right"), FORMS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("form", "is_right"), FORMS, ids=[str(form)[:40] for form, _ in FORMS])
 def test_every_field(client: openai.OpenAI, form: dict[str, Any], is_right: Callable[[str], Any]) -> None:
     assert is_right(chat(client, extra_body=form).choices[0].message.content)
     completion = client.completions.create(model=MODEL, prompt="It is", temperature=0, max_tokens=60, extra_body=form)
