@@ -16,7 +16,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_attention import _decode, _prefill
+from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _rotary
+from minisgl_backends.kernels.skinny_linear import _linear
 
 def compiled(kernel, kinds, constants, **options):
     kinds |= dict.fromkeys(constants, "constexpr")
@@ -42,6 +44,15 @@ common = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
 of_decode = {"WINDOW": 0, "G_BLOCK": 16, "N_BLOCK": 128, "R_BLOCK": 256, "MIN_SPLIT": 256}
 compiled(_decode, dict(kinds), common | of_decode, num_warps=4, num_stages=3)
 compiled(_prefill, dict(kinds), common | {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}, num_warps=8, num_stages=2)
+
+# Products in float8.
+kinds = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
+compiled(_quantize_rows, kinds, {"LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 1024}, num_warps=4)
+kinds = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "bias": "*bf16", "out": "*bf16", "arrived": "*i32"}
+kinds |= dict.fromkeys(("row_scales", "scales", "parts"), "*fp32")
+common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": False}
+compiled(_linear, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
+compiled(_linear, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
 """
 
 

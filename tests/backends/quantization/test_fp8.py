@@ -80,3 +80,24 @@ def test_triton_quantizes_rows_as_torch_does(size: int, dtype: torch.dtype) -> N
         # A number between two may become either.
         torch.testing.assert_close(codes.float(), expected.float(), rtol=2**-3, atol=2**-9)
         assert (codes.float() == expected.float()).float().mean() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "outputs", "inputs", "has_bias"),
+    [(1, 48, 512, True), (16, 96, 1024, False), (3, 4160, 512, True), (17, 64, 512, True), (2, 64, 80, False)],
+)
+def test_triton_multiplies_as_torch_does(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
+    """Few rows, split and not, and many; twice, because split products leave counters behind that must be zero again."""
+    pytest.importorskip("triton")
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    ours, reference = TritonOps(device, torch.bfloat16), Ops(device, torch.bfloat16)
+    weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
+    codes, scales = reference.quantize_rows(weight)
+    bias = torch.randn(outputs, device=device, dtype=torch.bfloat16) if has_bias else None
+    for prepare in ("prepare_fp8_linear", "prepare_fp8_gated"):
+        op, expected = (getattr(each, prepare)(codes, scales.view(-1), bias) for each in (ours, reference))
+        for _ in range(2):
+            x = torch.randn(num_rows, inputs, device=device, dtype=torch.bfloat16)
+            found = op(x)
+            assert found.dtype == torch.bfloat16
+            torch.testing.assert_close(found, expected(x), rtol=3e-2, atol=3e-2)

@@ -43,3 +43,23 @@ def as_multiplied(q, scale, pages):
             q = (q.to(tl.float32) / largest).to(tl.float16)
             scale = scale * largest
     return q, scale
+
+
+@triton.jit
+def halves_of_pairs(pairs):
+    """Pairs of float8 numbers, each pair in an int16, to the first numbers and the second ones, in float16."""
+    if INTERPRETED:
+        first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+        second = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
+    else:
+        first = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $1, 0, 0x4420; mov.b32 {low, high}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        second = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 low, high; prmt.b32 t, $1, 0, 0x4431; mov.b32 {low, high}, t;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; }",
+            "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    return first, second

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
-from minisgl_backends.kernels.fp8 import as_multiplied
+from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
 from minisgl_core.contracts.attention import AttentionLayer
 
 LOG2_E = 1.4426950408889634
@@ -33,18 +33,20 @@ def _dot(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
-    q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, top, norm,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, N_BLOCK: tl.constexpr,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
-):  # fmt: skip
-    """Let q [rows, D] attend to keys from `start`; returns the running (weighted values, largest score, sum of weights)."""
+def _place(table, head, heads, start, stop, PAGE_SIZE: tl.constexpr, N_BLOCK: tl.constexpr):
+    """(Keys from `start`, whether each is before `stop`, row of the pool that each has for this head)."""
     key = start + tl.arange(0, N_BLOCK)
     inside = key < stop
     page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-    slot = page * PAGE_SIZE + key % PAGE_SIZE
-    place = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
+    return key, inside, (page * PAGE_SIZE + key % PAGE_SIZE) * heads + head
+
+
+@triton.jit
+def _weigh(
+    q, k, key, inside, position, scale, top, norm,
+    WINDOW: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """(Weights of a tile's keys, what is kept of what was summed up before, running largest score, sum of weights)."""
     scores = _dot(q, tl.trans(k), WIDEN) * scale
     if MASKED:
         visible = inside[None, :]
@@ -57,9 +59,44 @@ def _attend_tile(
     base = tl.where(new_top == float("-inf"), 0.0, new_top)  # where a row has seen no key yet
     weights = tl.exp2(scores - base[:, None])
     kept = tl.exp2(top - base)
+    return weights, kept, new_top, norm * kept + tl.sum(weights, 1)
+
+
+@triton.jit
+def _attend_tile(
+    q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, top, norm,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, N_BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Let q [rows, D] attend to keys from `start`; returns the running (weighted values, largest score, sum of weights)."""
+    key, inside, row = _place(table, head, heads, start, stop, PAGE_SIZE, N_BLOCK)
+    place = row[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
+    weights, kept, top, norm = _weigh(q, k, key, inside, position, scale, top, norm, WINDOW, CAUSAL, MASKED, WIDEN)
     v = tl.load(v_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
     weighted = _dot(weights if WIDEN else weights.to(v.dtype), v, WIDEN)
-    return total * kept[:, None] + weighted, new_top, norm * kept + tl.sum(weights, 1)
+    return total * kept[:, None] + weighted, top, norm
+
+
+@triton.jit
+def _attend_tile_of_pairs(
+    q, k_pages, v_pairs, table, head, heads, start, stop, scale, even, odd, top, norm,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, N_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`_attend_tile` of a decode over an fp8 pool, with the weighted values of even and of odd columns apart.
+
+    Tensor cores take V with its rows and columns exchanged on the way from shared memory, which processors do to elements of 16
+    bits. So V is read as pairs of columns, and taken apart in registers.
+    """
+    key, inside, row = _place(table, head, heads, start, stop, PAGE_SIZE, N_BLOCK)
+    place = row[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
+    weights, kept, top, norm = _weigh(q, k, key, inside, key, scale, top, norm, 0, False, True, WIDEN)
+    place = row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
+    first, second = halves_of_pairs(tl.load(v_pairs + place, mask=inside[:, None], other=0))
+    weights = weights if WIDEN else weights.to(tl.float16)
+    even = even * kept[:, None] + _dot(weights, first, WIDEN)
+    return even, odd * kept[:, None] + _dot(weights, second, WIDEN), top, norm
 
 
 @triton.jit
@@ -103,15 +140,26 @@ def _decode(
     q_head = head * G + member
     q_place = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
     queries, scale = as_multiplied(tl.load(q + q_place, mask=real, other=0.0), scale, k_pages)
-    total = tl.zeros((G_BLOCK, D), tl.float32)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((G_BLOCK,), tl.float32)
     end = tl.minimum(start + split_len, stop)
-    for key in range(start, end, N_BLOCK):
-        total, top, norm = _attend_tile(
-            queries, k_pages, v_pages, table, head, heads, key, end, member, scale, total, top, norm,
-            D, PAGE_SIZE, WINDOW, N_BLOCK, False, True, WIDEN,
-        )  # fmt: skip
+    if v_pages.dtype.element_ty == tl.float8e4nv:
+        even = tl.zeros((G_BLOCK, D // 2), tl.float32)
+        odd = tl.zeros((G_BLOCK, D // 2), tl.float32)
+        v_pairs = v_pages.to(tl.pointer_type(tl.int16), bitcast=True)
+        for key in range(start, end, N_BLOCK):
+            even, odd, top, norm = _attend_tile_of_pairs(
+                queries, k_pages, v_pairs, table, head, heads, key, end, scale, even, odd, top, norm,
+                D, PAGE_SIZE, N_BLOCK, WIDEN,
+            )  # fmt: skip
+        total = tl.join(even, odd).reshape(G_BLOCK, D)
+    else:
+        total = tl.zeros((G_BLOCK, D), tl.float32)
+        for key in range(start, end, N_BLOCK):
+            total, top, norm = _attend_tile(
+                queries, k_pages, v_pages, table, head, heads, key, end, member, scale, total, top, norm,
+                D, PAGE_SIZE, WINDOW, N_BLOCK, False, True, WIDEN,
+            )  # fmt: skip
     total = total * v_scale / norm[:, None]
     heads_before = request.to(tl.int64) * heads * G + q_head
     used = tl.cdiv(stop - first, split_len)

@@ -50,9 +50,17 @@ class TritonOps(Ops):
         return self._quantize.quantize_rows(x)
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `Ops.prepare_fp8_linear`; by torch's own kernels, which float8 on a GPU has."""
-        if not weight.is_cuda:
-            return super().prepare_fp8_linear(weight, scales, bias)
+        """See `Ops.prepare_fp8_linear`."""
+        large = self._fp8_product(weight, scales, bias) if weight.is_cuda else None
+        return self._with_fp8_skinny(large or super().prepare_fp8_linear(weight, scales, bias), weight, scales, bias)
+
+    def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_fp8_gated`."""
+        large = super().prepare_fp8_gated(weight, scales, bias)
+        return self._with_fp8_skinny(large, weight, scales, bias, gated=True)
+
+    def _fp8_product(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """By torch's own kernels."""
         right, right_scales, quantize_rows = weight.t(), scales[None], self._quantize.quantize_rows
 
         def product(x: torch.Tensor) -> torch.Tensor:
@@ -63,6 +71,21 @@ class TritonOps(Ops):
             return out
 
         return product
+
+    def _with_fp8_skinny(
+        self,
+        large: LinearOp,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> LinearOp:
+        if self.dtype != torch.bfloat16 or not self._skinny.fits(weight):
+            return large
+        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated, scales=scales)
+        max_rows, quantize_rows = self._skinny.MAX_ROWS, self._quantize.quantize_rows
+        return lambda x: skinny(*quantize_rows(x)) if len(x) <= max_rows else large(x)
 
     def _with_skinny(
         self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
