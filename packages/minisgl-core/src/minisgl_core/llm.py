@@ -24,7 +24,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S
 from minisgl_core.progress import progress_bar
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.scheduler import SchedulerStats
+from minisgl_core.scheduler.stats import SchedulerStats
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array

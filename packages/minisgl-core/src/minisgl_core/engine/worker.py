@@ -20,8 +20,9 @@ from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, T
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.constraints import Grammars
+from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.monitor import Monitor
-from minisgl_core.scheduler.scheduler import Scheduler, SchedulerLimits
+from minisgl_core.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

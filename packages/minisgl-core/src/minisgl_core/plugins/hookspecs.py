@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from minisgl_core.batch import BatchPlan, StepResult
     from minisgl_core.contracts.platform import Hardware
     from minisgl_core.messages import EngineInfo
-    from minisgl_core.scheduler.scheduler import SchedulerStats
+    from minisgl_core.scheduler.stats import SchedulerStats
 
 PROJECT = "minisgl"
 """Pluggy's name for the project."""

@@ -7,6 +7,7 @@ import time
 import numpy as np
 
 from minisgl_core.messages import Submit, TokenLogprobs
+from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.growing_array import GrowingArray, Int32
 
@@ -141,3 +142,18 @@ class Request:
     def known_computed(self) -> Int32:
         """Tokens that the host knows and whose KV is (or will be, once the launched steps are done) in the pool."""
         return self.tokens.view[: self.num_computed]
+
+    def record(self, finish_reason: str) -> RequestRecord:
+        """What became of it, now that it has ended."""
+        return RequestRecord(
+            request_id=self.request_id,
+            finish_reason=finish_reason,
+            num_prompt_tokens=self.num_prompt,
+            num_cached_tokens=max(self.num_cached, 0),
+            num_output_tokens=self.num_output,
+            num_preemptions=self.num_preemptions,
+            arrival_s=self.arrival_s,
+            scheduled_s=self.scheduled_s,
+            first_token_s=self.first_token_s,
+            finish_s=time.monotonic(),
+        )

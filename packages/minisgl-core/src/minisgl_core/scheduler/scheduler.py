@@ -22,38 +22,14 @@ from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
 from minisgl_core.messages import Rejected, Submit, TokenOut
 from minisgl_core.plugins.hooks import Hook
-from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
+from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Bounds of a scheduler, resolved.
-
-    Attributes:
-        max_running: most requests in a batch; also the rows of the page table.
-        max_prefill_tokens: most prompt tokens in a step.
-        max_queued: most waiting requests.
-        max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
-        num_pages: pages of the pool, the padding page included.
-        page_size: tokens a page.
-        eos_ids: tokens that end every request without ignore_eos.
-        vocab_size: token ids are below it.
-    """
-
-    max_running: int
-    max_prefill_tokens: int
-    max_queued: int
-    max_seq_len: int
-    num_pages: int
-    page_size: int
-    eos_ids: frozenset[int]
-    vocab_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +38,6 @@ class ScheduledStep:
 
     plan: BatchPlan
     chunks: list[Chunk]
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counters since the start, all of them totals."""
-
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_prefilled_tokens: int = 0
-    num_output_tokens: int = 0
-    num_finished: int = 0
-    num_aborted: int = 0
-    num_preemptions: int = 0
 
 
 _COMPILE_WAIT_S = 0.02
@@ -136,28 +98,11 @@ class Scheduler:
         """Check a request against the limits.
 
         Raises:
-            InvalidValueError: an empty prompt, a token out of range, or no room for the output.
+            InvalidValueError: its id is in use, or see `SchedulerLimits.check`.
         """
-        num_tokens, limits = len(submit.token_ids), self.limits
         if submit.request_id in self._by_id:
             raise InvalidValueError("request_id", submit.request_id, "unused among the requests that are running")
-        if num_tokens == 0:
-            raise InvalidValueError("prompt", "", "at least one token long")
-        if num_tokens >= limits.max_seq_len:
-            allowed = f"shorter than the context of {limits.max_seq_len} tokens"
-            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, "Shorten it or raise --num-pages.")
-        if num_tokens + submit.sampling.max_tokens > limits.max_seq_len:
-            allowed = f"at most {limits.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {limits.max_seq_len} tokens"
-            raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
-        if submit.token_ids.min() < 0 or submit.token_ids.max() >= limits.vocab_size:
-            raise InvalidValueError("prompt", submit.token_ids.tolist(), f"token ids from 0 to {limits.vocab_size - 1}")
-        for name, ids in (
-            ("logit_bias", submit.sampling.logit_bias),
-            ("stop_token_ids", submit.sampling.stop_token_ids),
-        ):
-            for token in ids:
-                if not 0 <= token < limits.vocab_size:
-                    raise InvalidValueError(name, token, f"token ids from 0 to {limits.vocab_size - 1}")
+        self.limits.check(submit)
 
     def submit(self, submit: Submit) -> None:
         """Queue a request.
@@ -456,19 +401,7 @@ class Scheduler:
     def _report(self, request: Request) -> None:
         if self._request_finished is None or request.finish_reason is None:
             return
-        record = RequestRecord(
-            request_id=request.request_id,
-            finish_reason=request.finish_reason,
-            num_prompt_tokens=request.num_prompt,
-            num_cached_tokens=max(request.num_cached, 0),
-            num_output_tokens=request.num_output,
-            num_preemptions=request.num_preemptions,
-            arrival_s=request.arrival_s,
-            scheduled_s=request.scheduled_s,
-            first_token_s=request.first_token_s,
-            finish_s=time.monotonic(),
-        )
-        self._request_finished(record=record, state=self)
+        self._request_finished(record=request.record(request.finish_reason), state=self)
 
     def check(self) -> None:
         """Verify that pages, rows and maps agree. For tests."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from minisgl_core.batch import BatchPlan
     from minisgl_core.messages import EngineInfo
     from minisgl_core.plugins.hookspecs import EngineState, RequestRecord
-    from minisgl_core.scheduler.scheduler import SchedulerStats
+    from minisgl_core.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 

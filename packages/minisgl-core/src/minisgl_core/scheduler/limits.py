@@ -1,0 +1,60 @@
+"""What a request may ask of a scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Submit
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerLimits:
+    """Bounds of a scheduler, resolved.
+
+    Attributes:
+        max_running: most requests in a batch; also the rows of the page table.
+        max_prefill_tokens: most prompt tokens in a step.
+        max_queued: most waiting requests.
+        max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
+        num_pages: pages of the pool, the padding page included.
+        page_size: tokens a page.
+        eos_ids: tokens that end every request without ignore_eos.
+        vocab_size: token ids are below it.
+    """
+
+    max_running: int
+    max_prefill_tokens: int
+    max_queued: int
+    max_seq_len: int
+    num_pages: int
+    page_size: int
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+    def check(self, submit: Submit) -> None:
+        """Check a request.
+
+        Raises:
+            InvalidValueError: an empty prompt, a token out of range, or no room for the output.
+        """
+        num_tokens = len(submit.token_ids)
+        if num_tokens == 0:
+            raise InvalidValueError("prompt", "", "at least one token long")
+        if num_tokens >= self.max_seq_len:
+            allowed = f"shorter than the context of {self.max_seq_len} tokens"
+            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, "Shorten it or raise --num-pages.")
+        if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
+            allowed = (
+                f"at most {self.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {self.max_seq_len} tokens"
+            )
+            raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
+        if submit.token_ids.min() < 0 or submit.token_ids.max() >= self.vocab_size:
+            raise InvalidValueError("prompt", submit.token_ids.tolist(), f"token ids from 0 to {self.vocab_size - 1}")
+        for name, ids in (
+            ("logit_bias", submit.sampling.logit_bias),
+            ("stop_token_ids", submit.sampling.stop_token_ids),
+        ):
+            for token in ids:
+                if not 0 <= token < self.vocab_size:
+                    raise InvalidValueError(name, token, f"token ids from 0 to {self.vocab_size - 1}")
