@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Resolved, resolve
 from minisgl_core.contracts.platform import Hardware
@@ -36,18 +38,23 @@ INSTALLED = {
     "prefix_cache": {"radix", "naive"},
     "ops": {"torch", "native", "onednn", "triton"},
     "communicator": {"torch"},
+    "quantization": {"fp8", "none"},
     "platform": {"cpu", "cuda"},
 }
 
 
 def choose(
-    hardware: Hardware, refused: Iterable[str] = (), preferred: dict[str, str] | None = None, **options: Any
+    hardware: Hardware,
+    refused: Iterable[str] = (),
+    preferred: dict[str, str] | None = None,
+    model: ModelConfig = MODEL,
+    **options: Any,
 ) -> Resolved:
     def unsupported(kind: str, name: str, *spec: object) -> list[str]:
         return [f"{name} is not for this"] if name in refused else []
 
     config = EngineConfig.from_flat(**options)
-    return resolve(config, hardware, MODEL, INSTALLED.__getitem__, unsupported, (preferred or {}).get)
+    return resolve(config, hardware, model, INSTALLED.__getitem__, unsupported, (preferred or {}).get)
 
 
 def test_nothing_is_left_open() -> None:
@@ -110,3 +117,25 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -
     with pytest.raises(InvalidValueError) as caught:
         choose(H200, **options)
     assert caught.value.name == name
+
+
+def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can() -> None:
+    assert choose(H200).config.backends.quantization == "none"
+    assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
+    fp8 = replace(MODEL, quantization="fp8")
+    resolved = choose(H200, model=fp8)
+    assert resolved.config.backends.quantization == "fp8"
+    for hardware, refused in ((LAPTOP, []), (H200, ["fp8"])):
+        resolved = choose(hardware, refused, model=fp8)
+        assert resolved.config.backends.quantization == "none"
+        reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
+        assert "the checkpoint's are fp8, and become --dtype" in reason
+    with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
+        choose(H200, refused=["fp8"], quantization="fp8")
+
+
+def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:
+    assert choose(H200).config.cache.kv_dtype == "bfloat16"
+    assert choose(H200, kv_dtype="fp8").config.cache.kv_dtype == "fp8"
+    with pytest.raises(InvalidValueError, match="one of auto, bfloat16, float16, float32, fp8, fp8_e4m3"):
+        choose(H200, kv_dtype="int8")

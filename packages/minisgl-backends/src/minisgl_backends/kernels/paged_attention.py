@@ -94,9 +94,9 @@ def _attend_tile_of_pairs(
     weights, kept, top, norm = _weigh(q, k, key, inside, key, scale, top, norm, 0, False, True, WIDEN)
     place = row[:, None] * (D // 2) + tl.arange(0, D // 2)[None, :]
     first, second = halves_of_pairs(tl.load(v_pairs + place, mask=inside[:, None], other=0))
-    weights = weights if WIDEN else weights.to(tl.float16)
-    even = even * kept[:, None] + _dot(weights, first, WIDEN)
-    return even, odd * kept[:, None] + _dot(weights, second, WIDEN), top, norm
+    weights = weights if WIDEN else weights.to(q.dtype)
+    even = even * kept[:, None] + _dot(weights, first.to(q.dtype), WIDEN)
+    return even, odd * kept[:, None] + _dot(weights, second.to(q.dtype), WIDEN), top, norm
 
 
 @triton.jit

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights.float8 import dequantized, unreadable
 from minisgl_models.weights.folder import FolderSource, read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -19,7 +20,10 @@ _SINGLE = "model.safetensors"
 
 
 class SafetensorsWeights(FolderSource):
-    """``config.json`` and ``*.safetensors``; reads no byte of a tensor beyond the slices that are asked for."""
+    """``config.json`` and ``*.safetensors``; reads no byte of a tensor beyond the slices that are asked for.
+
+    Matrices in float8 are read as what they stand for; see `minisgl_models.weights.float8`.
+    """
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
@@ -29,7 +33,7 @@ class SafetensorsWeights(FolderSource):
         reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
         if not (path / _INDEX).is_file() and next(path.glob("*.safetensors"), None) is None:
             reasons.append("the folder has no *.safetensors file")
-        return reasons
+        return reasons or unreadable(read_json(path / "config.json"))
 
     def _files(self) -> Mapping[Path, set[str] | None]:
         """The files, and which tensors to take from each; None for all."""
@@ -47,11 +51,14 @@ class SafetensorsWeights(FolderSource):
         return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """In the order of the files.
+        """In the order of the files; matrices in float8 with their scales, when both have come.
 
         Raises:
-            ModelFormatError: a file that the index names is missing or damaged.
+            ModelFormatError: a file that the index names is missing or damaged, or a matrix in float8 has no scales.
         """
+        return dequantized(self._stored(), self.config)
+
+    def _stored(self) -> Iterator[tuple[str, _Slice]]:
         for path, wanted in self._files().items():
             try:
                 with safe_open(path, framework="pt") as file:
@@ -71,6 +78,7 @@ class _Slice:
     def __init__(self, handle: Any) -> None:
         self._handle = handle
         self.shape = tuple(handle.get_shape())
+        self.is_fp8 = handle.get_dtype().startswith("F8_E")
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         tensor: torch.Tensor = self._handle[index or ...]
