@@ -15,7 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.paged import _store_kv
-from minisgl_backends.kernels.paged_attention import _decode, _prefill
+from minisgl_backends.kernels.paged_decode import _decode
+from minisgl_backends.kernels.paged_prefill import _prefill
 from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _rotary
 from minisgl_backends.kernels.skinny_linear import _linear
@@ -41,8 +42,8 @@ tables = dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles
 kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"part": "*fp32", "part_lse": "*fp32"}
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
 common = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
-of_decode = {"WINDOW": 0, "G_BLOCK": 16, "N_BLOCK": 128, "R_BLOCK": 256, "MIN_SPLIT": 256}
-compiled(_decode, dict(kinds), common | of_decode, num_warps=4, num_stages=3)
+of_decode = {"WINDOW": 0, "G_BLOCK": 16, "KEYS": 64, "R_BLOCK": 256, "LEAST": 2}
+compiled(_decode, dict(kinds), common | of_decode, num_warps=4, num_stages=5)
 compiled(_prefill, dict(kinds), common | {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}, num_warps=8, num_stages=2)
 
 # Products in float8.

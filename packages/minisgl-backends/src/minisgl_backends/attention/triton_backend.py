@@ -20,7 +20,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, A
 from minisgl_core.kv.pool import KVPool
 
 if TYPE_CHECKING:
-    from minisgl_backends.kernels.paged_attention import DecodeScratch
+    from minisgl_backends.kernels.paged_decode import DecodeScratch
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HEAD_DIMS = (16, 32, 64, 128, 256)
@@ -44,7 +44,7 @@ class _Plan:
 
 
 class TritonAttention(AttentionBackend):
-    """Decodes with split keys, prefills by tiles; see `minisgl_backends.kernels.paged_attention`.
+    """Decodes by equal shares of keys, prefills by tiles; see `kernels.paged_decode` and `kernels.paged_prefill`.
 
     Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
     """
@@ -63,33 +63,34 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        from minisgl_backends.kernels import paged, paged_attention  # not before: asking must not need triton
+        # Not before: asking must not need triton.
+        from minisgl_backends.kernels import paged, paged_decode, paged_prefill
 
-        self._store_kv, self._kernels = paged.store_kv, paged_attention
+        self._store_kv, self._prefills, self._decodes = paged.store_kv, paged_prefill, paged_decode
 
     def plan(self, batch: AttentionBatch) -> _Plan:
-        """Cut the prefills' queries into tiles; make room for the decodes' splits."""
+        """Cut the prefills' queries into tiles; make room for the decodes' parts."""
         n = batch.num_decodes
-        scratch = self._scratch(n, int(batch.seq_lens_host[:n].max())) if n else None
+        scratch = self._scratch(n) if n else None
         if n == batch.num_requests:
             return _Plan(batch, scratch)
         prefills = batch.prefills()
         return _Plan(batch, scratch, prefills, self._tiles(prefills))
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """As many splits as the longest sequence may need; how they are used is decided on the device."""
-        return _Plan(batch, self._scratch(batch.num_requests, self.spec.max_seq_len))
+        """How the keys are shared out is decided on the device."""
+        return _Plan(batch, self._scratch(batch.num_requests))
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """The kernels read the captured batch's own tensors."""
 
-    def _scratch(self, num_requests: int, longest: int) -> DecodeScratch:
+    def _scratch(self, num_requests: int) -> DecodeScratch:
         spec = self.spec
         heads = (spec.num_q_heads, spec.num_kv_heads)
-        return self._kernels.DecodeScratch.make(num_requests, *heads, spec.head_dim, longest, spec.device)
+        return self._decodes.DecodeScratch.make(num_requests, *heads, spec.head_dim, spec.device)
 
     def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
-        size = self._kernels.prefill_tile_size(self.spec.head_dim, self.spec.dtype)
+        size = self._prefills.prefill_tile_size(self.spec.head_dim, self.spec.dtype)
         pairs = prefills.q_lens_host.astype(np.int64) * (self.spec.num_q_heads // self.spec.num_kv_heads)
         counts = -(-pairs // size)
         requests = np.repeat(np.arange(len(counts)), counts)
@@ -116,8 +117,8 @@ class TritonAttention(AttentionBackend):
         n = plan.batch.num_decodes
         if plan.scratch is not None:
             of_decodes = (self.page_table, plan.batch.rows, plan.batch.seq_lens, out, plan.scratch)
-            self._kernels.decode(q[:n], k_pages, v_pages, *of_decodes, layer, self.spec.max_batch)
+            self._decodes.decode(q[:n], k_pages, v_pages, *of_decodes, layer, self.spec.max_batch)
         if plan.prefills is not None and plan.tiles is not None:
             of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
-            self._kernels.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
+            self._prefills.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
         return out

@@ -1,0 +1,142 @@
+"""Attention of prompts over the paged KV pool.
+
+Softmax runs over tiles of keys as they come (arXiv 2205.14135). The G query heads of a KV head share a tile, so that K and V
+are read once for all of them.
+
+Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, R rows and M
+columns of the page table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backends.kernels.fp8 import as_multiplied
+from minisgl_backends.kernels.product import add_product
+from minisgl_core.contracts.attention import AttentionLayer
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend_tile(
+    q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, top, norm,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, N_BLOCK: tl.constexpr,
+    MASKED: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Let q [rows, D] attend to keys from `start`, where MASKED only to those up to its positions.
+
+    Returns the running (weighted values, largest score, sum of weights).
+    """
+    key = start + tl.arange(0, N_BLOCK)
+    inside = key < stop
+    page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    slot = page * PAGE_SIZE + key % PAGE_SIZE
+    place = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
+    scores = add_product(tl.zeros((q.shape[0], N_BLOCK), tl.float32), q, tl.trans(k), WIDEN) * scale
+    if MASKED:
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # where a row has seen no key yet
+    weights = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(top - base)
+    v = tl.load(v_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
+    total = add_product(total * kept[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
+    return total, new_top, norm * kept + tl.sum(weights, 1)
+
+
+@triton.jit
+def _prefill(
+    q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, cu_seqlens_q, seq_lens, tiles, out,
+    scale, v_scale, heads,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """A tile holds M_BLOCK of a request's pairs of query and head of the group, heads fastest."""
+    request, first_pair = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
+    head = tl.program_id(1)
+    begin = tl.load(cu_seqlens_q + request)
+    num_queries = tl.load(cu_seqlens_q + request + 1) - begin
+    cached = tl.load(seq_lens + request) - num_queries
+    table = page_table + tl.load(rows + request).to(tl.int64) * row_stride
+    pair, dim = first_pair + tl.arange(0, M_BLOCK), tl.arange(0, D)
+    query, q_head = pair // G, head * G + pair % G
+    real = (query < num_queries)[:, None]
+    token = (begin + query).to(tl.int64)
+    queries = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim[None, :], mask=real, other=0.0)
+    queries, scale = as_multiplied(queries, scale, k_pages)
+    total = tl.zeros((M_BLOCK, D), tl.float32)
+    top = tl.full((M_BLOCK,), float("-inf"), tl.float32)
+    norm = tl.zeros((M_BLOCK,), tl.float32)
+    position = cached + query
+    earliest = cached + first_pair // G
+    stop = cached + tl.minimum((first_pair + M_BLOCK - 1) // G + 1, num_queries)
+    if WINDOW > 0:
+        start = tl.maximum(earliest - WINDOW + 1, 0) // N_BLOCK * N_BLOCK
+        masked_from = start
+    else:
+        start = 0
+        masked_from = (earliest + 1) // N_BLOCK * N_BLOCK  # keys before it are visible to the whole tile
+    for key in range(start, masked_from, N_BLOCK):
+        total, top, norm = _attend_tile(
+            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
+            D, PAGE_SIZE, WINDOW, N_BLOCK, False, WIDEN,
+        )  # fmt: skip
+    for key in range(masked_from, stop, N_BLOCK):
+        total, top, norm = _attend_tile(
+            queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
+            D, PAGE_SIZE, WINDOW, N_BLOCK, True, WIDEN,
+        )  # fmt: skip
+    total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # 1 at least, but in rows that are padding
+    place = (token * heads * G + q_head)[:, None] * D + dim[None, :]
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
+
+
+def prefill_tile_size(dim: int, dtype: torch.dtype) -> int:
+    """Pairs of query and head that `prefill` computes at once."""
+    return 64 if dim > 128 or dtype == torch.float32 else 128
+
+
+def prefill(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tiles: torch.Tensor,
+    out: torch.Tensor,
+    layer: AttentionLayer,
+) -> None:
+    """Causal attention of each request's last tokens to all its tokens.
+
+    Args:
+        q: [T, Hq, D], any strides but the last.
+        k_pages: [P, S, Hkv, D], contiguous, of q's dtype or float8_e4m3fn.
+        v_pages: like k_pages.
+        page_table: int32 [R, M].
+        rows: int32 [B].
+        cu_seqlens_q: int32 [B + 1], into q.
+        seq_lens: int32 [B].
+        tiles: (request, first of its ``queries * G`` pairs) of every tile, int32 [tiles, 2].
+        out: [T, Hq, D], contiguous.
+        layer: its scales and window.
+    """
+    num_q_heads, dim = q.shape[1:]
+    heads = k_pages.shape[2]
+    tile = prefill_tile_size(dim, q.dtype)
+    k_scale, v_scale = layer.kv_scales
+    _prefill[(len(tiles), heads)](
+        q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, cu_seqlens_q, seq_lens,
+        tiles, out, layer.scale * k_scale * LOG2_E, v_scale, heads,
+        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0, M_BLOCK=tile,
+        N_BLOCK=32 if dim > 128 or q.dtype == torch.float32 else 64, WIDEN=not q.is_cuda,
+        num_warps=8 if tile == 128 and dim == 128 else 4, num_stages=2,
+    )  # fmt: skip
