@@ -33,7 +33,7 @@ from minisgl_server.api.native import GenerateRequest, GenerateSampling
 from minisgl_server.api.schemas import ChatRequest, CompletionRequest
 from minisgl_server.api.tokens import DetokenizeRequest, TokenizeRequest
 from minisgl_server.options import ServerOptions
-from serve_once import program, served
+from serve_once import program
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -116,13 +116,12 @@ def test_the_start_in_a_program() -> None:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_start_as_a_server() -> None:
+def test_the_start_as_a_server(url: str) -> None:
     [launch], [curl] = commands("index.md", "launch"), commands("index.md", "request")
     assert launch[:3] == ["minisgl", "launch", "--port"]
     assert curl[1].startswith(f"http://127.0.0.1:{launch[3]}/")
-    with served("--dtype", "float32") as url:
-        curl[1] = curl[1].replace(f"http://127.0.0.1:{launch[3]}", url)
-        done = subprocess.run([*curl, "-s"], capture_output=True, text=True, timeout=120)
+    curl[1] = curl[1].replace(f"http://127.0.0.1:{launch[3]}", url)
+    done = subprocess.run([*curl, "-s"], capture_output=True, text=True, timeout=120)
     assert "Paris" in done.stdout
 
 

@@ -9,8 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from serve_once import served
-
 PAGE = (Path(__file__).parents[2] / "docs/structured_output.md").read_text()
 BLOCKS = dict(re.findall(r"<!-- test: (\w+) -->\n```python\n(.*?)^```$", PAGE, re.M | re.S))
 
@@ -38,9 +36,8 @@ def test_in_a_program() -> None:
     assert grammar in ("Paris!", "Paris?")
 
 
-def test_by_the_api() -> None:
-    with served("--dtype", "float32", "--tool-call-parser", "hermes") as url:
-        weather, *call = run_python(BLOCKS["server"].replace("http://127.0.0.1:1919", url))
+def test_by_the_api(url: str) -> None:
+    weather, *call = run_python(BLOCKS["server"].replace("http://127.0.0.1:1919", url))
     assert re.fullmatch(r"sky='(clear|cloudy)' is_windy=(True|False)", weather)
     name, arguments = "\n".join(call).split(" ", 1)
     assert name == "set_unit"

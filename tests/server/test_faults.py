@@ -160,6 +160,7 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(start: Launch) -> None:
         while any(others.get("/health/requests").json().values()):
             assert others.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2}).status_code == 200
             num_served += 1
+            time.sleep(0.05)
         assert num_served > 0, "the others were served while the engine worked for the slow one"
         parts = [answer]
         while part := slow.recv(2**16):
