@@ -68,5 +68,5 @@ class Fp8(Quantization):
 def _fits(weight: torch.Tensor) -> bool:
     if all(size % _MULTIPLE == 0 for size in weight.shape):
         return True
-    logger.info("a matrix of %d by %d stays as it is: fp8 takes multiples of %d", *weight.shape, _MULTIPLE)
+    logger.warning("a matrix of %d by %d stays as it is: fp8 takes multiples of %d", *weight.shape, _MULTIPLE)
     return False

@@ -8,6 +8,7 @@ import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
+from minisgl_server.bench.accuracy.command import accuracy
 from minisgl_server.bench.attention.command import attention
 from minisgl_server.bench.options import OfflineOptions
 from minisgl_server.bench.serve.command import serve
@@ -71,6 +72,7 @@ def offline(values: dict[str, Any], sources: dict[str, str], **options: Any) -> 
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))
 
 
+bench.add_command(accuracy)
 bench.add_command(attention)
 bench.add_command(serve)
 bench.add_command(trace)

@@ -1,0 +1,1 @@
+"""``minisgl bench accuracy``: what fewer bits cost."""

@@ -1,0 +1,43 @@
+"""The options of ``minisgl bench accuracy``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from minisgl_core.cli.options import pick, with_options
+from minisgl_core.config.options import EngineConfig
+
+
+@click.command()
+@with_options(EngineConfig)
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    required=True,
+    help="File whose text the model reads; may be given several times.",
+)
+@click.option(
+    "--window",
+    type=click.IntRange(2),
+    default=512,
+    show_default=True,
+    help="Tokens that are read at once, from the first on.",
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of the texts to read."
+)
+@click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
+)
+def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
+    """Compare logits with fp8 KV, with fp8 matrices and with both to those without.
+
+    --kv-dtype and --quantization are what is compared, and not options here.
+    """
+    from minisgl_server.bench.accuracy.run import run_accuracy
+
+    run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
