@@ -88,8 +88,11 @@ FORMS: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
     ({"structured_outputs": {"choice": ["sun", "rain"]}}, ["sun", "rain"].__contains__),
     ({"structured_outputs": {"grammar": 'start: "sun"+ "!"'}}, re.compile("(sun)+!").fullmatch),
     ({"structured_outputs": {"grammar": 'root ::= "sun"+ "!"'}}, re.compile("(sun)+!").fullmatch),
-    ({"response_format": TAG}, re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch),
-    ({"structured_outputs": {"structural_tag": TAG}}, re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch),
+    ({"response_format": TAG, "max_tokens": 12}, re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch),
+    (
+        {"structured_outputs": {"structural_tag": TAG}, "max_tokens": 12},
+        re.compile(r"(?s)([^ ]|  true\.)+( ?| .{0,6})").fullmatch,
+    ),
     ({"guided_json": SCHEMA}, fits),
     ({"guided_regex": "[a-f]{4}"}, re.compile("[a-f]{4}").fullmatch),
     ({"guided_choice": ["sun", "rain"]}, ["sun", "rain"].__contains__),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from minisgl_core.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.detokenizer import KEPT_WINDOW, MAX_WINDOW, IncrementalDetokenizer, OutputText
+from minisgl_core.text.tokens import TokenBytes
 
 EMOJI = "a👩‍👩‍👧‍👦b 🇫🇷é漢字 \ufffd naïve ☃\n\n  x"
 
@@ -37,6 +38,15 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
     return texts, None
 
 
+@pytest.fixture(scope="module", params=["bytes", "window"])
+def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
+    """Of a byte-level tokenizer, decoded as such, or as any other is."""
+    made = TokenBytes(engine_tokenizer)
+    assert made.make_up_texts
+    made.make_up_texts = request.param == "bytes"
+    return made
+
+
 @pytest.fixture(scope="module")
 def byte_ids(engine_tokenizer: Any) -> list[int]:
     """Tokens of one or few bytes that are no characters by themselves: what breaks naive decoders."""
@@ -45,7 +55,9 @@ def byte_ids(engine_tokenizer: Any) -> list[int]:
 
 @given(data=st.data())
 @settings(max_examples=400, deadline=None)
-def test_pieces_joined_are_the_whole_text(data: st.DataObject, engine_tokenizer: Any, byte_ids: list[int]) -> None:
+def test_pieces_joined_are_the_whole_text(
+    data: st.DataObject, engine_tokenizer: Any, byte_ids: list[int], tokens: TokenBytes
+) -> None:
     anything = st.integers(0, len(engine_tokenizer) - 1)
     emoji = st.just(engine_tokenizer(EMOJI)["input_ids"])
     parts = st.one_of(
@@ -57,38 +69,38 @@ def test_pieces_joined_are_the_whole_text(data: st.DataObject, engine_tokenizer:
     ids = [token for part in data.draw(st.lists(parts, min_size=1, max_size=6)) for token in part]
     sizes = data.draw(st.lists(st.integers(1, 9), max_size=3))
     skip = data.draw(st.booleans())
-    texts, _ = run(IncrementalDetokenizer(engine_tokenizer, skip, ()), chunks(ids, sizes) or [[]])
+    texts, _ = run(IncrementalDetokenizer(tokens, skip, ()), chunks(ids, sizes) or [[]])
     assert "".join(texts) == decode(engine_tokenizer, ids, skip)
 
 
 @pytest.mark.parametrize("num", range(MAX_WINDOW - 4, MAX_WINDOW + KEPT_WINDOW + 4))
-def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any) -> None:
+def test_a_character_after_many_invalid_bytes(num: int, engine_tokenizer: Any, tokens: TokenBytes) -> None:
     """The window moves on while no place is known to lie between two characters."""
     emoji = engine_tokenizer("👩")["input_ids"]
     ids = emoji[:1] * num + emoji
-    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
     assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("👩")
 
 
-def test_no_piece_ends_inside_a_character(engine_tokenizer: Any) -> None:
+def test_no_piece_ends_inside_a_character(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     text = "日本語 👩‍👩‍👧‍👦 ok"
     ids = engine_tokenizer(text)["input_ids"]
     assert len(ids) > len(text), "the text must need several tokens a character for this test to mean anything"
-    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
     assert "".join(texts) == text
     assert not any("\ufffd" in piece for piece in texts)
 
 
-def test_half_a_character_at_the_end_is_not_lost(engine_tokenizer: Any) -> None:
+def test_half_a_character_at_the_end_is_not_lost(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     ids = engine_tokenizer("x👩")["input_ids"][:-1]
-    texts, _ = run(IncrementalDetokenizer(engine_tokenizer), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(tokens), chunks(ids, []))
     assert "".join(texts) == decode(engine_tokenizer, ids, True)
     assert texts[-1].endswith("\ufffd")
 
 
-def test_a_finish_without_tokens_returns_what_was_held(engine_tokenizer: Any) -> None:
-    detokenizer = IncrementalDetokenizer(engine_tokenizer, stop=("hello world",))
+def test_a_finish_without_tokens_returns_what_was_held(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+    detokenizer = IncrementalDetokenizer(tokens, stop=("hello world",))
     assert detokenizer.push(engine_tokenizer("hello")["input_ids"], False) == ("", None)
     assert detokenizer.push([], True) == ("hello", None)
 
@@ -105,18 +117,20 @@ def test_only_the_last_tokens_are_decoded_again(engine_tokenizer: Any) -> None:
     invalid = engine_tokenizer("👩")["input_ids"][:1]
     for ids in (engine_tokenizer("Many words follow one another. " * 200)["input_ids"], invalid * 2000, [0] * 2000):
         counting = Counting()
-        run(IncrementalDetokenizer(counting), chunks(ids, []))
+        run(IncrementalDetokenizer(TokenBytes(counting)), chunks(ids, []))
         assert counting.most <= MAX_WINDOW + 1
         assert counting.total <= (MAX_WINDOW + KEPT_WINDOW) * len(ids)
 
 
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)
-def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, engine_tokenizer: Any) -> None:
+def test_stop_texts_cut_the_output_before_the_first_match(
+    data: st.DataObject, engine_tokenizer: Any, tokens: TokenBytes
+) -> None:
     ids = engine_tokenizer(data.draw(st.text("ab é漢", min_size=1, max_size=40)))["input_ids"]
     whole = decode(engine_tokenizer, ids, True)
     stops = tuple(data.draw(st.lists(st.text("ab é漢", min_size=1, max_size=6), min_size=1, max_size=3)))
-    texts, stop = run(IncrementalDetokenizer(engine_tokenizer, stop=stops), chunks(ids, []))
+    texts, stop = run(IncrementalDetokenizer(tokens, stop=stops), chunks(ids, []))
     ends = {text: whole.find(text) + len(text) for text in stops if text in whole}
     if not ends:
         assert ("".join(texts), stop) == (whole, None)
@@ -127,24 +141,24 @@ def test_stop_texts_cut_the_output_before_the_first_match(data: st.DataObject, e
     assert "".join(texts) == whole[: first - len(expected)]
 
 
-def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any) -> None:
-    detokenizer = IncrementalDetokenizer(engine_tokenizer, stop=("The end.",))
+def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+    detokenizer = IncrementalDetokenizer(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""
     assert "".join(shown) == "The endless"
 
 
-def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any) -> None:
+def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     word, stop = engine_tokenizer(" sun")["input_ids"], engine_tokenizer(" moon")["input_ids"]
     sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
     out = TokenOut(request_id="a", token_ids=word + stop, finish_reason="stop", stop_token_id=stop[0])
-    assert OutputText(engine_tokenizer, sampling).push(out) == (" sun", "stop", stop[0], False)
+    assert OutputText(tokens, sampling).push(out) == (" sun", "stop", stop[0], False)
     eos = TokenOut(request_id="a", token_ids=[*word, 2], finish_reason="stop", stop_token_id=2)
-    assert OutputText(engine_tokenizer, sampling).push(eos) == (" sun", "stop", None, False)
+    assert OutputText(tokens, sampling).push(eos) == (" sun", "stop", None, False)
 
 
-def test_a_stop_text_ends_the_output_before_the_scheduler_knows(engine_tokenizer: Any) -> None:
-    output = OutputText(engine_tokenizer, SamplingParams(stop=("moon",)))
+def test_a_stop_text_ends_the_output_before_the_scheduler_knows(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+    output = OutputText(tokens, SamplingParams(stop=("moon",)))
     out = TokenOut(request_id="a", token_ids=engine_tokenizer("sun moon sun")["input_ids"])
     assert output.push(out) == ("sun ", "stop", "moon", True)
 
@@ -175,7 +189,7 @@ def test_sentencepiece_spaces_and_byte_fallback(words: list[str]) -> None:
             ids.append(tokenizer.get_vocab()[word])
         else:
             ids += [3 + byte for byte in word.encode()]
-    texts, _ = run(IncrementalDetokenizer(tokenizer), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(TokenBytes(tokenizer)), chunks(ids, []))
     assert "".join(texts) == decode(tokenizer, ids, True)
 
 

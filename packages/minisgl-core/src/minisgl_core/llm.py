@@ -28,6 +28,7 @@ from minisgl_core.scheduler.stats import SchedulerStats
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
+from minisgl_core.text.tokens import TokenBytes
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -142,6 +143,7 @@ class LLM:
             self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
             if template is not None:
                 self.tokenizer.chat_template = template
+            self._tokens = TokenBytes(self.tokenizer)
             followers = self._others.followers if self._others else []
             self._new_loop = partial(make_loop, built, registry, hooks, followers)
             self._loop = self._new_loop()
@@ -285,7 +287,7 @@ class LLM:
         self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
         names[name] = None
         output = GenerationOutput(submit.token_ids.tolist())
-        running = _Running(output, OutputText(self.tokenizer, submit.sampling), decodes_at_once)
+        running = _Running(output, OutputText(self._tokens, submit.sampling), decodes_at_once)
         self._running[name] = running
         return running
 

@@ -146,7 +146,7 @@ class Rejected(msgspec.Struct, tag=True, kw_only=True):
     param: str | None = None
 
 
-class TokenOut(msgspec.Struct, kw_only=True):
+class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New tokens of one request; the last such message has a `finish_reason`."""
 
     request_id: str
@@ -170,7 +170,7 @@ class TokenBatch(msgspec.Struct, tag=True):
     outputs: list[TokenOut]
 
 
-class Text(msgspec.Struct, kw_only=True):
+class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New text of one request. Joined, the pieces are the whole output, of a chat without its thoughts and tool calls."""
 
     request_id: str

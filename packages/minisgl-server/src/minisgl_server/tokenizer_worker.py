@@ -46,7 +46,7 @@ from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.options import ServerOptions
-from minisgl_server.parsing.chat_format import AUTO, ChatFormat, ChatParser, ParsedText
+from minisgl_server.parsing.chat_format import AUTO, ChatFormat, ChatParser
 
 logger = logging.getLogger(__name__)
 
@@ -226,10 +226,10 @@ class TokenizerWorker:
     def _request(self, message: Tokenize, prompt: str, sampling: SamplingParams) -> _Request:
         waiting = Text(request_id=message.request_id, text="", token_ids=[])
         if message.messages is None:
-            return _Request(OutputText(self._tokenizer, sampling), waiting)
+            return _Request(OutputText(self._token_bytes, sampling), waiting)
         if self._chats.needs_special_tokens(message):
             sampling = replace(sampling, skip_special_tokens=False)
-        return _Request(OutputText(self._tokenizer, sampling), waiting, self._chats.parser(message, prompt))
+        return _Request(OutputText(self._token_bytes, sampling), waiting, self._chats.parser(message, prompt))
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
         """What the output must follow, checked as far as it goes without the scheduler's compiler."""
@@ -300,14 +300,14 @@ class TokenizerWorker:
             self._to_scheduler(Abort(out.request_id))
             self._fail(out.request_id, "The output could not be turned into text.")
             return None
-        parsed = ParsedText("", piece.text, [])
+        waiting.text = piece.text
         if request.parser is not None:
             parsed = request.parser.push(piece.text, piece.finish_reason is not None)
+            waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
             if request.parser.is_done and piece.finish_reason is None:
                 piece = piece._replace(finish_reason="stop", is_early=True)
             if request.parser.has_calls and piece.finish_reason == "stop":
                 piece = piece._replace(finish_reason="tool_calls")
-        waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
         waiting.token_ids += out.token_ids
         waiting.num_prompt_tokens, waiting.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         waiting.finish_reason, waiting.stop_reason = piece.finish_reason, piece.stop_reason
@@ -315,7 +315,7 @@ class TokenizerWorker:
             self._to_scheduler(Abort(out.request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[out.request_id]
-        elif not parsed:
+        elif not (waiting.text or waiting.reasoning or waiting.tool_calls):
             return None
         request.waiting = Text(request_id=out.request_id, text="", token_ids=[])
         return waiting

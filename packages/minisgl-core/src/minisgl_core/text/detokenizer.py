@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import codecs
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from minisgl_core.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.stop import StopFinder
+from minisgl_core.text.tokens import TokenBytes
 
 REPLACEMENT = "\ufffd"
 """What decoders write for bytes that are not (yet) a character."""
@@ -22,25 +24,18 @@ class IncrementalDetokenizer:
 
     The pieces joined are the text of all tokens decoded at once (without the spaces' "clean-up"), for byte-level tokenizers
     whatever the tokens, for others where the bytes form valid UTF-8. No piece ends inside a character: a token that ends in
-    the middle of one waits for those that complete it. Each step decodes the new tokens together with those of the step
-    before, because a decoder may treat the first token of a text differently (sentencepiece drops its leading space).
+    the middle of one waits for those that complete it.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokens: of the tokenizer.
         skip_special_tokens: leave special tokens out.
         stop: texts that end the output.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, stop: tuple[str, ...] = ()) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._special = _special_ids(tokenizer) if skip_special_tokens else frozenset()
+    def __init__(self, tokens: TokenBytes, skip_special_tokens: bool = True, stop: tuple[str, ...] = ()) -> None:
+        kind = _Bytes if tokens.make_up_texts else _Window
+        self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
         self._stop = StopFinder(stop)
-        self._ids: list[int] = []
-        self._num_context = 0
-        """Tokens of `_ids` up to the last place known to lie between two characters."""
-        self._num_shown = 0
-        """Characters of `_ids`' text that were returned."""
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
         """Add tokens.
@@ -53,14 +48,46 @@ class IncrementalDetokenizer:
             New text, and the stop text that ends the output, if one was found: the text then ends before it and the
             detokenizer is done.
         """
-        text, stop = self._stop.push(self._decode_new(token_ids, finished))
+        text, stop = self._stop.push(self._decode(token_ids, finished))
         if finished and stop is None:
             text += self._stop.finish()
         return text, stop
 
-    def _decode_new(self, token_ids: Sequence[int], finished: bool) -> str:
+
+class _Bytes:
+    """Decodes the tokens' bytes."""
+
+    def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
+        self._tokens = tokens
+        self._skipped = tokens.special_ids if skip_special_tokens else frozenset()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def decode(self, token_ids: Sequence[int], finished: bool) -> str:
+        """See `IncrementalDetokenizer.push`."""
+        tokens = self._tokens
+        return self._decode(b"".join([tokens[each] for each in token_ids if each not in self._skipped]), finished)
+
+
+class _Window:
+    """Has the tokenizer decode the new tokens together with those of the step before.
+
+    A decoder may treat the first token of a text differently: sentencepiece's drops its leading space.
+    """
+
+    def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokens.tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._special = tokens.special_ids if skip_special_tokens else frozenset()
+        self._ids: list[int] = []
+        self._num_context = 0
+        """Tokens of `_ids` up to the last place known to lie between two characters."""
+        self._num_shown = 0
+        """Characters of `_ids`' text that were returned."""
+
+    def decode(self, token_ids: Sequence[int], finished: bool) -> str:
+        """See `IncrementalDetokenizer.push`."""
         self._ids += [token for token in token_ids if token not in self._special]
-        text = self._decode(self._ids)
+        text = self._text(self._ids)
         end = len(text)
         if text.endswith(REPLACEMENT) and not finished:
             if len(self._ids) - self._num_context < MAX_CHAR_BYTES:
@@ -72,15 +99,15 @@ class IncrementalDetokenizer:
         if shown and end == len(text):
             self._ids = self._ids[self._num_context :]
             self._num_context = len(self._ids)
-            self._num_shown = len(self._decode(self._ids))
+            self._num_shown = len(self._text(self._ids))
         elif len(self._ids) > MAX_WINDOW:
             num_waiting = len(text) - self._num_shown
             self._ids = self._ids[-KEPT_WINDOW:]
             self._num_context = 0
-            self._num_shown = max(0, len(self._decode(self._ids)) - num_waiting)
+            self._num_shown = max(0, len(self._text(self._ids)) - num_waiting)
         return shown
 
-    def _decode(self, token_ids: list[int]) -> str:
+    def _text(self, token_ids: list[int]) -> str:
         text: str = self._tokenizer.decode(
             token_ids, skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
         )
@@ -106,8 +133,8 @@ class Piece(NamedTuple):
 class OutputText:
     """Text of one request, from what the scheduler sends of it."""
 
-    def __init__(self, tokenizer: Any, sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens, sampling.stop)
+    def __init__(self, tokens: TokenBytes, sampling: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokens, sampling.skip_special_tokens, sampling.stop)
         self._stop_token_ids = sampling.stop_token_ids
 
     def push(self, out: TokenOut) -> Piece:
@@ -119,8 +146,3 @@ class OutputText:
             return Piece(text, "stop", stop, is_early=not finished)
         stop_reason = out.stop_token_id if out.stop_token_id in self._stop_token_ids else None
         return Piece(text, out.finish_reason, stop_reason, is_early=False)
-
-
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """Tokens that decoding leaves out."""
-    return frozenset(index for index, token in tokenizer.added_tokens_decoder.items() if token.special)

@@ -18,35 +18,40 @@ def _byte_alphabet() -> dict[str, int]:
 _ALPHABET = _byte_alphabet()
 
 
-class TokenBytes:
+class TokenBytes(dict[int, bytes]):
     """The bytes of each token, which need not be whole characters: ``TokenBytes(tokenizer)[token_id]``.
 
-    Ids without a token (a vocabulary padded for speed) are empty.
+    Ids without a token (a vocabulary padded for speed) are empty. Made once for a tokenizer: it remembers.
+
+    Attributes:
+        tokenizer: a transformers tokenizer.
+        special_ids: tokens that decoding may leave out.
+        make_up_texts: whether the text of tokens is their bytes one after another, which is so for byte-level tokenizers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        super().__init__()
+        self.tokenizer = tokenizer
         self._added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self.special_ids = frozenset(index for index, token in self._added.items() if token.special)
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        self.make_up_texts = type(decoder).__name__ == "ByteLevel"
         self._is_byte_level = "ByteLevel" in repr(decoder)
-        self._known: dict[int, bytes] = {}
 
-    def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of a token."""
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._compute(token_id)
-        return known
+    def __missing__(self, token_id: int) -> bytes:
+        """Called where a token is looked up for the first time."""
+        found = self[token_id] = self._compute(token_id)
+        return found
 
     def _compute(self, token_id: int) -> bytes:
-        if token_id in self._added:
-            return str(self._added[token_id].content).encode()
-        token = self._tokenizer.convert_ids_to_tokens(token_id)
+        token = self.tokenizer.convert_ids_to_tokens(token_id)
         if token is None:
             return b""
         if self._is_byte_level and all(char in _ALPHABET for char in token):
             return bytes(_ALPHABET[char] for char in token)
+        if token_id in self._added:
+            return str(token).encode()
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte is not None:
             return bytes([int(byte[1], 16)])
-        return str(token).replace("▁", " ").encode()
+        return str(token if self._is_byte_level else token.replace("▁", " ")).encode()

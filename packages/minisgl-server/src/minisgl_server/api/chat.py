@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,7 +14,7 @@ from minisgl_server.api.logprobs import chat_logprobs
 from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
 from minisgl_server.api.schemas import ChatRequest
-from minisgl_server.api.streaming import EventStream, UsageOptions
+from minisgl_server.api.streaming import ChoiceChunks, EventStream
 from minisgl_server.api.tools import tools_of
 
 router = APIRouter()
@@ -40,7 +39,7 @@ async def chat_completions(request: Request) -> Response:
     choices = Choices("chatcmpl", model, [prompt])
     generation, first = await choices.start(client, request)
     if chat.stream:
-        return EventStream(generation, _chunks(choices, generation, first, UsageOptions(chat.stream_options)))
+        return EventStream(choices, generation, first, _Chunks(choices, "chat.completion.chunk", chat.stream_options))
     try:
         return await _answer(choices, generation, first)
     finally:
@@ -96,23 +95,22 @@ class _Answer:
         }
 
 
-async def _chunks(
-    choices: Choices, generation: Generation, outputs: list[tuple[int, Text]], usage: UsageOptions
-) -> AsyncIterator[list[dict[str, Any]]]:
-    def chunk(place: int, delta: dict[str, Any], text: Text | None = None) -> dict[str, Any]:
-        entry: dict[str, Any] = {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
-        if text is not None:
-            entry["logprobs"] = chat_logprobs(text)
-            if text.finish_reason is not None:
-                entry |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
-        return choices.body("chat.completion.chunk", [entry], **usage.of_chunk(choices))
+class _Chunks(ChoiceChunks):
+    def begin(self) -> bytes:
+        """Each choice's role."""
+        roles = [{"role": "assistant", "content": ""} for _ in self._choices.requests]
+        return b"".join(self.chunk(_entry(place, role)) for place, role in enumerate(roles))
 
-    yield [chunk(place, {"role": "assistant", "content": ""}) for place in range(len(choices.requests))]
-    while outputs:
-        yield [chunk(place, _delta(text), text) for place, text in outputs]
-        outputs = await choices.more(generation)
-    if usage.at_end:
-        yield [choices.body("chat.completion.chunk", [], usage=choices.usage())]
+    def entry(self, place: int, text: Text) -> dict[str, Any]:
+        entry = _entry(place, _delta(text))
+        entry["logprobs"] = chat_logprobs(text)
+        if text.finish_reason is not None:
+            entry |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
+        return entry
+
+
+def _entry(place: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
 
 
 def _delta(text: Text) -> dict[str, Any]:

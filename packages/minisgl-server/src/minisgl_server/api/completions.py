@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,8 +14,8 @@ from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.logprobs import CompletionLogprobs
 from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
-from minisgl_server.api.schemas import CompletionRequest
-from minisgl_server.api.streaming import EventStream, UsageOptions
+from minisgl_server.api.schemas import CompletionRequest, StreamOptions
+from minisgl_server.api.streaming import ChoiceChunks, EventStream
 
 router = APIRouter()
 
@@ -43,7 +42,7 @@ async def completions(request: Request) -> Response:
     choices = Choices("cmpl", model, prompts)
     generation, first = await choices.start(client, request)
     if asked.stream:
-        return EventStream(generation, _chunks(choices, generation, first, UsageOptions(asked.stream_options)))
+        return EventStream(choices, generation, first, _Chunks(choices, "text_completion", asked.stream_options))
     try:
         return await _answer(choices, generation, first)
     finally:
@@ -97,13 +96,10 @@ def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-async def _chunks(
-    choices: Choices, generation: Generation, outputs: list[tuple[int, Text]], usage: UsageOptions
-) -> AsyncIterator[list[dict[str, Any]]]:
-    pieces = [_Pieces() for _ in choices.requests]
-    while outputs:
-        extra = usage.of_chunk(choices)
-        yield [choices.body("text_completion", [pieces[at].entry(at, text)], **extra) for at, text in outputs]
-        outputs = await choices.more(generation)
-    if usage.at_end:
-        yield [choices.body("text_completion", [], usage=choices.usage())]
+class _Chunks(ChoiceChunks):
+    def __init__(self, choices: Choices, kind: str, options: StreamOptions | None) -> None:
+        super().__init__(choices, kind, options)
+        self._pieces = [_Pieces() for _ in choices.requests]
+
+    def entry(self, place: int, text: Text) -> dict[str, Any]:
+        return self._pieces[place].entry(place, text)

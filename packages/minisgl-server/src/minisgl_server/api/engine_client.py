@@ -38,8 +38,14 @@ class Generation:
         self._running = {request_id: place for place, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
         self._error: Exception | None = None
-        self._event = asyncio.Event()
+        self._wake: asyncio.Future[None] | None = None
+        """What `next` waits for."""
         self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all output has been taken, and there was no error."""
+        return not self._running and not self._arrived and self._error is None
 
     async def next(self) -> list[tuple[int, Text]]:
         """Wait for output: the place of a request among those started together, and its new text. Empty at the end.
@@ -49,8 +55,8 @@ class Generation:
             ClientGoneError: nobody is there to answer to.
         """
         while not self._arrived and self._error is None and self._running:
-            self._event.clear()
-            await self._event.wait()
+            self._wake = asyncio.get_running_loop().create_future()
+            await self._wake
         if self._error is not None:
             raise self._error
         arrived, self._arrived = self._arrived, []
@@ -64,7 +70,7 @@ class Generation:
         for request_id in self._running:
             self._client.abort(request_id)
         self._running.clear()
-        self._event.set()
+        self._wake_up()
 
     def fail(self, error: Exception) -> None:
         """End with an error and abort what still runs."""
@@ -82,12 +88,16 @@ class Generation:
         if text.finish_reason is not None:
             del self._running[text.request_id]
         self._arrived.append((place, text))
-        self._event.set()
+        self._wake_up()
 
     def reject(self, message: Rejected) -> None:
         """Take the refusal of one of the requests; the others end too."""
         del self._running[message.request_id]
         self.fail(rejected(message))
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     async def _until_disconnected(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -15,11 +14,10 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.answers import GenerateAnswer, GenerateAnswers
 from minisgl_server.api.choices import Choices, json_response, parse, served_model
 from minisgl_server.api.completions import MAX_PROMPTS
-from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.forms import only_form
 from minisgl_server.api.openapi import documented
 from minisgl_server.api.schemas import Int, SamplingFields, Strict, TokenId
-from minisgl_server.api.streaming import EventStream
+from minisgl_server.api.streaming import Chunks, EventStream, event
 
 router = APIRouter()
 
@@ -77,7 +75,7 @@ async def generate(request: Request) -> Response:
     generation, first = await choices.start(client, request)
     is_single = is_single and len(outputs) == 1
     if asked.stream:
-        return EventStream(generation, _chunks(choices, generation, first, outputs, is_single))
+        return EventStream(choices, generation, first, _Chunks(outputs, is_single))
     try:
         while first:
             for place, text in first:
@@ -87,22 +85,6 @@ async def generate(request: Request) -> Response:
         generation.close()
     answers = [output.answer() for output in outputs]
     return json_response(answers[0] if is_single else answers)
-
-
-async def _chunks(
-    choices: Choices,
-    generation: Generation,
-    new: list[tuple[int, Text]],
-    outputs: list[_Output],
-    is_single: bool,
-) -> AsyncIterator[list[dict[str, Any]]]:
-    while new:
-        chunks = []
-        for place, text in new:
-            outputs[place].add(text)
-            chunks.append(outputs[place].answer() | ({} if is_single else {"index": place}))
-        yield chunks
-        new = await choices.more(generation)
 
 
 class _Output:
@@ -140,6 +122,15 @@ class _Output:
         if self._logprobs is not None:
             meta["output_token_logprobs"], meta["output_top_logprobs"] = self._logprobs, self._top_logprobs
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+
+
+class _Chunks(Chunks):
+    def __init__(self, outputs: list[_Output], is_single: bool) -> None:
+        self._outputs, self._is_single = outputs, is_single
+
+    def new(self, place: int, text: Text) -> bytes:
+        self._outputs[place].add(text)
+        return event(self._outputs[place].answer() | ({} if self._is_single else {"index": place}))
 
 
 def _logprob(entry: Logprob) -> tuple[float, int, None]:

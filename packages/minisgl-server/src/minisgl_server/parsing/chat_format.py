@@ -26,9 +26,6 @@ class ParsedText:
     content: str
     tool_calls: list[ToolCallDelta]
 
-    def __bool__(self) -> bool:
-        return bool(self.reasoning or self.content or self.tool_calls)
-
 
 class ChatParser:
     """Takes one chat's output apart. Without splitter and tools, all of it is content."""
