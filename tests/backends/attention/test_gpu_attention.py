@@ -46,16 +46,20 @@ class TestTriton(OnGpu):
     backend = TritonAttention
     has_fp8_pool = True
 
-    def test_other_sizes(self) -> None:
-        for shape, page_size, dtype in (
+    @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
+    @pytest.mark.parametrize(
+        ("shape", "page_size", "dtype"),
+        [
             ((9, 3, 64), 256, torch.float32),
+            ((9, 3, 64), 16, torch.bfloat16),
             ((40, 8, 128), 64, torch.float16),
             ((2, 1, 256), 16, torch.bfloat16),
             ((64, 1, 64), 1, torch.bfloat16),
-        ):
-            spec = self.spec(shape, page_size, dtype)
-            for pool in (dtype, FP8):
-                self.run(replace(spec, kv_dtype=pool), decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+        ],
+    )
+    def test_other_sizes(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype, is_fp8: bool) -> None:
+        spec = replace(self.spec(shape, page_size, dtype), kv_dtype=FP8 if is_fp8 else dtype)
+        self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
 
 
 class TestFlashInfer(OnGpu):

@@ -24,4 +24,5 @@ def test_bfloat16_and_a_long_sequence_split_many_times() -> None:
     kit = TestTriton()
     spec = kit.spec((4, 2, 64), 16, torch.bfloat16)
     kit.run(spec, decodes=[1, 3000, 257], prefills=[(2000, 3)])
-    kit.run(replace(spec, kv_dtype=FP8), decodes=[1, 600], prefills=[(300, 3)])
+    for shape in ((4, 2, 64), (2, 2, 128)):
+        kit.run(replace(kit.spec(shape, 16, torch.bfloat16), kv_dtype=FP8), decodes=[1, 600], prefills=[(300, 3)])

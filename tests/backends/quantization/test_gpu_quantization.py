@@ -39,7 +39,7 @@ def test_products_are_those_of_the_reference(num_rows: int, outputs: int, inputs
         arguments = codes, scales.view(-1), bias
         found, expected = getattr(ours, prepare)(*arguments)(x), getattr(reference, prepare)(*arguments)(x)
         # Tensor cores keep fewer bits than float32 has while they add up: the longer the sums, the more is lost.
-        assert (found.float() - expected.float()).norm() < 1e-2 * expected.float().norm()
+        assert (found.float() - expected.float()).norm() < 2e-2 * expected.float().norm()
 
 
 def test_products_in_a_graph() -> None:

@@ -1,0 +1,43 @@
+"""What an earlier owner left in a page, or what another request's page holds, changes nothing, be it NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl_backends.attention.native_backend import NativeAttention
+from minisgl_backends.attention.torch_backend import TorchAttention
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
+from minisgl_core.testing.attention_kit import AttentionBackendTests
+from minisgl_core.testing.attention_rig import AttentionRig
+
+SIZE = 16
+DECODES, PREFILLS = [1, 17, 40, 41, 96], [(0, 5), (16, 20), (7, 60), (0, 90)]
+WINDOWS = [None, 6]
+
+
+def outputs(backend: type[AttentionBackend], dtype: torch.dtype, poison: bool) -> list[torch.Tensor]:
+    """Of one step; with `poison`, every slot is NaN that holds no token of a request of the step, page 0 too."""
+    spec = AttentionBackendTests().spec((4, 2, 64), SIZE, dtype)
+    if reasons := backend.unsupported(spec):
+        pytest.skip("; ".join(reasons))
+    layers = [AttentionLayer(place, 0.125, window) for place, window in enumerate(WINDOWS)]
+    rig = AttentionRig(backend, spec, layers, num_pages=80)
+    old = [(rig.request(length - 1, 100), 1) for length in DECODES] + [(rig.request(a, 100), n) for a, n in PREFILLS]
+    if poison:
+        foreign = torch.ones(rig.num_pages * SIZE, dtype=torch.bool)
+        for request, _ in old:
+            foreign[rig.slots(request, 0, request.num_tokens)] = False
+        pages, places = foreign.view(-1, SIZE).nonzero(as_tuple=True)
+        rig.pool.data[:, :, pages, :, places] = torch.nan
+    batch = rig.batch(old, len(DECODES))
+    plan = rig.backend.plan(batch)
+    return [rig.backend.forward(*rig.split(rig.inputs(batch)), layer, plan) for layer in layers]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
+def test_nans_of_others_stay_theirs(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
+    for found, expected in zip(outputs(backend, dtype, True), outputs(backend, dtype, False), strict=True):
+        assert expected.isfinite().all()
+        assert torch.equal(found, expected)

@@ -1,0 +1,49 @@
+"""Tensor parallelism with matrices in float8: each rank quantises its part, and the parts together are the whole model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.quantization import QuantizationSpec
+from minisgl_core.engine.loader import load_weights
+from minisgl_core.testing.rank_threads import run_ranks
+from minisgl_core.testing.references import DenseAttention, SavedReference
+from minisgl_models.qwen3 import Qwen3ForCausalLM
+
+
+def test_ranks_together_are_the_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config: Any = transformers.Qwen3Config(
+        vocab_size=70, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, max_position_embeddings=64, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.Qwen3ForCausalLM(config).eval().save_pretrained(tmp_path)
+    ids = torch.randint(70, (20,))
+    device, dtype = torch.device("cpu"), torch.float32
+
+    def run(communicator: Communicator, is_fp8: bool = True) -> torch.Tensor:
+        source, ops = SavedReference(tmp_path), Ops(device, dtype)
+        quantization = Fp8(QuantizationSpec(dtype, device), ops) if is_fp8 else None
+        build = BuildContext(communicator, ops, device, dtype, quantization=quantization)
+        model = Qwen3ForCausalLM(model_config(source.config), build)
+        load_weights(model, source, progress=False)
+        with torch.inference_mode():
+            return model.compute_logits(model(ids, torch.arange(20), DenseAttention()))
+
+    exact, one, ranks = run(SingleRank(), False), run(SingleRank()), run_ranks(2, run)
+    loss = (one - exact).norm()
+    assert 0 < loss < 0.15 * exact.norm()
+    for logits in ranks:
+        assert torch.equal(logits, ranks[0]), "the ranks must agree to the bit, or they sample apart"
+        # A rank's tokens have scales of their own where the input is split, so the numbers are others, as good as one rank's.
+        assert (logits - exact).norm() < 2 * loss
