@@ -24,6 +24,7 @@ RUN_BY = {
     "docs/plugins/moe.md": "tests/docs/test_guides.py",
     "docs/plugins/prefix_cache.md": "tests/docs/test_guides.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",
+    "docs/fp8.md": "tests/server/bench/test_accuracy.py",
     "docs/server.md": "tests/server/test_native_api.py",
     "docs/structured_output.md": "tests/docs/test_structured_output.py",
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from click.testing import CliRunner, Result
 
 from minisgl_core.cli.main import main
 from minisgl_server.bench.accuracy.compare import compare
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +59,18 @@ def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path
         assert math.isclose(row["perplexity"], plain["perplexity"], rel_tol=0.2)
     assert others[2]["kl"] > others[0]["kl"], "both lose more than KV alone"
     assert len(done.output.splitlines()) == 7
+
+
+def test_the_command_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = (ROOT / "docs/fp8.md").read_text()
+    [(mark, code)] = re.findall(r"^<!-- test: (.*) -->\n```console\n(.*?)^```$", text, re.M | re.S)
+    minisgl, group, command, *arguments = shlex.split(code.removeprefix("$ "))
+    assert (minisgl, group, command) == ("minisgl", "bench", mark) == ("minisgl", "bench", "accuracy")
+    monkeypatch.chdir(ROOT)
+    done = bench(folder, *arguments, "--max-tokens", "40", "--window", "20")
+    assert done.exit_code == 0, done.output
+    titles, plain = ([cell for cell in line.split("  ") if cell] for line in done.output.splitlines()[2:4])
+    assert len(titles) == len(plain) == 7
 
 
 def test_differences_are_what_their_names_say() -> None:

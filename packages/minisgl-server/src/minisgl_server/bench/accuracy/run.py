@@ -95,7 +95,7 @@ def _windows(built: BuiltEngine, text: str, window: int, max_tokens: int) -> lis
     """Token ids, int64, cut from the text one after another."""
     if window > built.max_seq_len:
         raise InvalidValueError("--window", window, f"at most {built.max_seq_len}, the longest sequence here")
-    ids = built.checkpoint.source.tokenizer()(text, add_special_tokens=False)["input_ids"][:max_tokens]
+    ids = built.checkpoint.source.tokenizer()(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
     if len(ids) < 2:
         raise InvalidValueError("--text", "(its text)", "at least two tokens long")
     parts = torch.split(torch.tensor(ids, dtype=torch.int64), window)
