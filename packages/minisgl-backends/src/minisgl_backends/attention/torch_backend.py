@@ -57,6 +57,8 @@ class GatheredGroup:
             the whole batch, unpadded.
         kept: places in ``[0, B * Q)`` that are no padding; None where all are.
         gather: rows of the pool that hold K and then V, int64 [2 * B * Hkv * N].
+        past: places in ``[0, B * Hkv * L)`` of gathered keys past their request's end, int64; None where there are none. What
+            lies there is somebody else's, or was: not even a NaN of theirs may get through.
         first: position of each request's first query, int64 [B], on the host.
         blocks: by sliding window; the layers share them.
     """
@@ -67,6 +69,7 @@ class GatheredGroup:
     tokens: torch.Tensor | None
     kept: torch.Tensor | None
     gather: torch.Tensor
+    past: torch.Tensor | None
     first: np.ndarray
     blocks: dict[int | None, list[_Block]]
 
@@ -127,6 +130,8 @@ class TorchAttention(AttentionBackend):
             kept = torch.from_numpy(np.flatnonzero(real)).to(device)
         rows = batch.rows if is_all else batch.rows[torch.from_numpy(members).to(device)]
         pages = self.page_table[rows, :num_pages].long() * self.spec.num_kv_heads
+        is_past = np.arange(num_pages * size) >= seq_lens[:, None]
+        past = np.flatnonzero(np.repeat(is_past, self.spec.num_kv_heads, axis=0))
         return GatheredGroup(
             num_requests=len(members),
             num_queries=num_queries,
@@ -134,6 +139,7 @@ class TorchAttention(AttentionBackend):
             tokens=tokens,
             kept=kept,
             gather=(self._offsets + pages[None, :, None]).view(-1),
+            past=torch.from_numpy(past).to(device) if len(past) else None,
             first=(seq_lens - q_lens).astype(np.int64),
             blocks={},
         )
@@ -172,13 +178,19 @@ class TorchAttention(AttentionBackend):
             blocks = group.blocks[window] = self._blocks(group, window)
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
         of_k, of_v = group.gather.chunk(2)
-        k = self._gather(pool, of_k, layer.kv_scales[:1]).view(num * heads, -1, dim).transpose(1, 2)
+        k = self._clean(self._gather(pool, of_k, layer.kv_scales[:1]), group).transpose(1, 2)
         weights = self._weights(q, k, blocks[0])
-        v = self._gather(pool, of_v, layer.kv_scales[1:]).view(num * heads, -1, dim)  # not before: K leaves the cache
+        v = self._clean(self._gather(pool, of_v, layer.kv_scales[1:]), group)  # not before: K leaves the cache
         parts = [self._mix(weights, v, blocks[0], num)]
         parts += [self._mix(self._weights(q, k, block), v, block, num) for block in blocks[1:]]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
+
+    def _clean(self, gathered: torch.Tensor, group: GatheredGroup) -> torch.Tensor:
+        """K or V of a group as [B * Hkv, L, D], with zeros past each request's end: a weight of 0 does not make 0 of a NaN."""
+        if group.past is not None:
+            gathered.view(-1, self.spec.head_dim).index_fill_(0, group.past, 0)
+        return gathered.view(group.num_requests * self.spec.num_kv_heads, -1, self.spec.head_dim)
 
     @staticmethod
     def _gather_plain(rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
