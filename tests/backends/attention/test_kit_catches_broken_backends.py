@@ -336,6 +336,41 @@ def test_a_broken_backend_fails_the_kit(broken: type[RightAttention]) -> None:
     assert failures(Kit())
 
 
+class StoresWithoutScales(TorchAttention):
+    def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
+        self.pool.store(layer.index, k, v, plan.store_index)
+        return self.attend_groups(q, layer, plan.groups)
+
+
+class SwapsTheScales(TorchAttention):
+    def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
+        self.pool.store(layer.index, k, v, plan.store_index, layer.kv_scales)
+        return self.attend_groups(q, replace(layer, kv_scales=layer.kv_scales[::-1]), plan.groups)
+
+
+class LosesLargeOnes(TorchAttention):
+    def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
+        v = v.masked_fill(v.abs() > 448 * layer.kv_scales[1], 0)
+        return super().forward(q, k, v, layer, plan)
+
+
+class RoundsTowardsZero(TorchAttention):
+    def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
+        return super().forward(q, k * (1 - 2**-4), v, layer, plan)
+
+
+@pytest.mark.parametrize("broken", [StoresWithoutScales, SwapsTheScales, LosesLargeOnes, RoundsTowardsZero])
+def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
+    class Kit(AttentionBackendTests):
+        backend = broken
+        has_fp8_pool = True
+        head_shapes = ((4, 2, 64),)
+        dtypes = (torch.float32,)
+
+    found = failures(Kit())
+    assert any("fp8" in name for name in found), found
+
+
 def test_what_the_mistakes_are_made_in_passes() -> None:
     class Kit(AttentionBackendTests):
         backend = RightAttention
