@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,21 @@ def message(rank: int, call: int) -> torch.Tensor:
     return noise
 
 
+def rows(rank: int, layer: int) -> torch.Tensor:
+    return torch.randn(8, 64, generator=torch.Generator().manual_seed(1000 + 10 * layer + rank)).to(B16)
+
+
+def whole_residual(folder: str, layer: int, size: int) -> torch.Tensor:
+    """From each rank the rows that are its own."""
+    names = [Path(f"{folder}/residual {layer} {rank}") for rank in range(size)]
+    while not all(name.exists() for name in names):
+        time.sleep(0.01)
+    parts = [torch.load(name).chunk(size)[rank] for rank, name in enumerate(names)]
+    return torch.cat(parts)
+
+
 def main(folder: str, rank: int, size: int) -> None:
-    from minisgl_backends.kernels.peer_reduce import STATE_WORDS, sum_over_peers
+    from minisgl_backends.kernels.peer_reduce import STATE_WORDS, sum_add_norm, sum_over_peers
 
     num_words = 3 * 2 * size * ROW_WORDS
     memories = [
@@ -43,6 +57,16 @@ def main(folder: str, rank: int, size: int) -> None:
         assert x.dtype == dtype
         sum_over_peers(x, peers, state, rank, ROW_WORDS, two_shots=two_shots)
         results.append(x)
+    residual = torch.ones(8, 64, dtype=B16)
+    alone = state[:1]  # its programs wait for each other's blocks, and the interpreter runs one at a time
+    for layer, shared in enumerate((True, False, True)):
+        x = rows(rank, layer)
+        sum_add_norm(x, residual, rows(0, 9)[0], 1e-6, peers, alone, rank, ROW_WORDS, shared=shared)
+        results.append(x)
+        if shared:  # for the next, which is not shared
+            torch.save(residual, f"{folder}/residual {layer} {rank}.part")
+            Path(f"{folder}/residual {layer} {rank}.part").rename(f"{folder}/residual {layer} {rank}")
+            residual = whole_residual(folder, layer, size)
     give_up.fill_(1)
     if rank == 0:  # nobody else comes: it ends because it is told to
         sum_over_peers(message(0, 0), peers, state, rank, ROW_WORDS, two_shots=False)
@@ -67,11 +91,18 @@ def test_ranks_get_the_sum_in_the_same_bits(size: int, tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
     results = [torch.load(tmp_path / f"results {rank}") for rank in range(size)]
-    for call, sums in enumerate(zip(*results, strict=True)):
+    for call, sums in enumerate(zip(*(result[: len(CALLS)] for result in results), strict=True)):
         expected = torch.stack([message(rank, call) for rank in range(size)]).double().sum(0)
         assert all(torch.equal(total.view(torch.uint8), sums[0].view(torch.uint8)) for total in sums)
         dtype = CALLS[call][2]
         torch.testing.assert_close(sums[0], expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-6)
+    total = torch.ones(8, 64).double()
+    for layer in range(3):
+        norms = [result[len(CALLS) + layer] for result in results]
+        assert all(torch.equal(norm, norms[0]) for norm in norms)
+        total = total + torch.stack([rows(rank, layer) for rank in range(size)]).double().sum(0)
+        scaled = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-6) * rows(0, 9)[0].double()
+        assert (norms[0].double() - scaled).norm() < 1.5e-2 * scaled.norm()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backends.communicator.peer_memory import PeerMemory
 from minisgl_backends.communicator.pynccl import NcclCommunicator
-from minisgl_core.contracts.communicator import CommunicatorSpec
+from minisgl_core.contracts.communicator import AddNorm, CommunicatorSpec
 
 _SIZES = (2, 4, 8)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -18,7 +18,7 @@ _NUM_TURNS = 3
 
 
 class OneShotCommunicator(NcclCommunicator):
-    """All-reduces with the latency of one crossing of the link, or two; NCCL for whatever is larger.
+    """All-reduces with the latency of one crossing of the link, or two, with the norm that follows; NCCL for what is larger.
 
     Needs devices of one host that reach each other's memory. Uses no multicast.
 
@@ -55,10 +55,10 @@ class OneShotCommunicator(NcclCommunicator):
         Raises:
             RuntimeError: not all ranks came within ``spec.timeout_s``, or their devices cannot be connected.
         """
-        from minisgl_backends.kernels.peer_reduce import EMPTY, STATE_WORDS, sum_over_peers
+        from minisgl_backends.kernels.peer_reduce import EMPTY, STATE_WORDS, sum_add_norm, sum_over_peers, takes_rows
 
         super().__init__(spec)
-        self._sum = sum_over_peers
+        self._sum, self._sum_add_norm, self._takes_rows = sum_over_peers, sum_add_norm, takes_rows
         self._row_words = self.two_shots_bytes // spec.size // 4
         num_words = _NUM_TURNS * 2 * spec.size * self._row_words
         self._memory = PeerMemory(self.meeting, spec.rank, spec.device, num_words, EMPTY & 0xFFFFFFFF)
@@ -84,6 +84,24 @@ class OneShotCommunicator(NcclCommunicator):
             x = x.clone()
         self._sum(x, self._peers, self._state, self.rank, self._row_words, two_shots=not is_small)
         return x
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """In one kernel for messages that it takes, of 16-bit numbers: where rows divide by the ranks, each does its part."""
+        num_bytes = x.numel() * x.element_size()
+        is_small = num_bytes <= self._one_shot_bytes
+        is_middling = num_bytes <= self.two_shots_bytes and len(x) % self.size == 0
+        fits = x.dtype in _DTYPES[1:] and self._takes_rows(x.shape[1], self.size)
+        tensors = (x, residual, weight)
+        fits = fits and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
+        if not fits or not num_bytes or not (is_small or is_middling):
+            return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
+        if self._comm is None:
+            raise RuntimeError("the communicator is closed, or another rank is gone")
+        of_group = (self._peers, self._state, self.rank, self._row_words)
+        self._sum_add_norm(x, residual, weight, eps, *of_group, shared=not is_small)
+        return x, residual
 
     def abort(self) -> None:
         """End the kernels that wait, NCCL's too."""

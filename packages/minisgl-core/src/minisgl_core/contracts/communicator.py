@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+
+AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+"""`minisgl_core.contracts.ops.Ops.add_rms_norm`: (x, residual, weight, eps) to (norm of the sum, the sum)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,26 @@ class Communicator(ABC):
     @abstractmethod
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum `x` (any shape) over the ranks. May reduce in place; callers use the return value only."""
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``add_norm(all_reduce(x), residual, weight, eps)``, which most sums of a model are followed by.
+
+        A communicator may do it in one step, and share the rows out over the ranks: the residual that comes back may then
+        be up to date in this rank's rows alone. It is for the next call with as many rows, and for nothing else.
+
+        Args:
+            x: this rank's part of a sum, [T, H]; may be overwritten.
+            residual: the same on every rank or from the last call, [T, H]; may be overwritten.
+            weight: of the norm, [H].
+            eps: added to the mean square.
+            add_norm: adds and normalises what is summed.
+
+        Returns:
+            The norm, the same on every rank, and the residual.
+        """
+        return add_norm(self.all_reduce(x), residual, weight, eps)
 
     @abstractmethod
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rotation
 from minisgl_core.contracts.weights import WeightTarget
@@ -59,6 +60,10 @@ class Attention(Layer):
         rotation = Rotation(cos, sin, norms, self._eps)
         out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer, rotation).flatten(1))
         return out
+
+    def leave_sum(self) -> Communicator | None:
+        """See `Layer.leave_sum`."""
+        return self.o_proj.leave_sum()
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names for Llama and its kin."""

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.errors import InvalidValueError
 
@@ -30,6 +31,15 @@ class Layer(nn.Module):
         own = self.__dict__
         if name in own.get("_modules", ()) or name in own.get("_parameters", ()):
             own[name] = value
+
+    def leave_sum(self) -> Communicator | None:
+        """Let `forward` return this rank's part of a sum from now on, where it is one.
+
+        Returns:
+            Who adds up the parts, for the layer that follows to do that together with its own work; None where `forward`
+            returns all there is.
+        """
+        return None
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:

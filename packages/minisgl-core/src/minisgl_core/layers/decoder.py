@@ -33,6 +33,7 @@ class DecoderLayer(Layer):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.attention = attention
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.post_attention_norm.sums = attention.leave_sum()
         self.mlp = mlp
 
     def forward(
@@ -79,6 +80,8 @@ class DecoderModel(Model):
         self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        for layer, norm in zip(self._layers, [*(each.input_norm for each in self._layers[1:]), self.norm], strict=True):
+            norm.sums = layer.mlp.leave_sum()
         tied = self.embedding if config.tie_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
 

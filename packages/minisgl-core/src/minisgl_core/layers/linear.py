@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.weights import WeightTarget
@@ -141,6 +142,11 @@ class RowParallelLinear(Linear):
         if self._communicator is None:
             return self.op(x)
         return self._communicator.all_reduce(self.op(x))
+
+    def leave_sum(self) -> Communicator | None:
+        """See `Layer.leave_sum`."""
+        communicator, self._communicator = self._communicator, None
+        return communicator
 
     def weight_targets(self, name: str) -> Targets:
         """This rank's columns; the whole bias."""

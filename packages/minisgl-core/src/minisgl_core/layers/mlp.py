@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.layers.base import Layer
@@ -27,6 +28,10 @@ class GatedMLP(Layer):
         """x [T, hidden_size] to the same."""
         out: torch.Tensor = self.down_proj(self._gated(x))
         return out
+
+    def leave_sum(self) -> Communicator | None:
+        """See `Layer.leave_sum`."""
+        return self.down_proj.leave_sum()
 
     def prepare(self) -> None:
         """Join the first two matrices and the activation."""

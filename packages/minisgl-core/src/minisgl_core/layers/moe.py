@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.weights import WeightTarget
@@ -46,6 +47,11 @@ class SparseMoeMLP(Layer):
         weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
         out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
         return out if self._communicator is None else self._communicator.all_reduce(out)
+
+    def leave_sum(self) -> Communicator | None:
+        """See `Layer.leave_sum`."""
+        communicator, self._communicator = self._communicator, None
+        return communicator
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names: a matrix an expert."""

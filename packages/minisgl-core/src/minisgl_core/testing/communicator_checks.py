@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
+from minisgl_core.contracts.ops import Ops
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -112,6 +113,32 @@ def check_same_bits(me: Rank) -> None:
     group.close()
 
 
+def check_sums_with_norms(me: Rank) -> None:
+    """As three layers of a model have them: the residual of one goes to the next, and its norms are the same everywhere."""
+    group = me.join("sums_with_norms")
+    ops = Ops(me.device, torch.bfloat16)
+    for dtype in (torch.float32, torch.bfloat16):
+        for num_rows, size in ((1, 256), (2, 5120), (3, 64), (4, 256), (8, 5120), (40, 256), (128, 5120)):
+            shape = (num_rows, size)
+            generator = torch.Generator().manual_seed(num_rows)
+            residual = torch.randn(shape, generator=generator).to(me.device, dtype)
+            expected, weight = residual.double(), torch.randn(size, generator=generator).to(me.device, dtype)
+            for layer in range(3):
+                parts = [torch.randn(shape, generator=generator).to(me.device, dtype) for _ in range(me.size)]
+                norm, residual = group.all_reduce_add_norm(
+                    parts[me.rank].clone(), residual, weight, 1e-6, ops.add_rms_norm
+                )
+                expected = expected + torch.stack(parts).double().sum(0)
+                scaled = ops.rms_norm(expected, weight.double(), 1e-6)
+                error = (norm.double() - scaled).norm() / scaled.norm()
+                # Each layer rounds the sum over the ranks, the new residual, and the norm twice.
+                limit = (layer + 2) * torch.finfo(dtype).eps
+                assert error < limit, f"{num_rows} rows of {dtype}: off by {error:.1e} after {layer + 1} layers"
+                everyones = group.all_gather(norm[None], 0)
+                assert all(torch.equal(one, norm) for one in everyones), f"ranks disagree on a norm in {dtype}"
+    group.close()
+
+
 def check_order(me: Rank) -> None:
     """Many collectives of all kinds one after another, no rank waiting for the others in between."""
     group = me.join("order")
@@ -179,6 +206,7 @@ CHECKS = (
     check_sums,
     check_gathers,
     check_same_bits,
+    check_sums_with_norms,
     check_order,
     check_objects,
     check_two_groups,
