@@ -25,11 +25,11 @@ from minisgl_core import LLM, SamplingParams
 from minisgl_core.scheduler.planner import Chunk
 
 KINDS = {
-    "all-reduce": r"nccl|all_?reduce|multimem|one_shot|two_shot",
+    "sums over ranks": r"nccl|all_?reduce|one_shot|two_shot|_sum_add_norm",
     "experts": r"_gate_up_silu|_weighted_down",
     "routing": r"^_route|^_sort|_sum_choices",
     "attention": r"flash|_decode\b|_merge\b|_prefill\b|Decode|Prefill|attention|Attention|Combine|combine|prepare_varlen|fmha",
-    "matrix products": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
+    "matrix products": r"^_linear|gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
     "rotary, store": r"rotary|store_kv",
     "activation": r"silu",
@@ -70,16 +70,14 @@ def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) 
     def planned(chunks: list[Chunk], num_decodes: int) -> None:
         nonlocal num_pure
         num_pure += num_decodes == len(chunks)
-        if num_pure == 8:
+        if num_pure in (8, 48):
             torch.cuda.synchronize()
-            profiler.start()
+            (profiler.start if num_pure == 8 else profiler.stop)()
 
     scheduler = llm._loop.scheduler
     scheduler.step_planned = planned
     llm.generate(prompts, sampling)
     scheduler.step_planned = None
-    torch.cuda.synchronize()
-    profiler.stop()
     kernels = kernels_of(profiler)
     ends = [end for name, _, end in kernels if re.search(LAST_OF_STEP, name)]
     first, last = ends[2], ends[-2]  # the profiler's own start delays the first of them
@@ -152,7 +150,7 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
         found.append({"title": "W", "span_s": seconds, "tok_s": num_tokens / seconds})
         for batch in (256, 1):
             prompts = [[random.randint(0, 10000) for _ in range(560)] for _ in range(batch)]
-            sampling = SamplingParams(max_tokens=48, temperature=0.6, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=96, temperature=0.6, ignore_eos=True)
             kernels, steps = trace_decodes(llm, prompts, sampling)
             found.append(report(f"decode of {batch}", kernels, steps))
         if trace_w:
