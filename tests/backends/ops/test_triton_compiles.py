@@ -43,7 +43,8 @@ kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"part"
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
 common = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
 of_decode = {"WINDOW": 0, "G_BLOCK": 16, "KEYS": 64, "R_BLOCK": 256, "LEAST": 2}
-compiled(_decode, dict(kinds), common | of_decode, num_warps=4, num_stages=5)
+for pairs in (False, True):
+    compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": pairs}, num_warps=4, num_stages=5)
 compiled(_prefill, dict(kinds), common | {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}, num_warps=8, num_stages=2)
 
 # Products in float8.

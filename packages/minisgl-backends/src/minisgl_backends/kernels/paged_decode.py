@@ -24,6 +24,7 @@ from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
 from minisgl_backends.kernels.paged_prefill import LOG2_E
 from minisgl_backends.kernels.product import add_product
 from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.fp8 import FP8
 
 _TILE_BYTES = 16384
 """Of the keys of a tile, as they are multiplied. 64 KB of K and V are on their way to a program."""
@@ -51,7 +52,8 @@ def _weigh(queries, k, inside, scale, top, norm, G_BLOCK: tl.constexpr, KEYS: tl
 @triton.jit
 def _attend(
     queries, k_pages, v_pages, table, head, heads, begin, end, stop, scale,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Let [G_BLOCK, D] queries attend to keys `begin` to `end`, none from `stop` on.
 
@@ -59,13 +61,13 @@ def _attend(
 
     The next tile's pages are looked up a tile ahead: looked up where they are used, they would take a stage of the pipeline
     from the keys. Tensor cores take V with its rows and columns exchanged on the way from shared memory, which processors do
-    to elements of 16 bits; so fp8 V is read as pairs of columns, and taken apart in registers.
+    to elements of 16 bits; so with PAIRS, fp8 V is read as pairs of columns, and taken apart in registers.
     """
     key, dim, pair = begin + tl.arange(0, KEYS), tl.arange(0, D), tl.arange(0, D // 2)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((G_BLOCK,), tl.float32)
     page = _pages(table, key, stop, PAGE_SIZE)
-    if v_pages.dtype.element_ty == tl.float8e4nv:
+    if PAIRS:
         even = tl.zeros((G_BLOCK, D // 2), tl.float32)
         odd = tl.zeros((G_BLOCK, D // 2), tl.float32)
         v_pairs = v_pages.to(tl.pointer_type(tl.int16), bitcast=True)
@@ -86,9 +88,9 @@ def _attend(
         for _ in range(begin, end, KEYS):
             next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
-            k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0)
+            k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             weights, kept, top, norm = _weigh(queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN)
-            v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0)
+            v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             total = add_product(total * kept[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
             page, key = next_page, key + KEYS
     return total / norm[:, None], top + tl.log2(norm)
@@ -118,7 +120,7 @@ def _decode(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
     scale, v_scale, num_requests, heads,
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, G_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, WIDEN: tl.constexpr,
+    KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     head, share, num_shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     everyone = tl.arange(0, R_BLOCK)
@@ -149,8 +151,9 @@ def _decode(
         queries, factor = as_multiplied(tl.load(q + q_place, mask=real, other=0.0), scale, k_pages)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
         found, lse = _attend(
-            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor, D, PAGE_SIZE, G_BLOCK, KEYS, WIDEN
-        )
+            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor,
+            D, PAGE_SIZE, G_BLOCK, KEYS, PAIRS, WIDEN,
+        )  # fmt: skip
         found *= v_scale
         is_last = True
         if (tile > first) | (until < after):
@@ -228,11 +231,14 @@ def decode(
     heads = k_pages.shape[2]
     group = num_q_heads // heads
     k_scale, v_scale = layer.kv_scales
+    # Pairs are for the shape that they were tested in on a GPU, which most models have.
+    pairs = k_pages.dtype == FP8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
     _decode[(heads, len(scratch.part))](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
         scratch.part, scratch.lse, scratch.arrived, layer.scale * k_scale * LOG2_E, v_scale, num_requests, heads,
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
         G_BLOCK=max(16, triton.next_power_of_2(group)),
         KEYS=min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128), R_BLOCK=triton.next_power_of_2(most_requests),
-        LEAST=_LEAST_TILES, WIDEN=not q.is_cuda, num_warps=4, num_stages=1 + 2 * q.element_size() // k_pages.element_size(),
+        LEAST=_LEAST_TILES, PAIRS=pairs, WIDEN=not q.is_cuda,
+        num_warps=4, num_stages=1 + 2 * q.element_size() // k_pages.element_size(),
     )  # fmt: skip
