@@ -66,6 +66,13 @@ def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
     return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}
 
 
+def test_gauges_are_there_before_anything_runs(client: httpx.Client) -> None:
+    """This is the module's first test: dashboards and alerts of a server that nobody has used have values, too."""
+    found = samples(client)
+    for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
+        assert found[f"minisgl:{name}"] == 0
+
+
 def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
     def act() -> None:
         complete(client)

@@ -95,11 +95,15 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 def invalid_body(error: ValidationError) -> ApiError:
     """A body that is not JSON or not of the request's form; tells the first fault."""
-    first = error.errors(include_url=False)[0]
+    errors = error.errors(include_url=False)
+    # A field may be of several types, and errs in each: in that which was meant, the fault lies deepest, or is not the type.
+    of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
+    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
     if first["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
+        param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
         return ApiError(400, f"The field {param!r} is not supported.", param, "unsupported_field")
     where = f"{param}: " if param else ""
     return ApiError(400, f"{where}{first['msg']}.", param)
@@ -142,8 +146,6 @@ def _field(loc: tuple[int | str, ...]) -> str | None:
     for part in loc:
         if isinstance(part, int):
             name += f"[{part}]"
-        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+        elif part.isidentifier() and not part[0].isupper() and part not in ("str", "int", "float", "bool"):
             name += f".{part}" if name else part
-        else:
-            break
     return name or None

@@ -78,6 +78,8 @@ class EngineMetrics:
         self._metrics = metrics
         self._num_pages = info.num_pages - 1  # one takes the writes of padding
         self._set("kv_pages", self._num_pages)
+        for gauge in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage"):
+            self._set(gauge, 0)
 
     @hookimpl
     def batch_finished(self, plan: BatchPlan, state: EngineState) -> None:
