@@ -66,9 +66,9 @@ class TritonOps(Ops):
         def product(x: torch.Tensor) -> torch.Tensor:
             codes, row_scales = quantize_rows(x)
             out: torch.Tensor = torch._scaled_mm(
-                codes, right, row_scales, right_scales, bias, out_dtype=x.dtype, use_fast_accum=True
+                codes, right, row_scales, right_scales, out_dtype=x.dtype, use_fast_accum=True
             )
-            return out
+            return out if bias is None else out.add_(bias)  # apart: with some shapes cuBLAS takes none
 
         return product
 
