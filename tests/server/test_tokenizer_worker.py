@@ -236,4 +236,11 @@ def test_forms_hold_after_the_thoughts(engine_tokenizer: Any) -> None:
     thinking.add_tokens(["</think>"])
     rig = Rig(thinking, "none", "deepseek_r1")
     rig.submit(text=None, messages=QUESTION, sampling=form)
-    assert rig.scheduler.pop().grammar.after_token == thinking.convert_tokens_to_ids("</think>")
+    grammar = rig.scheduler.pop().grammar
+    assert (grammar.after_token, grammar.free_if_begun_by) == (thinking.convert_tokens_to_ids("</think>"), None)
+    thinking.add_tokens(["<think>"])
+    rig = Rig(thinking, "none", "qwen3")
+    rig.submit(text=None, messages=QUESTION, sampling=form)
+    grammar = rig.scheduler.pop().grammar
+    tags = tuple(thinking.convert_tokens_to_ids(["</think>", "<think>"]))
+    assert (grammar.after_token, grammar.free_if_begun_by) == tags, "it may answer without a thought"

@@ -82,12 +82,15 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
         kind, text: see `minisgl_core.contracts.grammar.GrammarKind`.
         name: what the user calls the text, for errors.
         after_token: where not None, the output is free up to this token (the end of a model's thoughts).
+        free_if_begun_by: where not None, that holds only if the output begins with this token (the beginning of thoughts);
+            what begins otherwise follows the grammar from there.
     """
 
     kind: GrammarKind
     text: str
     name: str
     after_token: int | None = None
+    free_if_begun_by: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,6 +46,11 @@ def clear_tokens(mask: Masks, token_ids: Iterable[int]) -> None:
         words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
 
 
+def allow_token(mask: Masks, token_id: int) -> None:
+    """Allow a token in a mask [W]."""
+    mask.view(np.uint32)[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+
 class GrammarState(ABC):
     """One output's progress through a grammar."""
 

@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, clear_tokens, mask_width
+from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.structured_outputs import GrammarSource
 
@@ -31,12 +31,13 @@ class Constraint:
     Attributes:
         error: why its output cannot go on; empty for none.
         param: the field of the request at fault then.
+        opening: a token that may come next besides what the grammar allows; None for none.
     """
 
-    __slots__ = ("_after_token", "_compiled", "_state", "error", "param")
+    __slots__ = ("_after_token", "_compiled", "_state", "error", "opening", "param")
 
     def __init__(self, source: GrammarSource, compiled: Future[GrammarState]) -> None:
-        self._compiled, self._after_token = compiled, source.after_token
+        self._compiled, self._after_token, self.opening = compiled, source.after_token, source.free_if_begun_by
         self._state: GrammarState | None = None
         self.error, self.param = "", source.name
 
@@ -63,12 +64,17 @@ class Constraint:
 
     @property
     def active_state(self) -> GrammarState | None:
-        """What allows the next token; None before the token that the grammar begins after."""
-        return None if self._after_token is not None else self._state
+        """What allows the next token, besides `opening`; None before the token that the grammar begins after."""
+        is_free = self._after_token is not None and self.opening is None
+        return None if is_free else self._state
 
     def accept(self, token: int) -> None:
         """Take in the next token."""
         assert self._state is not None
+        if self.opening is not None:
+            if token != self.opening:
+                self._after_token = None
+            self.opening = None
         if self._after_token is not None:
             if token == self._after_token:
                 self._after_token = None
@@ -131,6 +137,9 @@ class Grammars:
             filled = np.empty((len(states), masks.shape[1]), np.int32)
             self._provider().fill_masks(states, filled)
             masks[places] = filled
+            for place in places:
+                if (each := constraints[place]) is not None and each.opening is not None:
+                    allow_token(masks[place], each.opening)
         for mask, tokens in zip(masks, banned, strict=True):
             before = mask.copy() if tokens else mask
             clear_tokens(mask, tokens)

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.structured_outputs import GrammarSource
@@ -106,12 +108,17 @@ class ChatFormat:
             return self._strict_grammar(chat.tools)  # which leaves thoughts free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
             source = self._tool_grammar(chat.tools, source)
-        if source is None or self._reasoning_parser is None or begins_inside(self._reasoning_parser, prompt) is False:
+        if source is None or self._reasoning_parser is None:
             return source
-        end = self._tokenizer.convert_tokens_to_ids(END)
-        return GrammarSource(
-            source.kind, source.text, source.name, end if self._tokenizer.decode([end]) == END else None
-        )
+        thinks, end = begins_inside(self._reasoning_parser, prompt), self._token(END)
+        if thinks is False or end is None:
+            return source
+        return msgspec.structs.replace(source, after_token=end, free_if_begun_by=None if thinks else self._token(BEGIN))
+
+    def _token(self, tag: str) -> int | None:
+        """The token that stands for a tag, if there is one."""
+        token: int = self._tokenizer.convert_tokens_to_ids(tag)
+        return token if self._tokenizer.decode([token]) == tag else None
 
     @staticmethod
     def argument_schemas(chat: Tokenize) -> list[tuple[str, str]]:

@@ -1,0 +1,69 @@
+"""When a grammar holds: from the beginning, or after a model's thoughts, if it thinks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.scheduler.constraints import Constraint, Grammars
+from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
+
+BEGIN, END = byte_tokenizer().convert_tokens_to_ids(["<tool>", "<|call|>"])
+A, B, X = byte_tokenizer().convert_tokens_to_ids(["a", "b", "x"])
+EVERYTHING = 10 * 32
+
+
+@pytest.fixture(scope="module")
+def grammars() -> Grammars:
+    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+
+
+def begin(grammars: Grammars, after: int | None, begun_by: int | None) -> Constraint:
+    source = GrammarSource("choice", '["ax", "b"]', "it", after, begun_by)
+    grammars.check(source)
+    constraint = grammars.start(source)
+    constraint.begin()
+    return constraint
+
+
+def allowed(grammars: Grammars, constraint: Constraint) -> set[int]:
+    masks = grammars.fill([None, constraint], [(), ()])
+    return set(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
+
+
+def test_from_the_beginning(grammars: Grammars) -> None:
+    constraint = begin(grammars, None, None)
+    assert allowed(grammars, constraint) == {A, B}
+    constraint.accept(B)
+    assert constraint.is_finished
+
+
+def test_after_thoughts(grammars: Grammars) -> None:
+    constraint = begin(grammars, END, None)
+    for token in (X, BEGIN, X):
+        assert len(allowed(grammars, constraint)) == EVERYTHING
+        constraint.accept(token)
+    constraint.accept(END)
+    assert allowed(grammars, constraint) == {A, B}
+
+
+def test_after_thoughts_if_there_are_any(grammars: Grammars) -> None:
+    """A model that may think or not: what it does not think follows the grammar."""
+    constraint = begin(grammars, END, BEGIN)
+    assert allowed(grammars, constraint) == {A, B, BEGIN}
+    assert not constraint.is_finished
+    constraint.accept(BEGIN)
+    assert len(allowed(grammars, constraint)) == EVERYTHING
+    for token in (X, BEGIN, END):
+        constraint.accept(token)
+    assert allowed(grammars, constraint) == {A, B}
+    constraint.accept(A)
+    assert allowed(grammars, constraint) == {X}
+    without = begin(grammars, END, BEGIN)
+    without.accept(A)
+    assert allowed(grammars, without) == {X}
+    without.accept(X)
+    assert without.is_finished
+    assert not without.error
