@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.base import Layer, Shard, allowed_tp_sizes, check_tp_size
+from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
@@ -61,19 +66,22 @@ def test_every_rank_has_the_kv_heads_of_its_queries(num_kv_heads: int, group: in
                 assert held[local // local_group] == q // group
 
 
+def tiny_config(**changes: int) -> ModelConfig:
+    raw = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 8,
+        "hidden_size": 24,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 8,
+    }
+    return model_config(raw | changes)
+
+
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
-    config = model_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 8,
-            "hidden_size": 24,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 12,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 8,
-        }
-    )
+    config = tiny_config()
     for size in (1, 2, 4, 12):
         check_tp_size(config, size)
     for size in (3, 5, 6, 24):
@@ -112,6 +120,43 @@ def test_a_row_parallel_bias_counts_once() -> None:
 
     for size in (1, 2, 4):
         assert all(torch.equal(out, torch.full((2, 3), 5.0)) for out in run_ranks(size, run))
+
+
+class Sealed(DecoderLayer):
+    def forward(self, *args: Any) -> Any:
+        return super().forward(*args)
+
+
+class OwnAttention(Attention):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args).tanh()
+
+
+class OwnModel(DecoderModel):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args)
+
+
+@pytest.mark.parametrize("change", ["nothing", "a layer", "an attention", "the model"])
+def test_a_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between(change: str) -> None:
+    config = tiny_config(num_hidden_layers=2)
+
+    class Changed(OwnModel if change == "the model" else DecoderModel):  # type: ignore[misc]
+        def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
+            layer = super().build_layer(index, build)
+            attention = OwnAttention(config, index, build) if change == "an attention" else layer.attention
+            return (Sealed if change == "a layer" else DecoderLayer)(attention, layer.mlp, config, build)
+
+    group = OfRank(0, 2)
+    model = Changed(config, build_for(group))
+    within = [group if change in ("nothing", "the model") else None] * 2
+    assert [layer.post_attention_norm.sums for layer in model.layers] == within
+    between = group if change in ("nothing", "an attention") else None
+    assert [model.layers[0].input_norm.sums, model.layers[1].input_norm.sums, model.norm.sums] == [
+        None,
+        between,
+        between,
+    ]
 
 
 def test_a_prepared_matrix_belongs_to_the_kernel() -> None:

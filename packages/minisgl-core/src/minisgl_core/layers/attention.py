@@ -61,8 +61,7 @@ class Attention(Layer):
         out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer, rotation).flatten(1))
         return out
 
-    def leave_sum(self) -> Communicator | None:
-        """See `Layer.leave_sum`."""
+    def _leave_sum(self) -> Communicator | None:
         return self.o_proj.leave_sum()
 
     def weight_targets(self, name: str) -> Targets:

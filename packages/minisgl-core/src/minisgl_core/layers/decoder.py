@@ -33,7 +33,6 @@ class DecoderLayer(Layer):
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
         self.attention = attention
         self.post_attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.post_attention_norm.sums = attention.leave_sum()
         self.mlp = mlp
 
     def forward(
@@ -80,10 +79,19 @@ class DecoderModel(Model):
         self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        for layer, norm in zip(self._layers, [*(each.input_norm for each in self._layers[1:]), self.norm], strict=True):
-            norm.sums = layer.mlp.leave_sum()
+        if all(type(each).forward is DecoderLayer.forward for each in self._layers):  # others may do more with a sum
+            self._sum_in_norms()
         tied = self.embedding if config.tie_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+
+    def _sum_in_norms(self) -> None:
+        """Let each norm add up over the ranks what comes before it, which may be done in one step."""
+        for layer in self._layers:
+            layer.post_attention_norm.sums = layer.attention.leave_sum()
+        if type(self).forward is DecoderModel.forward:
+            following = [*(each.input_norm for each in self._layers[1:]), self.norm]
+            for layer, norm in zip(self._layers, following, strict=True):
+                norm.sums = layer.mlp.leave_sum()
 
     def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
         """One decoder layer; override it for other attention or another MLP."""

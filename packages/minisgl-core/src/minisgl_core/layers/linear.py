@@ -135,18 +135,17 @@ class RowParallelLinear(Linear):
         self._columns = Shard.of(in_features, build)
         super().__init__(self._columns.size, out_features, build, bias=bias, zero=self._columns.is_padded)
         self._communicator = build.communicator if build.tp_size > 1 else None
-        self._owns_bias = build.tp_rank == 0
+        self._owns_bias, self._leaves_sum = build.tp_rank == 0, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / tp] to [T, out], the same on every rank."""
-        if self._communicator is None:
+        if self._communicator is None or self._leaves_sum:
             return self.op(x)
         return self._communicator.all_reduce(self.op(x))
 
-    def leave_sum(self) -> Communicator | None:
-        """See `Layer.leave_sum`."""
-        communicator, self._communicator = self._communicator, None
-        return communicator
+    def _leave_sum(self) -> Communicator | None:
+        self._leaves_sum = True
+        return self._communicator
 
     def weight_targets(self, name: str) -> Targets:
         """This rank's columns; the whole bias."""

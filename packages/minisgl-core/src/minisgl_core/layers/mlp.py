@@ -29,8 +29,7 @@ class GatedMLP(Layer):
         out: torch.Tensor = self.down_proj(self._gated(x))
         return out
 
-    def leave_sum(self) -> Communicator | None:
-        """See `Layer.leave_sum`."""
+    def _leave_sum(self) -> Communicator | None:
         return self.down_proj.leave_sum()
 
     def prepare(self) -> None:

@@ -36,7 +36,7 @@ class SparseMoeMLP(Layer):
         if reasons := build.moe_kernel.unsupported(spec):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
         self._kernel = build.moe_kernel(spec)
-        self._communicator = build.communicator if build.tp_size > 1 else None
+        self._communicator, self._leaves_sum = (build.communicator if build.tp_size > 1 else None), False
         padded = self._inner.is_padded
         self.router = Linear(hidden, num_experts, build)
         self.gate_up = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
@@ -46,12 +46,11 @@ class SparseMoeMLP(Layer):
         """x [T, H] to the same."""
         weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
         out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
-        return out if self._communicator is None else self._communicator.all_reduce(out)
+        return out if self._communicator is None or self._leaves_sum else self._communicator.all_reduce(out)
 
-    def leave_sum(self) -> Communicator | None:
-        """See `Layer.leave_sum`."""
-        communicator, self._communicator = self._communicator, None
-        return communicator
+    def _leave_sum(self) -> Communicator | None:
+        self._leaves_sum = True
+        return self._communicator
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names: a matrix an expert."""
