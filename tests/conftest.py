@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is loaded
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell without job control makes what it starts in the background ignore SIGINT, and that is inherited.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
