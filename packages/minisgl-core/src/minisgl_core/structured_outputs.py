@@ -21,6 +21,9 @@ _KINDS: dict[str, GrammarKind] = {
     "structural_tag": "structural_tag",
 }
 
+MAX_STRUCTURES = 512
+"""Of one structural tag: each is compared with each trigger."""
+
 
 class TaggedStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A JSON value between two texts."""
@@ -54,6 +57,8 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             tag = msgspec.json.decode(text, type=cls)
         except (msgspec.DecodeError, UnicodeError) as error:
             raise ValueError(str(error)) from None
+        if max(len(tag.structures), len(tag.triggers)) > MAX_STRUCTURES:
+            raise ValueError(f"there are more than {MAX_STRUCTURES} structures or triggers")
         if not tag.structures or not all(tag.triggers):
             raise ValueError("there must be structures, and no trigger may be empty")
         for each in tag.structures:

@@ -16,6 +16,10 @@ JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
 MAX_EBNF_CHARS = 20_000
 """EBNF is translated by Python code, whose time grows with the square of its length."""
 
+MAX_RULES = 300
+"""llguidance's time for terminals that are made of each other, a fault of which it reports at each, grows with the square."""
+_RULE = re.compile(r"^[ \t]*[?!]?\w[^\":\n]*:", re.MULTILINE)
+
 Tags = Mapping[str, int]
 """The tokens that llguidance does not take for text, by what they are called."""
 
@@ -26,6 +30,8 @@ def from_grammar(text: str) -> str:
     Raises:
         ValueError: it is no EBNF, or too long.
     """
+    if (num_rules := len(_RULE.findall(text))) > MAX_RULES:
+        raise ValueError(f"a grammar may have {MAX_RULES} rules, and this has {num_rules}")
     if "::=" not in text or is_lark_syntax(text):
         return text
     if len(text) > MAX_EBNF_CHARS:
