@@ -128,8 +128,8 @@ def wheels(session: nox.Session) -> None:
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     install_torch_and_model(session)
     # By the tools in .nox/dev (0 means no isolation to pip): an environment for each of the five builds would take 15 s.
-    path = f"{ROOT / '.nox/dev/bin'}{os.pathsep}{os.environ['PATH']}"
-    session.run("scripts/build-wheels", "dist", external=True, env={"PATH": path, "PIP_NO_BUILD_ISOLATION": "0"})
+    by_dev = {"PYTHON": str(ROOT / ".nox/dev/bin/python"), "PIP_NO_BUILD_ISOLATION": "0"}
+    session.run("scripts/build-wheels", "dist", external=True, env=by_dev)
     session.install(*CONSTRAINTS, *glob.glob("dist/minisgl_[!e]*.whl"))
     session.run("python", "scripts/serve_once.py", "--dtype", "float32", env=THREADS)
 
