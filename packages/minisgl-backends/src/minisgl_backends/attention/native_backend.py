@@ -161,7 +161,8 @@ class NativeAttention(TorchAttention):
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         q = q.reshape(num, group.num_queries, heads, -1, dim)
         pool, (of_k, of_v) = self._rows[layer.index], group.gather.chunk(2)
-        k, v = (pool.index_select(0, of).view(num * heads, -1, dim) for of in (of_k, of_v))
+        k = pool.index_select(0, of_k).view(num * heads, -1, dim)
+        v = self._clean(pool.index_select(0, of_v), group)
         parts = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
