@@ -18,7 +18,7 @@ class PackedProduct:
     __slots__ = ("_bias", "_linear", "_packed", "_size")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, kernels: library.Library) -> None:
-        self._packed, self._bias, self._size = _blocks(weight), bias, len(weight)
+        self._packed, self._bias, self._size = _blocks(weight).contiguous(), bias, len(weight)
         self._linear = kernels.linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,11 +132,11 @@ class NativeOps(OneDnnOps):
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] to [ceil(out / 16), in / 2, 16, 2]."""
+    """[out, in] to [ceil(out / 16), in / 2, 16, 2], a view where it can be."""
     num, width = -(-len(weight) // _COLUMNS), weight.shape[1]
     if num * _COLUMNS != len(weight):
         weight = torch.nn.functional.pad(weight, (0, 0, 0, num * _COLUMNS - len(weight)))
-    return weight.reshape(num, _COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+    return weight.reshape(num, _COLUMNS, width // 2, 2).transpose(1, 2)
 
 
 def _rows_out_room(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:
