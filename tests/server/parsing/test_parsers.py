@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minisgl_server.parsing.chat_format import ChatParser, call_schema, with_tools
@@ -170,6 +170,7 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
+@example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
 def test_nothing_is_lost(parts: list[str], format: str) -> None:
     """Where no call was found, all is content; else the letters of the calls are where they were written."""
     text = "".join(parts)

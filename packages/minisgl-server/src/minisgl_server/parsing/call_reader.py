@@ -97,6 +97,11 @@ class CallReader:
         if scanner.is_done and self.state == "open":
             self.state = "called" if self.name is not None or self._is_whole_call() else "text"
 
+    @property
+    def in_arguments(self) -> bool:
+        """Whether the arguments have begun and not ended."""
+        return self._in_arguments
+
     def _look_for_name(self, before: str, char: str) -> None:
         if char == "{" and self._scanner.depth == 2 and (match := _NAME.fullmatch(before)):
             name = _loads(match[1])

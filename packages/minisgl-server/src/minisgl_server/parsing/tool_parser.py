@@ -123,10 +123,12 @@ class ToolParser:
             self._step_rest(char)
 
     def _step_rest(self, char: str) -> None:
-        """The JSON of a call breaks off: all up to the end tag belongs to the arguments."""
+        """The JSON of a call breaks off: all up to the end tag belongs to the arguments, unless they had ended before."""
         assert self._rest is not None
+        assert self._reader is not None
         shown, found = self._rest.push(char)
-        self._arguments.append(shown)
+        if self._reader.in_arguments:
+            self._arguments.append(shown)
         if found is not None:
             self._flush_arguments()
             self._rest = self._reader = None
@@ -152,7 +154,8 @@ class ToolParser:
 
     def _end(self) -> None:
         if self._rest is not None:
-            self._arguments.append(self._rest.finish())
+            if self._reader is not None and self._reader.in_arguments:
+                self._arguments.append(self._rest.finish())
         elif self._reader is not None:
             if self._reader.name is None:
                 self._add(self._tag + self._reader.raw)
