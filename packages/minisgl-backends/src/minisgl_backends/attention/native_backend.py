@@ -174,8 +174,7 @@ class NativeAttention(TorchAttention):
                 scores.data_ptr(), first.ctypes.data, num, heads, q.shape[3], stop - start, num_keys,
                 layer.scale, layer.sliding_window or 0,
             )  # fmt: skip
-            mixed = torch.bmm(scores, v[:, :num_keys])
-            parts.append(mixed.view(num, heads, -1, stop - start, dim).permute(0, 3, 1, 2, 4))
+            parts.append(self._mix(scores, v, num))
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
 

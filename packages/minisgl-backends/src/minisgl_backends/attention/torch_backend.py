@@ -181,8 +181,8 @@ class TorchAttention(AttentionBackend):
         k = self._clean(self._gather(pool, of_k, layer.kv_scales[:1]), group).transpose(1, 2)
         weights = self._weights(q, k, blocks[0])
         v = self._clean(self._gather(pool, of_v, layer.kv_scales[1:]), group)  # not before: K leaves the cache
-        parts = [self._mix(weights, v, blocks[0], num)]
-        parts += [self._mix(self._weights(q, k, block), v, block, num) for block in blocks[1:]]
+        parts = [self._mix(weights, v, num)]
+        parts += [self._mix(self._weights(q, k, block), v, num) for block in blocks[1:]]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
 
@@ -212,11 +212,11 @@ class TorchAttention(AttentionBackend):
             scores.view(*rows.shape[:-1], -1)[..., block.masked_from :].add_(block.mask)
         return torch.softmax(scores, dim=-1)
 
-    @staticmethod
-    def _mix(weights: torch.Tensor, v: torch.Tensor, block: _Block, num: int) -> torch.Tensor:
-        """`_weights` and v [B * Hkv, L, D] to [B, C, Hkv, G, D]; `num` is B."""
-        out = torch.bmm(weights, v[:, : block.num_keys])
-        return out.view(num, len(v) // num, -1, block.stop - block.start, v.shape[-1]).permute(0, 3, 1, 2, 4)
+    def _mix(self, weights: torch.Tensor, v: torch.Tensor, num: int) -> torch.Tensor:
+        """Weights of the first keys, [B * Hkv, G * C, num_keys], and v [B * Hkv, L, D] to [B, C, Hkv, G, D]; `num` is B."""
+        out = torch.bmm(weights, v[:, : weights.shape[-1]])
+        heads = self.spec.num_kv_heads
+        return out.view(num, heads, self.spec.num_q_heads // heads, -1, v.shape[-1]).permute(0, 3, 1, 2, 4)
 
     def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
         """Cut the queries into blocks, and say what each may see."""

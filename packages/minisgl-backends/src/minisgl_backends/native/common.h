@@ -51,6 +51,11 @@ INLINE float exp_of_negative(float x) {
     return x < -87.0f ? 0.0f : p * power;
 }
 
+/* Where the vector of key t lies in pages [P, heads, page_size, dim]; `table` holds its request's pages. */
+INLINE int64_t place_of(const int32_t *table, int64_t t, int64_t head, int64_t heads, int64_t page_size, int64_t dim) {
+    return ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim;
+}
+
 INLINE float silu(float x) {
     float e = exp_of_negative(-fabsf(x));
     return x * (x < 0 ? e : 1.0f) / (1.0f + e);

@@ -135,7 +135,7 @@ INLINE void attend_chunk(float *part, const float *q, const T *k_pages, const T 
     float weights[group][CHUNK], row[dim];
     float *largest = part + group * dim, *sums = largest + group;
     for (int64_t t = start; t < stop; t++) {
-        const T *k = k_pages + ((pages[t / page_size] * heads + head) * page_size + t % page_size) * dim;
+        const T *k = k_pages + place_of(pages, t, head, heads, page_size, dim);
 #pragma omp simd
         for (int64_t d = 0; d < dim; d++) row[d] = get(k[d]);
         for (int64_t g = 0; g < group; g++) {
@@ -159,7 +159,7 @@ INLINE void attend_chunk(float *part, const float *q, const T *k_pages, const T 
     }
     memset(part, 0, group * dim * sizeof(float));
     for (int64_t t = start; t < stop; t++) {
-        const T *v = v_pages + ((pages[t / page_size] * heads + head) * page_size + t % page_size) * dim;
+        const T *v = v_pages + place_of(pages, t, head, heads, page_size, dim);
 #pragma omp simd
         for (int64_t d = 0; d < dim; d++) row[d] = get(v[d]);
         for (int64_t g = 0; g < group; g++) {

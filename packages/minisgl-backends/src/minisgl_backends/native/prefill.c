@@ -12,7 +12,7 @@ INLINE void pack_keys(uint32_t *packed, const T *pages, const int32_t *table, in
                       int64_t heads, int64_t page_size, int64_t dim) {
     for (int64_t j = 0; j < COLUMNS; j++) {
         int64_t t = first + j;
-        const T *key = t < stop ? pages + ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim : 0;
+        const T *key = t < stop ? pages + place_of(table, t, head, heads, page_size, dim) : 0;
         for (int64_t p = 0; p < dim / 2; p++) {
             uint32_t pair = 0;
             if (key) memcpy(&pair, key + 2 * p, 4);
@@ -24,7 +24,7 @@ INLINE void pack_keys(uint32_t *packed, const T *pages, const int32_t *table, in
 INLINE void pack_values(T *packed, const T *pages, const int32_t *table, int64_t first, int64_t stop, int64_t keys,
                         int64_t head, int64_t heads, int64_t page_size, int64_t dim) {
     for (int64_t t = first; t < first + COLUMNS; t++) {
-        const T *value = t < stop ? pages + ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim : 0;
+        const T *value = t < stop ? pages + place_of(table, t, head, heads, page_size, dim) : 0;
         for (int64_t d = 0; d < dim; d++)
             packed[d / COLUMNS * keys * COLUMNS + t / 2 * 2 * COLUMNS + d % COLUMNS * 2 + t % 2] = value ? value[d] : 0;
     }
@@ -89,7 +89,7 @@ void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_
             const int32_t *of_tile = tiles + item / (heads * group) * 2;
             int64_t n = of_tile[0], query = of_tile[1], q_head = item % (heads * group), head = q_head / group;
             int64_t num_queries = starts[n + 1] - starts[n], token = starts[n] + query;
-            int64_t count = num_queries - query < ROWS ? num_queries - query : ROWS;
+            int64_t count = rows_of_tile(num_queries, query);
             int64_t position = lens[n] - num_queries + query;
             int64_t begin = window && position + 1 > window ? (position + 1 - window) / COLUMNS * COLUMNS : 0;
             int64_t seen = (position + count - begin + COLUMNS - 1) / COLUMNS * COLUMNS;

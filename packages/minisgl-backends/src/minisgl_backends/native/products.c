@@ -5,8 +5,6 @@
 #include "tiles.h"
 
 #ifdef HAS_TILES
-INLINE int64_t rows_of_tile(int64_t rows, int64_t first) { return rows - first < ROWS ? rows - first : ROWS; }
-
 /* Put the rows of each tile side by side, pair by pair; within a parallel region. */
 static void interleave(uint32_t *to, const T *x, int64_t rows, int64_t pairs) {
 #pragma omp for

@@ -62,6 +62,8 @@ static void product(float (*sums)[COLUMNS], const uint32_t *x, const T *block, i
     }
 }
 
+INLINE int64_t rows_of_tile(int64_t rows, int64_t first) { return rows - first < ROWS ? rows - first : ROWS; }
+
 INLINE void put_columns(T *out, const float *values, int64_t width) {
     __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(values));
     _mm256_mask_storeu_epi16(out, width < COLUMNS ? (1u << width) - 1 : 0xffff, rounded);

@@ -9,7 +9,7 @@ from minisgl_backends.ops.onednn import OneDnnOps
 from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
 
 _COLUMNS = 16
-"""Of a block of a packed matrix; COLUMNS of products.c."""
+"""Of a block of a packed matrix; COLUMNS of tiles.h."""
 
 
 class PackedProduct:
