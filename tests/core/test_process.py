@@ -118,6 +118,22 @@ def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
     assert supervisor.wait(lambda: not supervisor.is_alive("one"))
 
 
+@pytest.mark.timeout(60)
+def test_an_end_right_after_the_condition_was_looked_at_wakes_the_wait(supervisor: Supervisor) -> None:
+    supervisor.start("one", children.serve, "one")
+    assert supervisor.wait_ready()
+    pid = supervisor.pid("one")
+
+    def has_ended() -> bool:
+        if not supervisor.is_alive("one"):
+            return True
+        supervisor.end("one")
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended by the time that this is known
+        return False
+
+    assert supervisor.wait(has_ended)
+
+
 def test_a_child_that_ignores_sigterm_is_killed(supervisor: Supervisor) -> None:
     supervisor.start("deaf", children.serve_deaf)
     supervisor.wait_ready()

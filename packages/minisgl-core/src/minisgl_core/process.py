@@ -106,16 +106,18 @@ class Supervisor:
             WorkerDiedError: a child failed or ended that was not asked to.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while not until():
+        while True:
+            # Who runs is asked before `until`: who ends after this wakes the wait, and who ended before it, `until` sees.
+            exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
+            if until():
+                return True
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
-            exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
             events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], remaining)
             for name in list(self._pipes):
                 self._look_at(name)
             if remaining == 0 or (wake is not None and wake in events):
                 return until()
-        return True
 
     def wait_ready(self, *names: str, timeout_s: float | None = None, wake: Any = None) -> bool:
         """Wait until these children, or all, have reported that they are ready. See `wait`."""
