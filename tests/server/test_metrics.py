@@ -26,6 +26,7 @@ from minisgl_server.metrics.engine import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
 ROOT = Path(__file__).parents[2]
+ENDED = ["minisgl:request_success_total{stop}", "minisgl:request_success_total{abort}"]
 DASHBOARD = ROOT / "docs/grafana/minisgl.json"
 
 
@@ -64,6 +65,19 @@ def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
     before = samples(client)
     act()
     return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}
+
+
+def settled(client: httpx.Client, num: float) -> dict[str, float]:
+    """Samples once so many requests have ended in all and none runs: the engine hears of aborts after clients do."""
+    while True:
+        found = samples(client)
+        if num_ended(found) == num and found["minisgl:num_requests_running"] == 0:
+            return found
+        time.sleep(0.02)
+
+
+def num_ended(found: dict[str, float]) -> float:
+    return sum(value for name, value in found.items() if name.startswith("minisgl:request_success_total"))
 
 
 def test_gauges_are_there_before_anything_runs(client: httpx.Client) -> None:
@@ -125,25 +139,25 @@ def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
 
 
 def test_a_stop_text_is_no_abort(client: httpx.Client) -> None:
-    def act() -> None:
-        answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 100, "temperature": 0}).json()
-        stop = answer["choices"][0]["text"][3:5]
-        body = {"prompt": "x", "max_tokens": 100, "temperature": 0, "stop": stop}
-        assert client.post("/v1/completions", json=body).json()["choices"][0]["finish_reason"] == "stop"
-
-    moved = change(client, act)
-    assert (moved["minisgl:request_success_total{stop}"], moved["minisgl:request_success_total{abort}"]) == (1, 0)
+    body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    before = samples(client)
+    answer = client.post("/v1/completions", json=body | {"stop": text[3:5]}).json()
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    after = settled(client, num_ended(before) + 1)
+    moved = [after[name] - before[name] for name in ENDED]
+    assert moved == [1, 0]
 
 
 def test_an_abort_is_counted(client: httpx.Client) -> None:
-    before = samples(client)["minisgl:request_success_total{abort}"]
+    before = samples(client)
     body = {"prompt": "x", "max_tokens": 140, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as answer:
         for _ in zip(range(2), answer.iter_lines(), strict=False):
             pass
-    while samples(client)["minisgl:request_success_total{abort}"] == before:
-        time.sleep(0.02)
-    assert samples(client)["minisgl:num_requests_running"] == 0
+    after = settled(client, num_ended(before) + 1)
+    moved = [after[name] - before[name] for name in ENDED]
+    assert moved == [0, 1]
 
 
 def test_the_values_lie_where_only_the_user_can_read(measured: Any) -> None:
