@@ -61,7 +61,8 @@ class Attention(Layer):
         out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer, rotation).flatten(1))
         return out
 
-    def _leave_sum(self) -> Communicator | None:
+    def leave_sum(self) -> Communicator | None:
+        """The output projection's. See `Layer`."""
         return self.o_proj.leave_sum()
 
     def weight_targets(self, name: str) -> Targets:

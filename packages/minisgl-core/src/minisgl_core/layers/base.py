@@ -25,6 +25,8 @@ class Layer(nn.Module):
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__:
             cls.__call__ = cls.__dict__["forward"]  # type: ignore[method-assign]
+            if "leave_sum" not in cls.__dict__:
+                cls.leave_sum = Layer.leave_sum  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -35,18 +37,12 @@ class Layer(nn.Module):
     def leave_sum(self) -> Communicator | None:
         """Let `forward` return this rank's part of a sum from now on, where it is one.
 
+        A class with a `forward` of its own does not inherit this: it may do more with the sum, and says itself if it can.
+
         Returns:
             Who adds up the parts, for the layer that follows to do that together with its own work; None where `forward`
             goes on to return all there is. Safe to call twice.
         """
-
-        def owner(name: str) -> type:
-            return next(each for each in type(self).__mro__ if name in each.__dict__)
-
-        return self._leave_sum() if owner("forward") is owner("_leave_sum") else None
-
-    def _leave_sum(self) -> Communicator | None:
-        """`leave_sum` of a class that has a `forward`: one that overrides that alone may do more with the sum, and keeps it."""
         return None
 
 

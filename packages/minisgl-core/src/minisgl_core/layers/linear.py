@@ -143,7 +143,8 @@ class RowParallelLinear(Linear):
             return self.op(x)
         return self._communicator.all_reduce(self.op(x))
 
-    def _leave_sum(self) -> Communicator | None:
+    def leave_sum(self) -> Communicator | None:
+        """Each rank has the products of its own columns. See `Layer`."""
         self._leaves_sum = True
         return self._communicator
 

@@ -29,7 +29,8 @@ class GatedMLP(Layer):
         out: torch.Tensor = self.down_proj(self._gated(x))
         return out
 
-    def _leave_sum(self) -> Communicator | None:
+    def leave_sum(self) -> Communicator | None:
+        """The down projection's. See `Layer`."""
         return self.down_proj.leave_sum()
 
     def prepare(self) -> None:

@@ -48,7 +48,8 @@ class SparseMoeMLP(Layer):
         out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
         return out if self._communicator is None or self._leaves_sum else self._communicator.all_reduce(out)
 
-    def _leave_sum(self) -> Communicator | None:
+    def leave_sum(self) -> Communicator | None:
+        """Each rank computes its part of every expert. See `Layer`."""
         self._leaves_sum = True
         return self._communicator
 
