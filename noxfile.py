@@ -119,7 +119,7 @@ def gpu(session: nox.Session) -> None:
     folder = str(ROOT / ".gpu/models/qwen3-0.6b")
     run_in("dev", session, "python", "scripts/make_model.py", Path(folder).name, folder)
     run_in("dev", session, "minisgl", "bench", "offline", "--model", folder, "--dummy-weight", "--workload", "W")
-    run_in("dev", session, "python", "scripts/gpu_tp.py", "--out", str(ROOT / ".gpu/tp"))
+    run_in("dev", session, "python", "scripts/gpu_tp", "--out", str(ROOT / ".gpu/tp"))
 
 
 @nox.session(reuse_venv=False, requires=["dev"])

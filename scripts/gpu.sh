@@ -16,4 +16,4 @@ spread=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8" || true)
 python3 -m pytest $spread tests/backends/{attention,communicator,moe,quantization} tests/backends/ops/test_triton_*.py tests/core/platforms
 python3 scripts/make_model.py qwen3-0.6b .gpu/models/qwen3-0.6b
 minisgl bench offline --model .gpu/models/qwen3-0.6b --dummy-weight --workload W
-python3 scripts/gpu_tp.py --out .gpu/tp
+python3 scripts/gpu_tp --out .gpu/tp
