@@ -19,10 +19,11 @@ from minisgl_core.messages import (
     TokenLogprobs,
     TokenOut,
     ToolUse,
+    encode,
 )
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
-from minisgl_server.parsing.chat_format import ChatFormat
+from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
 from minisgl_server.tokenizer_worker import TokenizerWorker
 
 MAX_SEQ_LEN = 64
@@ -51,7 +52,11 @@ class Rig:
         self.scheduler: list[Any] = []
         self.api: list[Any] = []
         chats = ChatFormat(tokenizer, tool_parser, reasoning_parser)
-        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.api.append, chats)
+        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.send, chats)
+
+    def send(self, message: Any) -> None:
+        encode(message)  # as a socket does
+        self.api.append(message)
 
     def submit(self, name: str = "a", text: str | None = "Hello", **options: Any) -> None:
         sampling = options.pop("sampling", SamplingParams(max_tokens=8))
@@ -181,6 +186,36 @@ def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, capl
 
 TOOLS = ToolUse(tools=[{"type": "function", "function": {"name": "get"}}], is_required=True)
 QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+class NoParser:
+    """Raises where there is nothing to return."""
+
+    def __init__(self, content: str | None) -> None:
+        self.content = content
+        self.is_done = self.has_calls = False
+
+    def push(self, text: str, finished: bool) -> ParsedText:
+        if self.content is None:
+            raise KeyError("a bug")
+        return ParsedText("", self.content, [])
+
+
+@pytest.mark.parametrize("content", [None, "\ud83d"], ids=["none", "no text"])
+def test_what_a_parser_makes_harms_nobody_else(
+    engine_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, content: str | None
+) -> None:
+    rig = Rig(engine_tokenizer)
+    monkeypatch.setattr(ChatFormat, "parser", lambda *_: NoParser(content))
+    rig.submit("a", text=None, messages=QUESTION)
+    rig.submit("b")
+    ids = engine_tokenizer(" fine")["input_ids"]
+    rig.worker.handle(TokenBatch([TokenOut(request_id=name, token_ids=ids) for name in "ab"]))
+    refusal, text = sorted(rig.take(), key=lambda each: each.request_id)
+    assert (refusal.request_id, refusal.kind) == ("a", "internal")
+    assert (text.request_id, text.text) == ("b", " fine")
+    assert rig.scheduler[2:] == [Abort("a")]
+    assert rig.worker.num_requests == 1
 
 
 def test_thoughts_and_calls_go_apart(engine_tokenizer: Any) -> None:

@@ -52,6 +52,10 @@ def test_tools_calls_and_results(tokenizer: Any) -> None:
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": r'{"x": "\ud83d"}'}}]},
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         ({"role": "function", "content": "a"}, "messages[0].role"),
     ],
 )

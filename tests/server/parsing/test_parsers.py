@@ -119,6 +119,26 @@ def test_thoughts(name: str) -> None:
     assert parse(parser(inside=inside), [text]) == (thoughts, answer, [])
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        r'{"name": "\ud83d", "arguments": {}}',
+        r'{"arguments": {"x": "\ud83d"}, "name": "f"}',
+        r'{"name": "f", "arguments": "{\"x\": \"\ud83d\"}"}',
+    ],
+)
+def test_what_would_be_half_a_character_stays_as_it_is_written(call: str) -> None:
+    assert hermes(f"<tool_call>{call}") == ("", f"<tool_call>{call}", [])
+    [(name, arguments)] = hermes("<tool_call>" + call.replace(r"\ud83d", r"\ud83d\ude00"))[2]
+    assert "😀" in name + arguments, "a whole one is read"
+
+
+def test_arguments_may_write_half_a_character() -> None:
+    """They are passed on as they are written, which is text."""
+    arguments = r'{"x": "\ud83d"}'
+    assert hermes(f'<tool_call>{{"name": "f", "arguments": {arguments}}}') == ("", "", [("f", arguments)])
+
+
 def test_thoughts_may_speak_of_calls() -> None:
     assert hermes(f"<think>{CALL}</think>{CALL}", inside=None) == (CALL, "", [("get", ARGUMENTS)])
 

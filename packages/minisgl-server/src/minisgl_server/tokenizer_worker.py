@@ -42,7 +42,7 @@ from minisgl_core.process import Report
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.chat import read_chat_template
-from minisgl_core.text.detokenizer import OutputText
+from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.options import ServerOptions
@@ -59,7 +59,7 @@ _OF_TOOLS = ("tagged_json", "structural_tag")
 def run_tokenizer_worker(
     config: EngineConfig, options: ServerOptions, index: int, endpoints: Endpoints, report: Report
 ) -> None:
-    """Body of the process: wait for `EngineInfo`, load the tokenizer, serve until `Stop` or SIGTERM."""
+    """Body of the process: wait for `EngineInfo`, load the tokenizer, serve until `Stop` or its end is asked for."""
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
         Sender(endpoints.scheduler_in) as to_scheduler,
@@ -148,9 +148,7 @@ class TokenizerWorker:
                 if self._requests.pop(request_id, None) is not None:
                     self._to_scheduler(message)
             case TokenBatch(outputs):
-                texts = [text for out in outputs if (text := self._text(out)) is not None]
-                if texts:
-                    self._to_api(TextBatch(texts))
+                self._send([text for out in outputs if (text := self._text(out)) is not None])
             case Rejected():
                 if self._requests.pop(message.request_id, None) is not None:
                     self._to_api(message)
@@ -291,23 +289,13 @@ class TokenizerWorker:
         request = self._requests.get(out.request_id)
         if request is None:
             return None  # ended here already, and the scheduler's message crossed our Abort
+        waiting = request.waiting
         try:
-            piece = request.output.push(out)
-            waiting = request.waiting
+            piece = self._push(request, out)
             self._add_logprobs(waiting, out)
         except Exception:
-            del self._requests[out.request_id]
-            self._to_scheduler(Abort(out.request_id))
-            self._fail(out.request_id, "The output could not be turned into text.")
+            self._drop(out.request_id)
             return None
-        waiting.text = piece.text
-        if request.parser is not None:
-            parsed = request.parser.push(piece.text, piece.finish_reason is not None)
-            waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
-            if request.parser.is_done and piece.finish_reason is None:
-                piece = piece._replace(finish_reason="stop", is_early=True)
-            if request.parser.has_calls and piece.finish_reason == "stop":
-                piece = piece._replace(finish_reason="tool_calls")
         waiting.token_ids += out.token_ids
         waiting.num_prompt_tokens, waiting.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         waiting.finish_reason, waiting.stop_reason = piece.finish_reason, piece.stop_reason
@@ -319,6 +307,19 @@ class TokenizerWorker:
             return None
         request.waiting = Text(request_id=out.request_id, text="", token_ids=[])
         return waiting
+
+    def _push(self, request: _Request, out: TokenOut) -> Piece:
+        """Turn new tokens into what goes with the request's next `Text`, and tell whether it ends."""
+        piece, parser, waiting = request.output.push(out), request.parser, request.waiting
+        waiting.text = piece.text
+        if parser is not None:
+            parsed = parser.push(piece.text, piece.finish_reason is not None)
+            waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
+            if parser.is_done and piece.finish_reason is None:
+                piece = piece._replace(finish_reason="stop", is_early=True)
+            if parser.has_calls and piece.finish_reason == "stop":
+                piece = piece._replace(finish_reason="tool_calls")
+        return piece
 
     def _add_logprobs(self, waiting: Text, out: TokenOut) -> None:
         if out.prompt_logprobs is not None:
@@ -338,6 +339,19 @@ class TokenizerWorker:
                 for entry in (place.token, *place.top):
                     waiting.token_bytes[entry.token_id] = self._token_bytes[entry.token_id]
 
+    def _send(self, texts: list[Text]) -> None:
+        """Tell the API server; a text that cannot be sent costs its own request only."""
+        if not texts:
+            return
+        try:
+            self._to_api(TextBatch(texts))
+        except (OverflowError, RecursionError, UnicodeError):
+            if len(texts) > 1:
+                for text in texts:
+                    self._send([text])
+            else:
+                self._drop(texts[0].request_id)
+
     def _add_previews(self, state: State) -> None:
         """Text for tokens; special tokens show, characters cut in two do not."""
         shown: list[RunState | RequestState] = [*state.runs, *state.requests]
@@ -348,6 +362,12 @@ class TokenizerWorker:
 
     def _reject(self, request_id: str, error: InvalidValueError) -> None:
         self._to_api(Rejected(request_id=request_id, kind="invalid", message=str(error), param=error.name))
+
+    def _drop(self, request_id: str) -> None:
+        """Give up a request whose output does not become text; called while an exception is handled."""
+        self._requests.pop(request_id, None)
+        self._to_scheduler(Abort(request_id))
+        self._fail(request_id, "The output could not be turned into text.")
 
     def _fail(self, request_id: str, message: str) -> None:
         """Report a bug of ours to the client; called while an exception is handled."""

@@ -125,13 +125,19 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             raise InvalidValueError(f"{where}[{place}]", call, form)
         arguments = function.get("arguments", "{}")
         try:
-            parsed = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, Mapping):
             raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
         plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
     return plain
+
+
+def _loads(text: str) -> Any:
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()  # fails where an escape is half a character, which is no text
+    return value
 
 
 def _content_text(content: Any, name: str) -> str:

@@ -116,7 +116,7 @@ class CallReader:
             return False
         arguments = call.get("arguments", call.get("parameters"))
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        if not isinstance(_loads(text), dict):
+        if not _is_valid(text) or not isinstance(_loads(text), dict):
             return False
         self.name = name
         self._emit(text)
@@ -124,7 +124,16 @@ class CallReader:
 
     def _takes(self, name: str, head: str) -> bool:
         is_known = self._known is None or name in self._known
-        return is_known and (name not in self._heads or head.lstrip() in self._heads[name])
+        return is_known and _is_valid(name) and (name not in self._heads or head.lstrip() in self._heads[name])
+
+
+def _is_valid(text: str) -> bool:
+    """Whether text can be sent: half of a surrogate pair, which JSON can write as an escape, cannot."""
+    try:
+        text.encode()
+    except UnicodeError:
+        return False
+    return True
 
 
 def _loads(text: str) -> Any:
