@@ -66,7 +66,8 @@ def test_norms(kernels: type[Ops], dtype: torch.dtype, shape: tuple[int, ...]) -
 
 @pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20)])
 @pytest.mark.parametrize("together", [True, False])
-def test_rotary(kernels: type[Ops], dtype: torch.dtype, dim: int, half: int, together: bool) -> None:
+@pytest.mark.parametrize("wide", [True, False])
+def test_rotary(kernels: type[Ops], dtype: torch.dtype, dim: int, half: int, together: bool, wide: bool) -> None:
     ops, reference = kernels(CPU, dtype), Ops(CPU, dtype)
     for _ in range(2):  # a second step has other positions
         qkv = torch.randn(6, 9 + 2 * 3, dim).to(dtype)
@@ -74,9 +75,10 @@ def test_rotary(kernels: type[Ops], dtype: torch.dtype, dim: int, half: int, tog
         if not together:
             q, k = q.contiguous(), k.contiguous()
         angles = torch.rand(6, half) * 6
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = (x if wide else x.to(dtype) for x in (angles.cos(), angles.sin()))
         expected = reference.rotary(q.double(), k.double(), cos.double(), sin.double())
         for found, wanted in zip(ops.rotary(q.clone() if not together else q, k, cos, sin), expected, strict=True):
+            assert found.dtype == dtype
             close(found, wanted, dtype)
 
 

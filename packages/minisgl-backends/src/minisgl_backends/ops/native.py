@@ -6,7 +6,7 @@ import torch
 
 from minisgl_backends.native import library
 from minisgl_backends.ops.onednn import OneDnnOps
-from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+from minisgl_core.contracts.ops import LinearOp, Rotation
 
 _COLUMNS = 16
 """Of a block of a packed matrix; COLUMNS of tiles.h."""
@@ -119,9 +119,7 @@ class NativeOps(OneDnnOps):
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """In place, norms included."""
-        cos, sin = rotation.cos, rotation.sin
-        if cos.dtype != self.dtype:
-            return Ops.rotate(self, q, k, rotation)
+        cos, sin = (x.to(self.dtype).contiguous() for x in (rotation.cos, rotation.sin))
         q, k = _dense_heads(q), _dense_heads(k)
         norms = (None, None) if rotation.norms is None else tuple(norm.data_ptr() for norm in rotation.norms)
         self._kernels.rotate(

@@ -127,6 +127,7 @@ class OneDnnOps(Ops):
             return super().rotary(q, k, cos, sin)
         if cos is not self._cos:  # a step's layers share them
             self._cos = cos
+            cos, sin = cos.to(q.dtype), sin.to(q.dtype)
             self._tables = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
         straight, crossed = self._tables
         num_q = q.shape[1]
