@@ -95,6 +95,18 @@ def test_echo_and_logprobs_of_a_completion(client: openai.OpenAI, engine_tokeniz
     assert complete(client, prompt=ids, **options).choices[0].text == choice.text
 
 
+def test_an_output_that_is_only_its_end_has_logprobs(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+    """Prompts are scored by all entries but the last one, which is the output's."""
+    end = engine_tokenizer.eos_token_id
+    options = {"echo": True, "logprobs": 1, "max_tokens": 1, "logit_bias": {str(end): 100}}
+    choice = complete(client, **options).choices[0]
+    assert (choice.text, choice.finish_reason) == ("One two three", "stop")
+    assert choice.logprobs.tokens[3:] == [engine_tokenizer.eos_token]
+    assert len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset) == 4
+    scores = complete(client, **options | {"logit_bias": None}).choices[0].logprobs.token_logprobs
+    assert choice.logprobs.token_logprobs[1:3] == pytest.approx(scores[1:3], abs=1e-4)
+
+
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     answer = chat(client, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content
@@ -145,7 +157,8 @@ def test_limits_and_penalties_reach_the_engine(client: openai.OpenAI, engine_tok
         assert (
             chat(client, max_tokens=4, temperature=1.0, extra_body=extra).choices[0].message.content.startswith(first)
         )
-    odd = chat(client, max_tokens=1, presence_penalty=2, frequency_penalty=-2, extra_body={"repetition_penalty": 3.0})
+    extra = {"repetition_penalty": 3.0, "top_k": 2**63 - 1}
+    odd = chat(client, max_tokens=1, presence_penalty=2, frequency_penalty=-2, extra_body=extra)
     assert odd.usage.completion_tokens == 1
 
 

@@ -28,7 +28,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         max_tokens=draw(st.integers(1, 14)),
         temperature=0.0 if is_greedy else 0.8,
         seed=draw(st.integers(0, 3)),
-        top_k=draw(st.sampled_from([0, 5])),
+        top_k=draw(st.sampled_from([0, 5, 2**40])),
         stop_token_ids=tuple(draw(st.lists(st.integers(3, 60), max_size=6))),
         ignore_eos=draw(st.booleans()),
     )

@@ -29,8 +29,10 @@ class Chunk:
 class Planner:
     """Keeps each row's sampling parameters in arrays, so that a step only indexes them."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        """`num_rows`: rows of the page table that requests can hold."""
         rows = num_rows + 1
+        self._vocab_size = vocab_size
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int32)
         self._top_p = np.ones(rows, np.float32)
@@ -45,7 +47,7 @@ class Planner:
         """Note the sampling parameters of a request that has just been given a row."""
         row, sampling = request.row, request.sampling
         self._temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
-        self._top_k[row] = max(sampling.top_k, 0)
+        self._top_k[row] = min(max(sampling.top_k, 0), self._vocab_size)
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
         self._seed[row] = request.seed

@@ -80,7 +80,7 @@ class Scheduler:
             f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
         )
         self.rows = RowAllocator(limits.max_running)
-        self.planner = Planner(limits.max_running)
+        self.planner = Planner(limits.max_running, limits.vocab_size)
         self.policy = policy
         self.stats = SchedulerStats()
         self._waiting: list[Request] = []
