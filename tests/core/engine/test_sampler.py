@@ -164,3 +164,5 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     np.testing.assert_allclose(found.token.numpy(), expected[range(3), tokens], rtol=1e-5)
     np.testing.assert_allclose(found.top.numpy(), -np.sort(-expected)[:, :5], rtol=1e-5)
     assert found.rank.tolist() == [(expected[i] > expected[i, t]).sum() + 1 for i, t in enumerate(tokens.tolist())]
+    everything = token_logprobs(torch.from_numpy(logits), tokens, 31)
+    np.testing.assert_allclose(everything.top.numpy(), -np.sort(-expected), rtol=1e-5)

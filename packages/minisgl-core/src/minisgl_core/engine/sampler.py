@@ -38,11 +38,11 @@ class LogprobTensors:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities under `logits` ([N, V]) of `token_ids` (int64 [N]) and of the `num_top` best."""
+    """Log-probabilities under `logits` ([N, V]) of `token_ids` (int64 [N]) and of the `num_top` best, or all."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, token_ids[:, None])
     rank = (logprobs > chosen).sum(-1) + 1
-    top, top_ids = logprobs.topk(num_top, dim=-1)
+    top, top_ids = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
     return LogprobTensors(chosen[:, 0], rank, top, top_ids)
 
 
