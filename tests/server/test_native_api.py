@@ -122,6 +122,9 @@ def test_generate_several_and_why_they_end(http: httpx.Client) -> None:
     logprobs = generate(http, text=PROMPT, return_logprob=True, top_logprobs_num=2)["meta_info"]
     assert [token for _, token, _ in logprobs["output_token_logprobs"]] == generate(http, text=PROMPT)["output_ids"]
     assert [len(top) for top in logprobs["output_top_logprobs"]] == [2] * 4
+    ended = generate(http, text=PROMPT, return_logprob=True, sampling_params={"logit_bias": {"2": 100}})
+    assert (ended["text"], ended["output_ids"]) == ("", [2])
+    assert [token for _, token, _ in ended["meta_info"]["output_token_logprobs"]] == [2], "the end has one, too"
 
 
 def test_generate_streams_all_of_the_text_so_far(http: httpx.Client) -> None:

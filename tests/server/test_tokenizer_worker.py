@@ -163,9 +163,13 @@ def test_logprobs_name_their_tokens(rig: Rig) -> None:
     [text] = rig.take()
     assert text.prompt_text == "Hello"
     assert text.prompt_token_ids == rig.tokenizer("Hello")["input_ids"]
-    assert text.logprobs == places[:1], "the end is no part of the text"
-    assert {text.token_bytes[token] for token in (world, sun)} == {b" world", b" sun"}
+    assert (text.text, text.logprobs) == (" world", places), "one for each token, the end included"
+    assert [text.token_bytes[token] for token in (world, sun, eos)] == [b" world", b" sun", b"<|im_end|>"]
     assert text.token_bytes[text.prompt_token_ids[0]] == b"Hello"
+    rig.submit(text=None, messages=QUESTION, sampling=SamplingParams(max_tokens=8, logprobs=1))
+    rig.output([world, eos], **options | {"prompt_logprobs": None})
+    [text] = rig.take()
+    assert (text.text, text.logprobs) == (" world", places[:1]), "those of a chat are those of its text"
 
 
 def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

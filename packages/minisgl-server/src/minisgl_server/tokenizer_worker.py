@@ -89,11 +89,13 @@ class _Request:
     Attributes:
         output: its detokenizer.
         waiting: what goes with the next `Text`: tokens whose text is not whole yet.
+        is_chat: it answers a conversation.
         parser: takes its text apart, where it is a chat that asks for that.
     """
 
     output: OutputText
     waiting: Text
+    is_chat: bool = False
     parser: ChatParser | None = None
 
 
@@ -227,7 +229,7 @@ class TokenizerWorker:
             return _Request(OutputText(self._token_bytes, sampling), waiting)
         if self._chats.needs_special_tokens(message):
             sampling = replace(sampling, skip_special_tokens=False)
-        return _Request(OutputText(self._token_bytes, sampling), waiting, self._chats.parser(message, prompt))
+        return _Request(OutputText(self._token_bytes, sampling), waiting, True, self._chats.parser(message, prompt))
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
         """What the output must follow, checked as far as it goes without the scheduler's compiler."""
@@ -292,7 +294,7 @@ class TokenizerWorker:
         waiting = request.waiting
         try:
             piece = self._push(request, out)
-            self._add_logprobs(waiting, out)
+            self._add_logprobs(request, out)
         except Exception:
             self._drop(out.request_id)
             return None
@@ -321,15 +323,16 @@ class TokenizerWorker:
                 piece = piece._replace(finish_reason="tool_calls")
         return piece
 
-    def _add_logprobs(self, waiting: Text, out: TokenOut) -> None:
+    def _add_logprobs(self, request: _Request, out: TokenOut) -> None:
+        waiting = request.waiting
         if out.prompt_logprobs is not None:
             waiting.prompt_logprobs = out.prompt_logprobs
             self._name_tokens(waiting, out.prompt_logprobs)
             for token in waiting.prompt_token_ids or ():
                 waiting.token_bytes[token] = self._token_bytes[token]
         if out.logprobs is not None:
-            # The token that ended the output is not part of its text, so not of its log-probabilities either.
-            shown = out.logprobs if out.stop_token_id is None else out.logprobs[:-1]
+            # OpenAI's chats tell the text's tokens only; who scores completions counts on an entry for each output token.
+            shown = out.logprobs[:-1] if request.is_chat and out.stop_token_id is not None else out.logprobs
             waiting.logprobs = (waiting.logprobs or []) + shown
             self._name_tokens(waiting, shown)
 
