@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,36 +27,149 @@ if reasons := library.unsupported(CPU, torch.float32):
     pytest.skip("; ".join(reasons), allow_module_level=True)
 
 
-def ask(**environment: str) -> subprocess.Popen[str]:
-    """What a fresh process says."""
-    full = {**os.environ, **environment}
-    return subprocess.Popen([sys.executable, "-c", ASK], env=full, stdout=subprocess.PIPE, text=True)
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a process that has loaded nothing yet."""
+    monkeypatch.setattr(library, "load", library.load.__wrapped__)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "minisgl" / "native"
 
 
-def test_processes_that_compile_at_once_share_the_result(tmp_path: Path) -> None:
-    answers = [process.communicate()[0] for process in [ask(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]]
-    assert answers == ["[]\n", "[]\n"]
-    left = list((tmp_path / "minisgl" / "native").iterdir())
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Called gcc, quick, and writes its calls down in a file beside it."""
+    folder = tmp_path_factory.mktemp("compiler")
+    source, built = folder / "empty.c", folder / "empty.so"
+    source.write_text("void rms_norm(void) {}")
+    subprocess.run(["gcc", "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    program = folder / "gcc"
+    program.write_text(
+        f'#!/bin/sh\necho "$*" >>{folder}/calls\ncase "$*" in *--version*) ;; *) cp {built} built.so;; esac\n'
+    )
+    program.chmod(0o755)
+    return program
+
+
+@pytest.fixture
+def quick(compiler: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("CC", str(compiler))
+    (compiler.parent / "calls").unlink(missing_ok=True)
+    return compiler
+
+
+def refused() -> str:
+    (reason,) = library.unsupported(CPU, torch.float32)
+    return reason
+
+
+def program(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_processes_that_compile_at_once_share_the_result(cache: Path) -> None:
+    command = [sys.executable, "-c", ASK]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate()[0] for process in processes] == ["[]\n", "[]\n"]
+    left = list(cache.iterdir())
     assert len(left) == 1, left
-    assert stat.S_IMODE(left[0].parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_a_compiler_that_fails_is_a_reason(tmp_path: Path) -> None:
-    broken = tmp_path / "broken"
-    broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    answer = ask(CC=str(broken), XDG_CACHE_HOME=str(tmp_path)).communicate()[0]
-    assert "no such thing" in answer
-    assert str(broken) in answer
+def test_what_is_kept_is_not_compiled_again(quick: Path) -> None:
+    for _ in range(2):
+        assert library.unsupported(CPU, torch.float32) == []
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 1
 
 
-def test_no_compiler_is_a_reason_with_a_remedy(tmp_path: Path) -> None:
-    assert "install gcc" in ask(CC=str(tmp_path / "absent")).communicate()[0]
+def test_what_is_kept_and_does_not_load_is_compiled_again(
+    quick: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library.load(torch.float32)
+    (name,) = (path.name for path in cache.iterdir())
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # this process has loaded the file in the first
+    kept = tmp_path / "other" / "minisgl" / "native" / name
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    for _ in range(2):
+        assert library.unsupported(CPU, torch.float32) == []
+    assert kept.stat().st_size
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
 
 
-def test_a_cache_that_cannot_be_used_is_no_obstacle(tmp_path: Path) -> None:
+def test_a_compiler_may_have_arguments(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", f"{quick} -pipe '-DA=b c'")
+    assert library.unsupported(CPU, torch.float32) == []
+    assert "-pipe -DA=b c -O3" in (quick.parent / "calls").read_text()
+
+
+@pytest.mark.parametrize("named", ["", " "])
+def test_an_empty_name_is_no_name(quick: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", named)
+    monkeypatch.setenv("PATH", str(quick.parent), prepend=os.pathsep)
+    assert library.unsupported(CPU, torch.float32) == []
+    assert (quick.parent / "calls").exists()
+
+
+@pytest.mark.parametrize("text", ["#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n", "#!/bin/sh\n"])
+def test_a_compiler_that_makes_nothing_is_a_reason(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", program(tmp_path / "broken", text))
+    assert str(tmp_path / "broken") in refused()
+    assert ("no such thing" in text) == ("no such thing" in refused())
+
+
+def test_a_compiler_that_does_not_run_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", program(tmp_path / "junk", "\x7fELF"))
+    assert f"CC='{tmp_path}/junk' in the environment" in refused()
+    assert os.strerror(errno.ENOEXEC) in refused()
+
+
+def test_no_compiler_is_a_reason_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "install gcc" in refused()
+
+
+@pytest.mark.parametrize(
+    ("named", "why"), [("ccache-gcc -pipe", "names no program"), ("gcc '", "No closing quotation")]
+)
+def test_a_wrong_name_of_a_compiler_is_said(named: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", named)
+    assert f"CC={named!r} in the environment" in refused()
+    assert why in refused()
+    assert "unset it" in refused()
+
+
+def test_a_cache_that_cannot_be_used_is_no_obstacle(quick: Path, tmp_path: Path) -> None:
     (tmp_path / "minisgl").write_text("a file where the folder should be")
-    assert ask(XDG_CACHE_HOME=str(tmp_path)).communicate()[0] == "[]\n"
+    assert library.unsupported(CPU, torch.float32) == []
+
+
+def test_a_user_without_a_home_is_no_obstacle(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+    assert library.unsupported(CPU, torch.float32) == []
+
+
+def test_a_full_disk_is_an_obstacle_only_where_it_compiles(
+    quick: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise full
+
+    with monkeypatch.context() as patch:
+        patch.setattr(library.shutil, "copy", fail)
+        assert library.unsupported(CPU, torch.float32) == []
+    assert list(cache.iterdir()) == []
+    assert f"not kept in {cache}" in caplog.text
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
+    assert os.strerror(errno.ENOSPC) in refused()
 
 
 def test_what_it_is_not_for() -> None:

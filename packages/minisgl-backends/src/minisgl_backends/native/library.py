@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -74,8 +74,6 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
         return [f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"]
     if sys.platform != "linux":
         return [f"it was built and tried on Linux only, not on {sys.platform}"]
-    if _compiler() is None:
-        return ["it needs gcc to compile its kernels: install gcc, or name another in the environment's CC"]
     try:
         load(dtype)
     except NativeBuildError as error:
@@ -90,40 +88,83 @@ def load(dtype: torch.dtype) -> Library:
     Raises:
         NativeBuildError: there is no compiler, or it failed.
     """
-    compiler = _compiler()
-    if compiler is None:
-        raise NativeBuildError("there is no gcc on the PATH")
-    texts = {name: files(__package__).joinpath(name).read_text() for name in _SOURCES}
-    command = [compiler, *_FLAGS, *_DEFINES[dtype]]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    key = hashlib.sha256(repr((texts, command, version, _openmp(), _processor())).encode()).hexdigest()[:20]
-    path = _cache_dir() / f"kernels-{key}.so"
-    if not path.exists():
-        _LOG.info("compiling the CPU kernels for %s with %s into %s", dtype, compiler, path)
-        _compile(command, texts, path)
     try:
-        return Library(path)
+        return _load(dtype)
     except OSError as error:
-        raise NativeBuildError(f"{path} does not load: {error}") from error
+        raise NativeBuildError(f"the kernels could not be compiled and loaded: {error}") from error
 
 
-def _compile(command: list[str], texts: dict[str, str], path: Path) -> None:
-    """Compile in a folder of its own and move the result: several processes may do so at once."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        for name, text in texts.items():
-            Path(folder, name).write_text(text)
-        sources = [name for name in texts if name.endswith(".c")]
-        # Behind the sources and before gcc's own: torch's threads serve these kernels too.
-        full = [*command, *sources, "-o", "built.so", "-Wl,--as-needed", *_openmp(), "-lm"]
-        done = subprocess.run(full, cwd=folder, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = "; ".join([line for line in done.stderr.splitlines() if "error" in line][:3])
-            raise NativeBuildError(f"{' '.join(command)} ended with {done.returncode}: {last}")
-        os.replace(Path(folder, "built.so"), path)
+def _load(dtype: torch.dtype) -> Library:
+    texts = {name: files(__package__).joinpath(name).read_text() for name in _SOURCES}
+    compiler = _compiler()
+    command = [*compiler, *_FLAGS, *_DEFINES[dtype]]
+    version = _run([*compiler, "--version"]).stdout
+    key = hashlib.sha256(repr((texts, command, version, _openmp(), _processor())).encode()).hexdigest()[:20]
+    cache_dir = _cache_dir()
+    path = None if cache_dir is None else cache_dir / f"kernels-{key}.so"
+    if path is not None and path.exists():
+        try:
+            return Library(path)
+        except OSError as error:
+            _LOG.warning("compiling the CPU kernels anew, since %s does not load: %s", path, error)
+    _LOG.info("compiling the CPU kernels for %s with %s", dtype, " ".join(compiler))
+    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder:  # a file that is loaded need not stay
+        built = _compile(command, texts, Path(folder))
+        return Library(built if path is None else _kept(built, path))
 
 
-def _compiler() -> str | None:
-    return shutil.which(os.environ.get("CC", "gcc"))
+def _compile(command: list[str], texts: dict[str, str], folder: Path) -> Path:
+    for name, text in texts.items():
+        Path(folder, name).write_text(text)
+    sources = [name for name in texts if name.endswith(".c")]
+    # Behind the sources and before gcc's own: torch's threads serve these kernels too.
+    full = [*command, *sources, "-o", "built.so", "-Wl,--as-needed", *_openmp(), "-lm"]
+    done, built = _run(full, folder), folder / "built.so"
+    if done.returncode or not built.exists():
+        last = "; ".join([line for line in done.stderr.splitlines() if "error" in line][:3])
+        raise NativeBuildError(f"{' '.join(command)} ended with {done.returncode}: {last}")
+    return built
+
+
+def _kept(built: Path, path: Path) -> Path:
+    """Put a file into the cache, in one piece: several processes may do so at once. Where it stays if that fails."""
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            copy = Path(shutil.copy(built, folder))
+            with copy.open("rb+") as file:
+                os.fsync(file.fileno())  # where a power cut leaves a part of it, loading it would end the process
+            os.replace(copy, path)
+    except OSError as error:
+        _LOG.warning("the CPU kernels are not kept in %s, and compiled at each start: %s", path.parent, error)
+        return built
+    return path
+
+
+def _compiler() -> list[str]:
+    """gcc, or what the environment's CC says, arguments included."""
+    named = os.environ.get("CC", "")
+    try:
+        program, *arguments = shlex.split(named) or ["gcc"]
+    except ValueError as error:
+        raise NativeBuildError(
+            f"CC={named!r} in the environment is no command ({error}): correct or unset it"
+        ) from error
+    path = shutil.which(program)
+    if path is None and named.strip():
+        raise NativeBuildError(f"CC={named!r} in the environment names no program: correct it, or unset it for gcc")
+    if path is None:
+        raise NativeBuildError(
+            "it needs gcc to compile its kernels: install gcc, or name another compiler in the environment's CC"
+        )
+    return [os.path.abspath(path), *arguments]
+
+
+def _run(command: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        named = f", which CC={os.environ['CC']!r} in the environment names," if os.environ.get("CC") else ""
+        raise NativeBuildError(f"{command[0]}{named} does not run: {error.strerror}") from error
 
 
 def _openmp() -> list[str]:
@@ -139,21 +180,12 @@ def _processor() -> str:
     )
 
 
-def _cache_dir() -> Path:
-    """The user's cache, or a temporary folder of this process where that cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    path = Path(base, "minisgl", "native")
+def _cache_dir() -> Path | None:
+    """The user's, or None where there is none that can be written."""
     try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        path = Path(base, "minisgl", "native")
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(path, os.W_OK):
-            return path
     except (OSError, RuntimeError):
-        pass
-    return _temporary_dir()
-
-
-@cache
-def _temporary_dir() -> Path:
-    path = tempfile.mkdtemp(prefix="minisgl-native-")
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return Path(path)
+        return None
+    return path if os.access(path, os.W_OK | os.X_OK) else None
