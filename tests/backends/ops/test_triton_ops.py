@@ -110,6 +110,21 @@ def test_sampling_picks_the_reference_token(vocab_size: int) -> None:
     assert (found == expected).float().mean() > 0.95
 
 
+@pytest.mark.parametrize("vocab_size", [10, 9001])
+def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -> None:
+    """What an overflow in the model leaves: such a row is lost, but its token must be one that the vocabulary has."""
+    ours, reference = pair(torch.float32)
+    logits = random(8, vocab_size, dtype=torch.float32)
+    logits[:2] = torch.nan
+    logits[2:4] = -torch.inf
+    logits[4:6, vocab_size // 2 :] = torch.nan
+    logits[6, vocab_size - 1] = torch.inf
+    uniform = torch.full((8,), 0.5, device=DEVICE)
+    for temperature in (torch.zeros(8), torch.ones(8), torch.tensor([0.0, 1.0]).repeat(4)):
+        asked = logits.clone(), temperature.to(DEVICE), uniform
+        assert torch.equal(ours.sample(*asked), reference.sample(*asked))
+
+
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (6, 3), (60, 4), (1, 1)])
 def test_routing_chooses_the_reference_experts(num_experts: int, top_k: int, normalize: bool) -> None:

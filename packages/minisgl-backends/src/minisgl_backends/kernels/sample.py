@@ -22,6 +22,8 @@ def _reduce(logits, temperature, largest, place, sums, V, C, stride, BLOCK: tl.c
     t = tl.load(temperature + row)
     scale = tl.where(t > 0, 1.0 / t, 1.0)
     values = tl.load(logits + row * stride + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
+    # As torch has it, NaN is the largest; it equals nothing, and a row without a largest logit would lead outside.
+    values = tl.where(values == values, values, float("inf"))
     top = tl.max(values, 0)
     tl.store(largest + row * C + chunk, top)
     tl.store(place + row * C + chunk, tl.min(tl.where(values == top, columns, V), 0))
