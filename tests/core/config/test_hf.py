@@ -68,6 +68,7 @@ def test_yarn_stretches_the_context() -> None:
         ({"eos_token_id": 2}, (2,)),
         ({"eos_token_id": [2, 5]}, (2, 5)),
         ({"eos_token_id": None}, ()),
+        ({"eos_token_id": [-1, 2, 100]}, (2,)),
     ],
 )
 def test_eos_ids(changes: dict[str, Any], ids: tuple[int, ...]) -> None:

@@ -52,9 +52,11 @@ def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | 
     max_position = keys.positive("max_position_embeddings")
     rope = _rope(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
+    vocab_size = keys.positive("vocab_size")
+    eos_token_ids = _token_ids(raw, "eos_token_id") + _token_ids(generation_config or {}, "eos_token_id")
     return ModelConfig(
         architecture=architecture,
-        vocab_size=keys.positive("vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
         num_layers=num_layers,
@@ -72,9 +74,8 @@ def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | 
         sliding_windows=_sliding_windows(keys, num_layers),
         moe=_moe(keys, num_layers, intermediate_size),
         bos_token_id=_first(_token_ids(raw, "bos_token_id")),
-        eos_token_ids=tuple(
-            dict.fromkeys(_token_ids(raw, "eos_token_id") + _token_ids(generation_config or {}, "eos_token_id"))
-        ),
+        # Some checkpoints list ids that the model has no logit for, or -1 for none.
+        eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
         quantization=_quantization(raw),
         raw=raw,
     )
