@@ -13,7 +13,7 @@ from typing import Any
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Ready
-from minisgl_core.process import Supervisor
+from minisgl_core.process import END_SIGNAL, Supervisor
 
 
 def serve(name: str, report: Callable[[Ready], None]) -> None:
@@ -29,7 +29,7 @@ def log_and_serve(report: Callable[[Ready], None]) -> None:
 
 
 def serve_deaf(report: Callable[[Ready], None]) -> None:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, signal.SIG_IGN)
     report(Ready(process="deaf"))
     time.sleep(600)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -104,10 +105,11 @@ def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None
         supervisor.wait()
 
 
-def test_a_childs_interrupt_is_the_parents_business(supervisor: Supervisor) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number: int) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()
-    os.kill(supervisor.pid("one"), signal.SIGINT)
+    os.kill(supervisor.pid("one"), number)
     assert not supervisor.wait(timeout_s=0.5), "it goes on"
 
 
@@ -131,10 +133,10 @@ def test_an_end_right_after_the_condition_was_looked_at_wakes_the_wait(superviso
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended by the time that this is known
         return False
 
-    assert supervisor.wait(has_ended)
+    assert supervisor.wait(has_ended, timeout_s=math.inf)
 
 
-def test_a_child_that_ignores_sigterm_is_killed(supervisor: Supervisor) -> None:
+def test_a_child_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
     supervisor.start("deaf", children.serve_deaf)
     supervisor.wait_ready()
     child = psutil.Process(supervisor.pid("deaf"))

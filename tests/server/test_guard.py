@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -52,6 +54,14 @@ def lines(server: Any) -> list[dict[str, Any]]:
 def test_each_key_opens(guarded: Any, key: str) -> None:
     with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=100) as client:
         assert len(client.models.list().data) == 1
+
+
+def test_the_request_that_the_launch_prints_takes_a_key_from_the_environment(guarded: Any) -> None:
+    command = [*guarded.banner.splitlines()[-1:], "--silent --fail"]
+    answer = subprocess.run(
+        " ".join(command), shell=True, env={**os.environ, "MINISGL_API_KEY": KEYS[1]}, capture_output=True, check=True
+    )
+    assert json.loads(answer.stdout)["choices"]
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])

@@ -98,6 +98,7 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         (("--model", "/no/such/folder"), ("--model", "/no/such/folder")),
         (("--page-size", "0"), ("--page-size", "at least 1")),
         (("--num-tokenizers", "0"), ("--num-tokenizers", "at least 1")),
+        (("--host", "a..b"), ("--host", "a..b", "an address of this machine")),
     ],
 )
 def test_what_is_wrong_at_the_start_is_told_in_a_line(

@@ -2,11 +2,15 @@
 
 A pipe joins the parent to each child. The child reports on it that it is ready or why it failed; and when the parent is
 gone, killed even, the pipe's end closes and the child ends itself.
+
+SIGINT and SIGTERM often go to all processes at once: by a terminal, by systemd, by ``kill -- -GROUP``. What ends when is the
+parent's decision, so children ignore both, and the parent ends them by `END_SIGNAL`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import shutil
 import signal
@@ -26,8 +30,12 @@ from minisgl_core import logs
 from minisgl_core.errors import MinisglError, WorkerDiedError
 from minisgl_core.messages import Decoder, Ready, encode
 
+END_SIGNAL = signal.SIGUSR1
+"""Asks a child to end."""
 GRACE_S = 3.0
-"""From SIGTERM to SIGKILL."""
+"""From `END_SIGNAL` to SIGKILL."""
+_LONGEST_WAIT_S = 3600.0
+"""Of a system call: it counts milliseconds in 32 bits."""
 
 Report = Callable[[Ready], None]
 
@@ -66,7 +74,7 @@ class Supervisor:
         """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``; it calls `report` once it has started.
 
         A target given as ``module:function`` is imported in the child only.
-        The child ignores SIGINT, which a terminal sends to all, and ends at SIGTERM by `SystemExit`.
+        The child ends at `END_SIGNAL` by `SystemExit`.
         """
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
@@ -85,9 +93,9 @@ class Supervisor:
         return bool(self._processes[name].is_alive())
 
     def end(self, name: str) -> None:
-        """Ask one child to end, with SIGTERM; its end is no error from now on."""
+        """Ask one child to end, by `END_SIGNAL`; its end is no error from now on."""
         self._ending.add(name)
-        self._processes[name].terminate()
+        _ask_to_end(self._processes[name])
 
     def wait(
         self, until: Callable[[], bool] = lambda: False, *, timeout_s: float | None = None, wake: Any = None
@@ -96,7 +104,7 @@ class Supervisor:
 
         Args:
             until: the condition.
-            timeout_s: longest wait; None for ever, 0 only looks.
+            timeout_s: longest wait; None or infinity for ever, 0 only looks.
             wake: a file descriptor or pipe that ends the wait when there is something to read.
 
         Returns:
@@ -113,7 +121,8 @@ class Supervisor:
                 return True
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
-            events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], remaining)
+            longest = _LONGEST_WAIT_S if remaining is None else min(remaining, _LONGEST_WAIT_S)
+            events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], longest)
             for name in list(self._pipes):
                 self._look_at(name)
             if remaining == 0 or (wake is not None and wake in events):
@@ -125,11 +134,11 @@ class Supervisor:
         return self.wait(lambda: wanted <= self.ready.keys(), timeout_s=timeout_s, wake=wake)
 
     def terminate(self, grace_s: float = GRACE_S) -> None:
-        """End every child: SIGTERM, and SIGKILL to what still runs `grace_s` later. Fine to call twice."""
+        """End every child: `END_SIGNAL`, and SIGKILL to what still runs `grace_s` later. Fine to call twice."""
         atexit.unregister(self.terminate)
         running = [process for process in self._processes.values() if process.is_alive()]
         for process in running:
-            process.terminate()
+            _ask_to_end(process)
         deadline = time.monotonic() + grace_s
         for process in running:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -158,6 +167,11 @@ class Supervisor:
             ended = True
         if ended and name not in self._ending:
             raise WorkerDiedError(f"The process '{name}' {describe_exit(process.exitcode)}.")
+
+
+def _ask_to_end(process: Any) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        os.kill(process.pid, END_SIGNAL)
 
 
 def describe_exit(exitcode: int | None) -> str:
@@ -195,8 +209,9 @@ def _child(
     setproctitle.setproctitle(f"minisgl: {name}")
     if log_level is not None:
         logs.configure(name, log_level, log_format)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, _end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(END_SIGNAL, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
     try:
         if isinstance(target, str):
@@ -208,12 +223,12 @@ def _child(
         pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, isinstance(error, MinisglError))))
         sys.exit(1)
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # nothing is left that an exception could unwind
+        signal.signal(END_SIGNAL, signal.SIG_DFL)  # nothing is left that an exception could unwind
 
 
 def _end(*_: object) -> None:
-    """SIGTERM: unwind, and end in any case, as an exception in a destructor goes no further."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """`END_SIGNAL`: unwind, and end in any case, as an exception in a destructor goes no further."""
+    signal.signal(END_SIGNAL, signal.SIG_IGN)
     last_resort = threading.Timer(GRACE_S / 2, os._exit, (0,))
     last_resort.daemon = True
     last_resort.start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ import uvicorn
 
 from minisgl_core.ipc import Endpoints
 from minisgl_core.messages import Ready
-from minisgl_core.process import Report
+from minisgl_core.process import END_SIGNAL, Report
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.guard import guarded
@@ -29,7 +28,7 @@ OPEN_FILES = 65536
 def run_api(
     options: ServerOptions, key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
 ) -> None:
-    """Body of the process: serve on `listener` until SIGTERM, then finish running requests for ``--drain-timeout``.
+    """Body of the process: serve on `listener` until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
 
     It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then. While it drains, it
     listens on and answers 503 to whatever is new, so that who watches /ready sees it.
@@ -71,7 +70,7 @@ async def _serve(
         server.should_exit = True
 
     tasks: list[asyncio.Task[None]] = []
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop)
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, stop)
     tasks += [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
     try:
         await server.serve(sockets=[listener])

@@ -9,7 +9,7 @@ from pathlib import Path
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.options import ServerOptions
 
-VARIABLE = "MINISGL_API_KEY"
+KEY_VARIABLE = "MINISGL_API_KEY"
 
 
 def key_digests(options: ServerOptions) -> list[bytes]:
@@ -19,8 +19,8 @@ def key_digests(options: ServerOptions) -> list[bytes]:
         InvalidValueError: a key that no header can carry, a file that cannot be read, or a source of keys that has none: it
             was meant to close the server, and must not leave it open.
     """
-    if os.environ.get(VARIABLE) is not None and not os.environ[VARIABLE].strip() and not options.api_key:
-        raise InvalidValueError(VARIABLE, "", "an API key", "Unset it to serve without one.")
+    if os.environ.get(KEY_VARIABLE) is not None and not os.environ[KEY_VARIABLE].strip() and not options.api_key:
+        raise InvalidValueError(KEY_VARIABLE, "", "an API key", "Unset it to serve without one.")
     keys = [("--api-key", key) for key in options.api_key]
     if options.api_key_file is not None:
         keys += [("--api-key-file", key) for key in _read(options.api_key_file)]

@@ -23,7 +23,7 @@ from minisgl_core.messages import Stop
 from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S, Supervisor
-from minisgl_server.launch.keys import key_digests
+from minisgl_server.launch.keys import KEY_VARIABLE, key_digests
 from minisgl_server.metrics.engine import prepare_metrics
 from minisgl_server.options import ServerOptions
 
@@ -66,7 +66,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
             if _wait_ready(supervisor, endpoints, signals):
-                _say(describe(supervisor, options, url))
+                _say(describe(supervisor, options, url, needs_key=bool(digests)))
                 supervisor.wait(wake=signals)
                 _drain(supervisor, options, signals)
         except WorkerDiedError:
@@ -90,7 +90,7 @@ def check_providers(config: EngineConfig, registry: Registry) -> None:
                 registry.entry(kind, provider.strip())
 
 
-def describe(supervisor: Supervisor, options: ServerOptions, url: str) -> str:
+def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
     """What the launch prints once it serves: the model, what was chosen and why, the URL and a first request."""
     info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
     name = options.served_model_name or info.model
@@ -105,8 +105,10 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str) -> str:
     path, body = "chat/completions", {"messages": [question], "max_tokens": 32}
     if not any(ready.has_chat_template for ready in supervisor.ready.values()):
         path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32}
-    header = shlex.quote("Content-Type: application/json")
-    curl = f"curl {url}/v1/{path} -H {header} -d {shlex.quote(json.dumps(body))}"
+    headers = f"-H {shlex.quote('Content-Type: application/json')}"
+    if needs_key:
+        headers += f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+    curl = f"curl {url}/v1/{path} {headers} -d {shlex.quote(json.dumps(body))}"
     page = [f"Chat, and the engine live: {url}/"] if options.page else []
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
@@ -162,8 +164,9 @@ def _listen(host: str, port: int) -> socket.socket:
     """Take the port before anything else: that it is free should be known before a model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise InvalidValueError("--host", host, "an address of this machine", f"{error.strerror}.") from None
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "It cannot be the name of a host"
+        raise InvalidValueError("--host", host, "an address of this machine", f"{reason}.") from None
     try:
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
