@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
 import transformers
 from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.layers.decoder import DecoderLayer
+from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_models.llama import LlamaForCausalLM
@@ -111,6 +116,30 @@ class TestYarnRopeWithAttentionFactor(TestLlama):
     changes: ClassVar = rope(
         rope_type="yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=1.7, truncate=False
     )
+
+
+class SpelledOutNorm(RMSNorm):
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + residual
+        return self(x), x
+
+
+class WithItsOwnNorms(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.norm = SpelledOutNorm(config.hidden_size, config.rms_norm_eps, build)
+
+    def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
+        layer = super().build_layer(index, build)
+        layer.input_norm = SpelledOutNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
+        layer.post_attention_norm = SpelledOutNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
+        return layer
+
+
+class TestLlamaWithNormsOfItsOwn(TestLlama):
+    """As a plugin may write them: they know nothing of sums over ranks."""
+
+    model_class = WithItsOwnNorms
 
 
 class TestMistral(Small):

@@ -20,6 +20,7 @@ from minisgl_core.layers.base import Layer, Shard, allowed_tp_sizes, check_tp_si
 from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
+from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
 
 
@@ -137,7 +138,21 @@ class OwnModel(DecoderModel):
         return super().forward(*args)
 
 
-@pytest.mark.parametrize("change", ["nothing", "a layer", "an attention", "the model"])
+class OwnNorm(RMSNorm):
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self(x + residual), x + residual
+
+
+class PlainMLP(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).tanh()
+
+
+@pytest.mark.parametrize("change", ["nothing", "a layer", "an attention", "an MLP", "the norms", "the model"])
 def test_a_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between(change: str) -> None:
     config = tiny_config(num_hidden_layers=2)
 
@@ -145,11 +160,17 @@ def test_a_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between(chan
         def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
             layer = super().build_layer(index, build)
             attention = OwnAttention(config, index, build) if change == "an attention" else layer.attention
-            return (Sealed if change == "a layer" else DecoderLayer)(attention, layer.mlp, config, build)
+            mlp: Any = PlainMLP(layer.mlp) if change == "an MLP" else layer.mlp
+            changed = (Sealed if change == "a layer" else DecoderLayer)(attention, mlp, config, build)
+            if change == "the norms":
+                changed.input_norm = changed.post_attention_norm = OwnNorm(24, 1e-6, build)
+            return changed
 
     group = OfRank(0, 2)
     model = Changed(config, build_for(group))
-    within = [group if change in ("nothing", "the model") else None] * 2
+    model.norm = (OwnNorm if change == "the norms" else RMSNorm)(24, 1e-6, build_for(group))
+    model.finalize()
+    within = [group if change in ("nothing", "an MLP", "the model") else None] * 2
     assert [layer.post_attention_norm.sums for layer in model.layers] == within
     between = group if change in ("nothing", "an attention") else None
     assert [model.layers[0].input_norm.sums, model.layers[1].input_norm.sums, model.norm.sums] == [

@@ -79,19 +79,8 @@ class DecoderModel(Model):
         self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
         self.layers = nn.ModuleList(self._layers)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        if all(type(each).forward is DecoderLayer.forward for each in self._layers):  # others may do more with a sum
-            self._sum_in_norms()
         tied = self.embedding if config.tie_embeddings else None
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-
-    def _sum_in_norms(self) -> None:
-        """Let each norm add up over the ranks what comes before it, which may be done in one step."""
-        for layer in self._layers:
-            layer.post_attention_norm.sums = layer.attention.leave_sum()
-        if type(self).forward is DecoderModel.forward:
-            following = [*(each.input_norm for each in self._layers[1:]), self.norm]
-            for layer, norm in zip(self._layers, following, strict=True):
-                norm.sums = layer.mlp.leave_sum()
 
     def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
         """One decoder layer; override it for other attention or another MLP."""
@@ -129,3 +118,25 @@ class DecoderModel(Model):
     def ignored_weights(self) -> tuple[str, ...]:
         """A tied checkpoint may hold the output matrix all the same."""
         return (*super().ignored_weights(), *(("lm_head.weight",) if self.config.tie_embeddings else ()))
+
+    def finalize(self) -> None:
+        """See `Model.finalize`. Norms sum over the ranks from here on: only now are all of a subclass's parts in place."""
+        if all(type(each).forward is DecoderLayer.forward for each in self._layers):  # others may do more with a sum
+            self._sum_in_norms()
+        super().finalize()
+
+    def _sum_in_norms(self) -> None:
+        """Let each norm add up over the ranks what comes before it, which may be done in one step."""
+        for layer in self._layers:
+            _leave_sum(layer.attention, layer.post_attention_norm)
+        if type(self).forward is DecoderModel.forward:
+            following = [*(each.input_norm for each in self._layers[1:]), self.norm]
+            for layer, norm in zip(self._layers, following, strict=True):
+                _leave_sum(layer.mlp, norm)
+
+
+def _leave_sum(layer: nn.Module, norm: RMSNorm) -> None:
+    """Leave the sum over ranks of what `layer` returns to `norm`, where the one knows how to and so does the other."""
+    leave_sum = getattr(layer, "leave_sum", None)
+    if leave_sum is not None and type(norm).add is RMSNorm.add:
+        norm.sums = leave_sum()
