@@ -12,6 +12,9 @@ from typing import Any
 
 import pytest
 
+from minisgl_server.shell.answers import RemoteModel
+from minisgl_server.shell.settings import parse_setting
+
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
 """A prompt begins by switching the terminal's bracketed paste on and ends by switching it off."""
 MINISGL = str(Path(sys.executable).with_name("minisgl"))
@@ -134,6 +137,34 @@ Hi
     ]
     assert "Answer in French." in lines[6:]
     assert "tok/s" not in done.stdout, "quiet in a pipe"
+
+
+@pytest.mark.parametrize("separator", ["\u2028", "\u0085"])
+def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str) -> None:
+    shown: list[str] = []
+    answer = f"first{separator}second"
+    settings = {"temperature": 0, "structured_outputs": {"choice": [answer]}}
+    turn = RemoteModel(server.url).answer([{"role": "user", "content": "Hi"}], shown.append, settings)
+    assert "".join(shown) == answer
+    assert turn.num_output, "the events after the text were read, too"
+
+
+@pytest.mark.parametrize(
+    ("line", "value"), [("stop 5", "5"), ("stop null", "null"), ('stop "5"', "5"), ('stop ["a", "b"]', ["a", "b"])]
+)
+def test_a_stop_that_is_no_list_is_a_text(line: str, value: Any) -> None:
+    assert parse_setting(line) == ("stop", value)
+
+
+def test_a_line_that_is_not_text_is_refused(server: Any) -> None:
+    environ = {**os.environ, "PYTHONIOENCODING": "utf-8"}
+    command = [MINISGL, "shell", "--url", server.url]
+    done = subprocess.run(command, input=b"/set seed 7\n/set\nHi \xff\n", env=environ, capture_output=True, timeout=200)
+    assert (done.returncode, done.stdout) == (2, b"seed 7\n"), "the lines before it count"
+    assert done.stderr.startswith(b"minisgl: the line='Hi \\udcff\\n' is not valid: must be text")
+    done = subprocess.run([*command, "--system", b"\xff"], env=environ, capture_output=True, timeout=200)
+    assert done.returncode == 2
+    assert done.stderr.startswith(b"minisgl: --system=")
 
 
 def test_bad_addresses_and_flags(server: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self
 
 import httpx
@@ -136,7 +136,7 @@ class RemoteModel:
             if answer.is_error:
                 await answer.aread()
             _check(answer)
-            async for line in answer.aiter_lines():
+            async for line in _lines(answer):
                 for text in _contents(line, usage):
                     watch.show(text)
 
@@ -166,10 +166,19 @@ class _Watch:
         return Turn(first_s=self._first_s, total_s=time.perf_counter() - self._start_s, **counts)
 
 
-def _contents(line: str, usage: dict[str, Any]) -> Iterator[str]:
+async def _lines(answer: httpx.Response) -> AsyncIterator[bytes]:
+    """The body's lines. httpx's own end at U+2028 and the like as well, which may stand inside a JSON string."""
+    rest = b""
+    async for data in answer.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[str]:
     """The text in a line of server-sent events; `usage` takes the usage, if that is there."""
-    data = line.removeprefix("data:").strip()
-    if line.startswith("data:") and data != "[DONE]":
+    data = line.removeprefix(b"data:").strip()
+    if line.startswith(b"data:") and data != b"[DONE]":
         chunk = json.loads(data)
         if "error" in chunk:
             raise MinisglError(chunk["error"]["message"])

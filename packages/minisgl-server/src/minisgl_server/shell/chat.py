@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 import click
 
-from minisgl_core.errors import MinisglError
+from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_server.shell.answers import Answers, Message
 from minisgl_server.shell.settings import parse_setting
 
@@ -79,9 +80,9 @@ class Conversation:
         """Do what a line asks for. Returns whether to go on.
 
         Raises:
-            MinisglError: see `say`; or a command's value is not allowed.
+            MinisglError: see `say`; or a command's value is not allowed, or the line is not text.
         """
-        text = line.strip()
+        text = check_text("the line", line).strip()
         name, _, rest = text.partition(" ")
         if name == "/exit":
             return False
@@ -116,6 +117,19 @@ class Conversation:
         click.echo(f"Statistics are {'shown' if self.shows_statistics else 'hidden'}.")
 
 
+def check_text(name: str, text: str) -> str:
+    """`text` itself, which `name` names.
+
+    Raises:
+        InvalidValueError: it was made of bytes that are none.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(name, text, "text in the locale's encoding, as a rule UTF-8") from None
+    return text
+
+
 def run(conversation: Conversation) -> None:
     """Read and answer until the input ends or says /exit.
 
@@ -125,6 +139,9 @@ def run(conversation: Conversation) -> None:
     if sys.stdin.isatty():
         _run_terminal(conversation)
     else:
+        if isinstance(sys.stdin, TextIOWrapper):
+            # As on the command line, so that it is `check_text` that finds a line that is not text.
+            sys.stdin.reconfigure(errors="surrogateescape")
         all(conversation.handle(line) for line in sys.stdin)
 
 

@@ -31,9 +31,11 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     In a pipe, each line of standard input is a message, and the answers are printed as they are.
     """
     from minisgl_server.shell.answers import LocalModel, RemoteModel
-    from minisgl_server.shell.chat import Conversation, run
+    from minisgl_server.shell.chat import Conversation, check_text, run
 
     options = ShellOptions(**pick(values, ShellOptions))
+    if options.system is not None:
+        check_text("--system", options.system)
     with ExitStack() as stack:
         if options.url is None:
             answers: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
