@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is loaded
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell without job control makes what it starts in the background ignore SIGINT, and that is inherited.
     signal.signal(signal.SIGINT, signal.default_int_handler)

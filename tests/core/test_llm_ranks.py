@@ -28,9 +28,9 @@ def new_llm(model: str, tp: int, **options: Any) -> LLM:
 
 
 def children() -> list[psutil.Process]:
-    """Processes that this one started, without Python's resource tracker."""
-    found = psutil.Process().children(recursive=True)
-    return [child for child in found if child.is_running() and "resource_tracker" not in " ".join(child.cmdline())]
+    """Processes that this one started, without Python's resource tracker, and servers that other tests share."""
+    found = [(child, " ".join(child.cmdline())) for child in psutil.Process().children() if child.is_running()]
+    return [child for child, line in found if "resource_tracker" not in line and "launch" not in line]
 
 
 @pytest.fixture(autouse=True)

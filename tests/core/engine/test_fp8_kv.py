@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 import tiny_folder
 import torch
 from safetensors.torch import load_file, save_file
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.config.options import EngineConfig

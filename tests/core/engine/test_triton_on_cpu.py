@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,6 @@ import pytest
 import tiny_folder
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 pytest.importorskip("triton")
 
 from minisgl_core import LLM, SamplingParams
