@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import tiny
 
@@ -9,7 +11,10 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
 
 INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
+FLOATS = (-0.0, 0, 5e-324, 1e-46, 1e-38, 1e-6, 1e-5, 1 - 2**-53, 1, 2, 1e6, 3.4e38, 3.5e38, 1.7e308, 10**400)
+FLOATS = (*FLOATS, *(-value for value in FLOATS), math.inf, -math.inf, math.nan)
 COUNTS = ("max_tokens", "min_tokens", "top_k", "seed", "n", "logprobs", "prompt_logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def edges() -> list[dict[str, object]]:
@@ -17,6 +22,8 @@ def edges() -> list[dict[str, object]]:
     asked += [{"min_tokens": value, "max_tokens": value} for value in INTEGERS]
     asked += [{"stop_token_ids": (value,)} for value in INTEGERS]
     asked += [{"logit_bias": {value: 1.0}} for value in INTEGERS]
+    asked += [{name: value} for name in NUMBERS for value in FLOATS]
+    asked += [{"logit_bias": {7: value}} for value in FLOATS]
     return asked
 
 
@@ -34,7 +41,7 @@ def test_every_number_is_refused_by_its_name_or_served() -> None:
                 served[name] = each
         except InvalidValueError as error:
             refused.append((error.name, asked))
-    assert all(name in asked for name, asked in refused)
+    assert all(name.partition("[")[0] in asked for name, asked in refused)
     found = tiny.run(loop)
     for name, sampling in served.items():
         assert len(found[name].tokens) == sampling.max_tokens or found[name].finish_reason == "stop"
@@ -48,3 +55,23 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all_of_it(top_k: int) -> None:
         tiny.submit(loop, name, (5, 9, 3), SamplingParams(max_tokens=12, seed=3, top_k=k, ignore_eos=True))
     found = tiny.run(loop)
     assert found["many"].tokens == found["all"].tokens
+
+
+@pytest.mark.parametrize("temperature", [1e-46, 1e-38, 1e-6, 1e-5])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=400)
+    tiny.submit(loop, "cold", (5, 9, 3), SamplingParams(max_tokens=12, temperature=temperature, ignore_eos=True))
+    assert tuple(tiny.run(loop)["cold"].tokens) == tiny.greedy((5, 9, 3), 12)
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition_penalty"])
+@pytest.mark.parametrize("value", [-1.0, 1.1e6, 3.5e38, 10**400, math.inf, math.nan])
+def test_factors_that_would_lead_out_of_float32_are_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidValueError, match=f"{name}=.* must be a number from .* to 1e6"):
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [0, 1e-46, 0.9e-6])
+def test_a_repetition_penalty_of_next_to_nothing_is_refused(value: float) -> None:
+    with pytest.raises(InvalidValueError, match="must be a number from 1e-6"):
+        SamplingParams(repetition_penalty=value)

@@ -143,6 +143,24 @@ def test_penalties_follow_openai_and_ctrl(state: str) -> None:
     np.testing.assert_allclose(found[0].numpy(), logits[0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("repetition", [1e-6, 1e6])
+@pytest.mark.parametrize("temperature", [1e-5, 1e6])
+def test_the_farthest_factors_leave_a_distribution(repetition: float, temperature: float) -> None:
+    logits = np.random.default_rng(3).normal(size=(1, 40)).astype(np.float32) * 30
+    seen = np.arange(5, 30, dtype=np.int32)
+    changed = logits.astype(np.float64)
+    changed[:, seen] *= np.where(changed[:, seen] > 0, 1 / repetition, repetition)
+    asked = plan(
+        [SamplingParams(temperature=temperature)],
+        np.array([0.5]),
+        penalties=np.array([0, 0, repetition], np.float32),
+        penalty_states=[PenaltyState(row=1, prompt_ids=seen, output_ids=NO_INTS)],
+    )
+    token = Sampler(1, 40, CpuPlatform(), OPS)(torch.from_numpy(logits), asked, torch.tensor([1])).item()
+    probs = allowed(changed[0], SamplingParams(temperature=temperature))
+    assert probs[:token].sum() - 1e-4 <= 0.5 <= probs[: token + 1].sum() + 1e-4
+
+
 def test_bias_adds_and_bans() -> None:
     logits = torch.tensor([[1.0, 5.0, 2.0], [1.0, 5.0, 2.0]])
     change = {

@@ -11,6 +11,8 @@ from minisgl_core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
+_LEAST_TEMPERATURE = 1e-5
+"""What is below it is greedy: logits divided by ever less leave float32 in the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,13 +22,13 @@ class SamplingParams:
     Attributes:
         max_tokens: most tokens to generate, at least 1.
         min_tokens: no end-of-sequence and no stop token is sampled before this many tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: logits are divided by it; below 1e-5, the most likely token is always taken; in [0, 1e6].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
         min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
         presence_penalty: subtracted from the logit of every token generated so far; in [-2, 2].
         frequency_penalty: the same, times how often it was generated; in [-2, 2].
-        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; above 0.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
         seed: the same seed gives the same tokens whatever else runs in the batch; None draws a fresh one.
         stop: texts that end the output; the match itself is not returned.
@@ -96,23 +98,23 @@ class SamplingParams:
 
     def _check_numbers(self) -> None:
         checks: list[tuple[str, float, float, str]] = [
-            ("temperature", 0.0, math.inf, "a number of at least 0"),
-            ("top_p", 0.0, 1.0, "a number above 0, at most 1"),
+            ("temperature", 0.0, 1e6, "a number from 0 to 1e6"),
+            ("top_p", math.ulp(0.0), 1.0, "a number above 0, at most 1"),
             ("min_p", 0.0, 1.0, "a number from 0 to 1"),
             ("presence_penalty", -2.0, 2.0, "a number from -2 to 2"),
             ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2"),
-            ("repetition_penalty", 0.0, math.inf, "a number above 0"),
+            ("repetition_penalty", 1e-6, 1e6, "a number from 1e-6 to 1e6"),
         ]
         for name, low, high, allowed in checks:
             value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or not low <= value <= high or (value == 0 and allowed.startswith("a number above 0")):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not low <= value <= high:
                 raise InvalidValueError(name, value, allowed)
 
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
-        return self.temperature == 0.0 or self.top_k == 1
+        return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

@@ -133,7 +133,7 @@ class Ops:
 
         Args:
             logits: [N, V], any float dtype; -inf rules a token out.
-            temperature: float32 [N]; at 0 the first of the largest logits is taken.
+            temperature: float32 [N], 0 or at least 1e-5; at 0 the first of the largest logits is taken.
             uniform: in [0, 1), float32 [N].
 
         Returns:
