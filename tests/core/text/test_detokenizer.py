@@ -179,9 +179,12 @@ def sentencepiece_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
 
 
-@given(words=st.lists(st.sampled_from(["▁hello", "▁world", "!", "▁", "</s>", *"é漢👩"]), min_size=1, max_size=30))
-@settings(max_examples=200, deadline=None)
-def test_sentencepiece_spaces_and_byte_fallback(words: list[str]) -> None:
+@given(
+    words=st.lists(st.sampled_from(["▁hello", "▁world", "!", "▁", "</s>", *"ßé漢👩"]), min_size=1, max_size=30),
+    sizes=st.lists(st.integers(1, 9), max_size=3),
+)
+@settings(max_examples=400, deadline=None)
+def test_sentencepiece_spaces_and_byte_fallback(words: list[str], sizes: list[int]) -> None:
     tokenizer = _sentencepiece
     ids: list[int] = []
     for word in words:
@@ -189,8 +192,14 @@ def test_sentencepiece_spaces_and_byte_fallback(words: list[str]) -> None:
             ids.append(tokenizer.get_vocab()[word])
         else:
             ids += [3 + byte for byte in word.encode()]
-    texts, _ = run(IncrementalDetokenizer(TokenBytes(tokenizer)), chunks(ids, []))
+    texts, _ = run(IncrementalDetokenizer(TokenBytes(tokenizer)), chunks(ids, sizes))
     assert "".join(texts) == decode(tokenizer, ids, True)
+
+
+def test_several_bytes_at_once_may_end_inside_a_character() -> None:
+    ids = [3 + byte for byte in "ßé👩".encode()]
+    texts, _ = run(IncrementalDetokenizer(TokenBytes(_sentencepiece)), [ids[:3], ids[3:5], ids[5:]])
+    assert texts == ["ß", "é", "👩"]
 
 
 _sentencepiece = sentencepiece_tokenizer()

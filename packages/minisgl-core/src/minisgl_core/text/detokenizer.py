@@ -71,7 +71,8 @@ class _Bytes:
 class _Window:
     """Has the tokenizer decode the new tokens together with those of the step before.
 
-    A decoder may treat the first token of a text differently: sentencepiece's drops its leading space.
+    A decoder may treat the first token of a text differently: sentencepiece's drops its leading space. And one with byte
+    fallback decodes a run of byte tokens as a whole: the first byte of a character makes those before it invalid, too.
     """
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
@@ -86,7 +87,14 @@ class _Window:
 
     def decode(self, token_ids: Sequence[int], finished: bool) -> str:
         """See `IncrementalDetokenizer.push`."""
-        self._ids += [token for token in token_ids if token not in self._special]
+        new = [token for token in token_ids if token not in self._special]
+        if finished:
+            return self._add(new, finished)
+        # One by one: where several end inside a character, only so is the place before it known.
+        return "".join([self._add([token], finished) for token in new])
+
+    def _add(self, token_ids: list[int], finished: bool) -> str:
+        self._ids += token_ids
         text = self._text(self._ids)
         end = len(text)
         if text.endswith(REPLACEMENT) and not finished:
