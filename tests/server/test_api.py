@@ -59,6 +59,7 @@ def test_completion_streamed_and_not(client: openai.OpenAI) -> None:
 
 def test_completions_stop_at_16_tokens_unless_told_otherwise(client: openai.OpenAI) -> None:
     assert complete(client, max_tokens=openai.omit, extra_body={"ignore_eos": True}).usage.completion_tokens == 16
+    assert complete(client, max_tokens=openai.omit, extra_body={"min_tokens": 20}).usage.completion_tokens == 20
 
 
 def test_prompts_as_texts_and_as_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
@@ -176,6 +177,7 @@ BAD_CHATS = {
     "max_tokens beyond the context": ({"max_tokens": 10**6}, "max_tokens"),
     "max_tokens huge": ({"max_tokens": 10**30}, "max_tokens"),
     "max_tokens as text": ({"max_tokens": "5"}, "max_tokens"),
+    "max_completion_tokens beyond the context": ({"max_completion_tokens": 20_000}, "max_completion_tokens"),
     "max_completion_tokens 0": ({"max_completion_tokens": 0}, "max_completion_tokens"),
     "both limits": ({"max_completion_tokens": 1, "max_tokens": 1}, "max_tokens"),
     "temperature -1": ({"temperature": -1}, "temperature"),
@@ -208,8 +210,8 @@ BAD_CHATS = {
 BAD_COMPLETIONS = {
     "empty prompt": ({"prompt": ""}, "prompt"),
     "no prompts": ({"prompt": []}, "prompt"),
-    "an empty prompt among others": ({"prompt": ["a", ""]}, "prompt"),
-    "no tokens": ({"prompt": [[]]}, "prompt"),
+    "an empty prompt among others": ({"prompt": ["a", ""]}, "prompt[1]"),
+    "no tokens": ({"prompt": [[]]}, "prompt[0]"),
     "no prompt": ({"prompt": None}, "prompt"),
     "token out of range": ({"prompt": [1, 49152]}, "prompt"),
     "negative token": ({"prompt": [-1]}, "prompt[0]"),
@@ -283,6 +285,9 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         chat(client, temperature=-1)
     assert bad.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        complete(client, prompt=[[5] * 9000])
+    assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt[0]")
     with pytest.raises(openai.BadRequestError, match="not supported"):
         chat(client, store=True)
 

@@ -139,7 +139,9 @@ def test_a_client_that_hangs_up_is_noticed() -> None:
     run(test)
 
 
-@pytest.mark.parametrize(("kind", "status"), [("invalid", 400), ("queue_full", 429), ("internal", 500)])
+@pytest.mark.parametrize(
+    ("kind", "status"), [("invalid", 400), ("too_long", 400), ("queue_full", 429), ("internal", 500)]
+)
 def test_one_refusal_ends_the_group(kind: str, status: int) -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         generation = start(client, "a", "b")

@@ -181,7 +181,12 @@ def test_generate_follows_forms(http: httpx.Client, form: dict[str, Any], patter
         ({"text": "x", "sampling_params": {"max_new_tokens": 1}, "max_tokens": 1}, "max_tokens"),
         ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num"),
         ({"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num"),
-        ({"input_ids": [49152]}, "prompt"),
+        ({"input_ids": [49152]}, "input_ids"),
+        ({"input_ids": [[5], [49152]]}, "input_ids[1]"),
+        ({"text": ["x", ""]}, "text[1]"),
+        ({"text": "x", "sampling_params": {"max_new_tokens": 20_000}}, "sampling_params.max_new_tokens"),
+        ({"text": "x", "max_tokens": 20_000}, "max_tokens"),
+        ({"text": "x", "sampling_params": {"stop_token_ids": [49152]}}, "sampling_params.stop_token_ids"),
     ],
 )
 def test_generate_refuses_by_name(http: httpx.Client, body: dict[str, Any], param: str) -> None:

@@ -126,24 +126,58 @@ def test_abort_and_refusal_forget_the_request(rig: Rig) -> None:
 
 
 def test_the_default_limit_is_the_rest_of_the_context(rig: Rig) -> None:
-    rig.submit(max_tokens_is_default=True)
-    assert rig.scheduler[0].sampling.max_tokens == MAX_SEQ_LEN - 1
+    for most, wanted in ((1000, MAX_SEQ_LEN - 1), (16, 16)):
+        rig.submit(max_tokens_is_default=True, sampling=SamplingParams(max_tokens=most))
+        assert rig.scheduler.pop().sampling.max_tokens == wanted
+
+
+def test_refusals_say_what_the_client_says(rig: Rig) -> None:
+    names = {
+        "prompt": "text[2]",
+        "max_tokens": "max_completion_tokens",
+        "stop_token_ids": "sampling_params.stop_token_ids",
+    }
+    for options, param in (
+        ({"text": ""}, "text[2]"),
+        ({"sampling": SamplingParams(max_tokens=MAX_SEQ_LEN)}, "max_completion_tokens"),
+        ({"sampling": SamplingParams(stop_token_ids=(49152,), max_tokens=1)}, "sampling_params.stop_token_ids"),
+        ({"sampling": SamplingParams(logit_bias={49152: 1.0}, max_tokens=1)}, "logit_bias"),
+    ):
+        rig.submit(field_names=names, **options)
+        [refusal] = rig.take()
+        assert refusal.param == param
+        assert refusal.message.startswith(f"{param}=")
+
+
+LONG = SamplingParams(max_tokens=MAX_SEQ_LEN, min_tokens=MAX_SEQ_LEN)
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"text": "word " * MAX_SEQ_LEN}, "prompt"),
+        ({"text": None, "messages": [{"role": "user", "content": "word " * MAX_SEQ_LEN}]}, "messages"),
+        ({"sampling": LONG}, "max_tokens"),
+        ({"sampling": LONG, "max_tokens_is_default": True}, "min_tokens"),
+    ],
+)
+def test_what_the_context_does_not_hold_is_told_apart(rig: Rig, options: dict[str, Any], param: str) -> None:
+    rig.submit(**options)
+    [refusal] = rig.take()
+    assert (refusal.kind, refusal.param) == ("too_long", param)
+    assert (rig.scheduler, rig.worker.num_requests) == ([], 0)
 
 
 @pytest.mark.parametrize(
     ("options", "param"),
     [
         ({"text": ""}, "prompt"),
-        ({"text": "word " * MAX_SEQ_LEN}, "prompt"),
-        ({"text": None, "messages": [{"role": "user", "content": "word " * MAX_SEQ_LEN}]}, "messages"),
         ({"text": None, "messages": []}, "messages"),
         ({"text": None, "token_ids": []}, "prompt"),
         ({"text": None, "token_ids": [1, 49152]}, "prompt"),
         ({"text": None, "token_ids": [-1]}, "prompt"),
-        ({"sampling": SamplingParams(max_tokens=MAX_SEQ_LEN)}, "max_tokens"),
         ({"sampling": SamplingParams(stop_token_ids=(49152,), max_tokens=1)}, "stop_token_ids"),
         ({"sampling": SamplingParams(logit_bias={49152: 1.0}, max_tokens=1)}, "logit_bias"),
-        ({"sampling": SamplingParams(max_tokens=500, min_tokens=500), "max_tokens_is_default": True}, "min_tokens"),
     ],
 )
 def test_what_is_not_allowed_goes_back_by_name(rig: Rig, options: dict[str, Any], param: str) -> None:

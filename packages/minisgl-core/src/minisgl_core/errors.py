@@ -5,7 +5,8 @@ Users catch :class:`MinisglError`; the leaves say what went wrong. Assertions, b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Self
 
 
 class MinisglError(Exception):
@@ -27,6 +28,10 @@ class InvalidValueError(MinisglError, ValueError):
         shown = repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """The same of what the user calls otherwise: `names` has the user's name by this one, where they differ."""
+        return type(self)(names.get(self.name, self.name), self.value, self.allowed, self.remedy)
 
     def __reduce__(self) -> tuple[type[InvalidValueError], tuple[object, ...]]:
         return type(self), (self.name, self.value, self.allowed, self.remedy)

@@ -79,7 +79,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
     max_tokens_is_default: bool = False
-    """The client set no limit: generate up to the end of the context."""
+    """The client set no limit: where the context has room for less, the output ends there."""
     priority: int = 0
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
@@ -93,6 +93,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     tools: ToolUse | None = None
     form_name: str = ""
     """What the client calls the text in `sampling`'s structured_outputs."""
+    field_names: dict[str, str] = msgspec.field(default_factory=dict)
+    """What the client calls the prompt, and fields of `sampling`, by their name here; those that it calls the same may miss."""
 
 
 class Detokenize(msgspec.Struct, tag=True):
@@ -137,7 +139,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
     """Towards the API server: a request that was refused before it ran.
 
-    `kind` is one of ``invalid`` (HTTP 400), ``queue_full`` (429), ``internal`` (500); `param` names the field at fault.
+    `kind` is one of ``invalid`` and ``too_long`` (for the context; HTTP 400), ``queue_full`` (429), ``internal`` (500); `param`
+    names the field at fault.
     """
 
     request_id: str

@@ -82,6 +82,10 @@ def run_tokenizer_worker(
             worker.handle(message)
 
 
+class _TooLongError(InvalidValueError):
+    """The context has no room for a prompt, or for as much output."""
+
+
 @dataclass(slots=True)
 class _Request:
     """One request that runs.
@@ -192,7 +196,7 @@ class TokenizerWorker:
                 request.waiting.prompt_text = self._prompt_text(message, token_ids)
                 request.waiting.prompt_token_ids = token_ids
         except InvalidValueError as error:
-            self._reject(request_id, error)
+            self._reject(request_id, error.renamed(message.field_names))
             return
         except Exception:
             self._fail(request_id, "The prompt could not be tokenized.")
@@ -249,7 +253,7 @@ class TokenizerWorker:
         return source
 
     def _check(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
-        """Check against the engine's limits and fill in the default of max_tokens."""
+        """Check against the engine's limits and bound the default of max_tokens."""
         name, limit, sampling = (
             "prompt" if message.messages is None else "messages",
             self._info.max_seq_len,
@@ -259,19 +263,18 @@ class TokenizerWorker:
             raise InvalidValueError(name, [], "at least one token")
         room = limit - len(token_ids)
         if room < 1:
-            raise InvalidValueError(
+            raise _TooLongError(
                 name,
                 f"{len(token_ids)} tokens",
                 f"at most {limit - 1} tokens, as the context holds {limit} with the answer",
             )
         self._check_range("stop_token_ids", sampling.stop_token_ids)
         self._check_range("logit_bias", sampling.logit_bias)
-        if message.max_tokens_is_default:
-            return replace(sampling, max_tokens=room)
-        if sampling.max_tokens > room:
+        name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
+        if (wanted := getattr(sampling, name)) > room:
             allowed = f"at most {room}, as the context holds {limit} tokens and the prompt has {len(token_ids)}"
-            raise InvalidValueError("max_tokens", sampling.max_tokens, allowed)
-        return sampling
+            raise _TooLongError(name, wanted, allowed)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
     def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
         for token in token_ids:
@@ -364,7 +367,8 @@ class TokenizerWorker:
             each.token_ids = each.token_ids[:0]
 
     def _reject(self, request_id: str, error: InvalidValueError) -> None:
-        self._to_api(Rejected(request_id=request_id, kind="invalid", message=str(error), param=error.name))
+        kind = "too_long" if isinstance(error, _TooLongError) else "invalid"
+        self._to_api(Rejected(request_id=request_id, kind=kind, message=str(error), param=error.name))
 
     def _drop(self, request_id: str) -> None:
         """Give up a request whose output does not become text; called while an exception is handled."""

@@ -27,11 +27,9 @@ async def chat_completions(request: Request) -> Response:
     info, model = served_model(request.app)
     chat = await parse(ChatRequest, request)
     check(chat, model)
-    sampling, is_default = sampling_of(chat, info)
     prompt = tokenize(
         chat,
-        sampling,
-        is_default,
+        sampling_of(chat, info),
         messages=[message.model_dump(exclude_none=True) for message in chat.messages],
         chat_template_kwargs=chat.chat_template_kwargs or {},
         tools=tools_of(chat),

@@ -13,11 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import EngineInfo, Text, Tokenize
-from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.access import access_of
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
 from minisgl_server.api.forms import form_of
+from minisgl_server.api.sampling import Wanted
 from minisgl_server.api.schemas import GenerationRequest
 
 R = TypeVar("R", bound=BaseModel)
@@ -119,14 +119,15 @@ class Choices:
         }
 
 
-def tokenize(request: GenerationRequest, sampling: SamplingParams, is_default: bool, **more: Any) -> Tokenize:
-    """A prompt of a request, without id."""
+def tokenize(request: GenerationRequest, wanted: Wanted, prompt_name: str = "prompt", **more: Any) -> Tokenize:
+    """A prompt of a request, without id; `prompt_name`: the field that holds it."""
     return Tokenize(
         request_id="",
-        sampling=sampling,
-        max_tokens_is_default=is_default,
+        sampling=wanted.sampling,
+        max_tokens_is_default=wanted.max_tokens_is_default,
         priority=request.priority or 0,
         form_name=form_of(request)[1],
+        field_names={**wanted.names, "prompt": prompt_name},
         **more,
     )
 

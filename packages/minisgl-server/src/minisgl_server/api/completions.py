@@ -33,10 +33,9 @@ async def completions(request: Request) -> Response:
     info, model = served_model(request.app)
     asked = await parse(CompletionRequest, request)
     check(asked, model)
-    sampling, is_default = sampling_of(asked, info)
-    special = asked.add_special_tokens
+    wanted, special = sampling_of(asked, info), asked.add_special_tokens
     prompts = [
-        tokenize(asked, sampling, is_default, echo=bool(asked.echo), add_special_tokens=special, **prompt)
+        tokenize(asked, wanted, echo=bool(asked.echo), add_special_tokens=special, **prompt)
         for prompt in _prompts(asked)
     ]
     choices = Choices("cmpl", model, prompts)
@@ -50,13 +49,28 @@ async def completions(request: Request) -> Response:
 
 
 def _prompts(asked: CompletionRequest) -> list[dict[str, Any]]:
-    """Each prompt as a field of `Tokenize`."""
-    prompt: Any = asked.prompt
+    """Each prompt as arguments of `tokenize`."""
+    prompts = named_prompts("prompt", asked.prompt)
+    return [
+        {"prompt_name": name, "text" if isinstance(each, str) else "token_ids": each} for name, each in prompts.items()
+    ]
+
+
+def named_prompts(name: str, prompt: Any) -> dict[str, Any]:
+    """Prompts by what the request calls them: the field's name, or with the place in its list.
+
+    Args:
+        name: of the field.
+        prompt: what it holds: a text, token ids, or a list of either.
+
+    Raises:
+        InvalidValueError: there are none or too many.
+    """
     if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-        prompt = [prompt]
+        return {name: prompt}
     if not 1 <= len(prompt) <= MAX_PROMPTS:
-        raise InvalidValueError("prompt", f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
-    return [{"text": each} if isinstance(each, str) else {"token_ids": each} for each in prompt]
+        raise InvalidValueError(name, f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
+    return {f"{name}[{place}]": each for place, each in enumerate(prompt)}
 
 
 class _Pieces:

@@ -83,6 +83,8 @@ def rejected(message: Rejected) -> ApiError:
     """A request that a tokenizer worker or the scheduler refused."""
     if message.kind == "invalid":
         return ApiError(400, message.message, message.param)
+    if message.kind == "too_long":
+        return ApiError(400, message.message, message.param, "context_length_exceeded")
     if message.kind == "queue_full":
         return ApiError(429, message.message, code="queue_full")
     return ApiError(500, message.message, code="internal_error")

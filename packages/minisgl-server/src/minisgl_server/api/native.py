@@ -13,19 +13,25 @@ from minisgl_core.messages import EngineInfo, Logprob, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.answers import GenerateAnswer, GenerateAnswers
 from minisgl_server.api.choices import Choices, json_response, parse, served_model
-from minisgl_server.api.completions import MAX_PROMPTS
+from minisgl_server.api.completions import named_prompts
 from minisgl_server.api.forms import only_form
 from minisgl_server.api.openapi import documented
+from minisgl_server.api.sampling import Wanted
 from minisgl_server.api.schemas import Int, SamplingFields, Strict, TokenId
 from minisgl_server.api.streaming import Chunks, EventStream, event
 
 router = APIRouter()
 
+GENERATE_MAX_TOKENS = 128
+"""SGLang's default."""
+
 
 class GenerateSampling(SamplingFields):
     """How to sample. Names are SGLang's, and this project's own where those differ."""
 
-    max_new_tokens: Int | None = Field(None, description="Most tokens to generate; 128 by default.")
+    max_new_tokens: Int | None = Field(
+        None, description="Most tokens to generate; by default 128, or what the context has room for."
+    )
     min_new_tokens: Int | None = None
     sampling_seed: Int | None = Field(None, description="Another name for seed.")
     json_schema: str | dict[str, Any] | None = Field(None, description="The output is JSON that fits this schema.")
@@ -64,11 +70,19 @@ async def generate(request: Request) -> Response:
     info, model = served_model(request.app)
     asked = await parse(GenerateRequest, request)
     prompts, is_single = _prompts(asked)
-    sampling, form_name = _sampling(asked, info)
-    priority = asked.priority or 0
+    wanted, form_name = generate_sampling(asked, info)
     messages = [
-        Tokenize(request_id="", sampling=sampling, priority=priority, form_name=form_name, **prompt)
-        for prompt in prompts
+        Tokenize(
+            request_id="",
+            sampling=wanted.sampling,
+            max_tokens_is_default=wanted.max_tokens_is_default,
+            priority=asked.priority or 0,
+            form_name=form_name,
+            field_names={**wanted.names, "prompt": name},
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+        )
+        for name, prompt in prompts.items()
     ]
     choices = Choices("gen", model, messages)
     outputs = [_Output(one.request_id, started_s) for one in choices.requests]
@@ -146,25 +160,22 @@ def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
     return {"type": last.finish_reason, "matched": token_ids[-1] if last.stop_reason is None else last.stop_reason}
 
 
-def _prompts(asked: GenerateRequest) -> tuple[list[dict[str, Any]], bool]:
-    """Each prompt as a field of `Tokenize`, and whether it was given alone and not in a list."""
+def _prompts(asked: GenerateRequest) -> tuple[dict[str, Any], bool]:
+    """Prompts by what the request calls them, and whether there is one, given alone and not in a list."""
     given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(asked, name)) is not None}
     if len(given) != 1:
         raise InvalidValueError("text", ", ".join(given) or "nothing", "exactly one of text, prompt and input_ids")
     [(name, prompt)] = given.items()
-    is_single = isinstance(prompt, str) or bool(prompt and isinstance(prompt[0], int))
-    prompts = [prompt] if is_single else prompt
-    if not 1 <= len(prompts) <= MAX_PROMPTS:
-        raise InvalidValueError(name, f"{len(prompts)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
-    return [{"token_ids" if name == "input_ids" else "text": each} for each in prompts], is_single
+    prompts = named_prompts(name, prompt)
+    return prompts, name in prompts
 
 
-def _sampling(asked: GenerateRequest, info: EngineInfo) -> tuple[SamplingParams, str]:
-    """And the name of the field that says what the output must be, if one does."""
+def generate_sampling(asked: GenerateRequest, info: EngineInfo) -> tuple[Wanted, str]:
+    """How it is sampled, and the name of the field that says what the output must be, if one does."""
     given = {} if asked.sampling_params is None else asked.sampling_params.model_dump(exclude_none=True)
     forms = {f"sampling_params.{name}": {_FORMS[name]: given.pop(name)} for name in _FORMS if name in given}
     form, form_name = only_form(forms)
-    values: dict[str, Any] = {"max_tokens": 128, **info.default_sampling, "structured_outputs": form}
+    values: dict[str, Any] = {**info.default_sampling, "structured_outputs": form}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
     sources += [
@@ -178,7 +189,9 @@ def _sampling(asked: GenerateRequest, info: EngineInfo) -> tuple[SamplingParams,
         raise InvalidValueError("top_logprobs_num", asked.top_logprobs_num, "left out unless return_logprob is true")
     if asked.return_logprob:
         values["logprobs"], names["logprobs"] = asked.top_logprobs_num or 0, "top_logprobs_num"
+    if is_default := "max_tokens" not in values:
+        values["max_tokens"] = max(GENERATE_MAX_TOKENS, values.get("min_tokens", 0))
     try:
-        return SamplingParams(**values), form_name
+        return Wanted(SamplingParams(**values), is_default, names), form_name
     except InvalidValueError as error:
-        raise InvalidValueError(names.get(error.name, error.name), error.value, error.allowed, error.remedy) from None
+        raise error.renamed(names) from None

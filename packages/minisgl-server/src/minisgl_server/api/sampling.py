@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import EngineInfo
@@ -16,15 +16,29 @@ COMPLETION_MAX_TOKENS = 16
 _SAME_NAME = ("min_tokens", *SamplingFields.model_fields)
 
 
-def sampling_of(request: GenerationRequest, info: EngineInfo) -> tuple[SamplingParams, bool]:
-    """Sampling of a request, and whether its max_tokens is to reach to the end of the context.
+class Wanted(NamedTuple):
+    """How a request wants its outputs.
+
+    Attributes:
+        sampling: the request's, or the model's defaults.
+        max_tokens_is_default: nobody asked for this many tokens, so that they may be less.
+        names: what the request calls fields of `sampling`, where it calls them otherwise.
+    """
+
+    sampling: SamplingParams
+    max_tokens_is_default: bool
+    names: dict[str, str]
+
+
+def sampling_of(request: GenerationRequest, info: EngineInfo) -> Wanted:
+    """How a chat or a completion is sampled.
 
     Raises:
         InvalidValueError: names the request's field.
     """
     values: dict[str, Any] = dict(info.default_sampling)
     values |= {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
-    limit_name, max_tokens = "max_tokens", request.max_tokens
+    limit_name, max_tokens, most = "max_tokens", request.max_tokens, info.max_seq_len
     logprobs_name = "logprobs"
     if isinstance(request, ChatRequest):
         if request.max_completion_tokens is not None:
@@ -35,20 +49,16 @@ def sampling_of(request: GenerationRequest, info: EngineInfo) -> tuple[SamplingP
         logprobs_name = "top_logprobs"
         values["logprobs"] = _chat_logprobs(request)
     elif isinstance(request, CompletionRequest):
-        max_tokens = COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens
+        most = COMPLETION_MAX_TOKENS
         values["logprobs"] = request.logprobs
         values["prompt_logprobs"] = request.logprobs if request.echo else None
     values["structured_outputs"] = form_of(request)[0]
-    is_default = max_tokens is None and "max_tokens" not in values
-    if max_tokens is not None:
-        values["max_tokens"] = max_tokens
-    elif is_default:
-        values["max_tokens"] = info.max_seq_len
+    values["max_tokens"] = max(most, request.min_tokens or 0) if max_tokens is None else max_tokens
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": logprobs_name}
     try:
-        return SamplingParams(**values), is_default
+        return Wanted(SamplingParams(**values), max_tokens is None, names)
     except InvalidValueError as error:
-        names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": logprobs_name}
-        raise InvalidValueError(names.get(error.name, error.name), error.value, error.allowed, error.remedy) from None
+        raise error.renamed(names) from None
 
 
 def _chat_logprobs(request: ChatRequest) -> int | None:

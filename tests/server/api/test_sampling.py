@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import EngineInfo
+from minisgl_server.api.native import GenerateRequest, generate_sampling
+from minisgl_server.api.sampling import Wanted, sampling_of
+from minisgl_server.api.schemas import ChatRequest, CompletionRequest
+
+INFO = EngineInfo(
+    model="m",
+    architecture="a",
+    dtype="float32",
+    device="cpu",
+    max_seq_len=64,
+    vocab_size=100,
+    num_pages=4,
+    page_size=16,
+    eos_token_ids=[2],
+    bos_token_id=1,
+    default_sampling={"top_k": 20},
+    choices=[],
+)
+QUESTION = [{"role": "user", "content": "Hi"}]
+
+
+def wanted(**body: Any) -> Wanted:
+    """A chat has messages, `/generate` a text, a completion a prompt."""
+    if "text" in body:
+        return generate_sampling(GenerateRequest.model_validate(body), INFO)[0]
+    kind: Any = ChatRequest if "messages" in body else CompletionRequest
+    return sampling_of(kind.model_validate(body), INFO)
+
+
+@pytest.mark.parametrize(
+    ("body", "limit_name", "default"),
+    [
+        ({"messages": QUESTION}, "max_completion_tokens", INFO.max_seq_len),
+        ({"messages": QUESTION}, "max_tokens", INFO.max_seq_len),
+        ({"prompt": "x"}, "max_tokens", 16),
+        ({"text": "x"}, "max_tokens", 128),
+    ],
+)
+def test_only_a_limit_that_was_asked_for_is_demanded(body: dict[str, Any], limit_name: str, default: int) -> None:
+    sampling, is_default, _ = wanted(**body)
+    assert (sampling.max_tokens, is_default, sampling.top_k) == (default, True, 20)
+    sampling, is_default, names = wanted(**body, **{limit_name: default})
+    assert (sampling.max_tokens, is_default) == (default, False)
+    assert names.get("max_tokens", "max_tokens") == limit_name
+
+
+def test_min_tokens_raise_a_default_and_no_limit_of_the_request() -> None:
+    long = {"sampling_params": {"min_new_tokens": 500}}
+    bodies: list[dict[str, Any]] = [{"messages": QUESTION}, {"prompt": "x"}]
+    for sampling, is_default, _ in (wanted(text="x", **long), *(wanted(min_tokens=500, **body) for body in bodies)):
+        assert (sampling.max_tokens, sampling.min_tokens, is_default) == (500, 500, True)
+    with pytest.raises(InvalidValueError, match="min_new_tokens=500"):
+        wanted(text="x", max_tokens=400, **long)
+    with pytest.raises(InvalidValueError, match="min_tokens=500"):
+        wanted(prompt="x", max_tokens=400, min_tokens=500)
