@@ -14,7 +14,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
 from minisgl_core.engine.loader import load_weights
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers.decoder import DecoderModel
@@ -50,10 +50,15 @@ class InMemory(WeightSource):
         yield from self._tensors.items()
 
 
-def model_for(source: WeightSource) -> DecoderModel:
+class OfRank(SingleRank):
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+
+
+def model_for(source: WeightSource, rank: int = 0, tp_size: int = 1, model_class: Any = DecoderModel) -> DecoderModel:
     device, dtype = torch.device("cpu"), torch.float32
-    build = BuildContext(SingleRank(), Ops(device, dtype), device, dtype)
-    return DecoderModel(model_config(source.config), build)
+    build = BuildContext(OfRank(rank, tp_size), Ops(device, dtype), device, dtype)
+    return model_class(model_config(source.config), build)
 
 
 def checkpoint(**changes: Any) -> dict[str, torch.Tensor]:
@@ -80,11 +85,53 @@ def test_many_missing_tensors_are_counted() -> None:
         load_weights(model_for(source), source)
 
 
-@pytest.mark.parametrize("shape", [(9, 8), (10, 9), (8,), (12, 8, 1)])
+@pytest.mark.parametrize("shape", [(9, 8), (10, 9), (8,), (12, 8, 1), (13, 8)])
 def test_another_shape_is_named(shape: tuple[int, ...]) -> None:
     source = InMemory({**checkpoint(), "model.layers.1.mlp.gate_proj.weight": torch.zeros(shape)})
     with pytest.raises(ModelFormatError, match=r"layers\.1\.mlp\.gate_proj\.weight has shape"):
         load_weights(model_for(source), source)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.self_attn.k_proj.weight",
+        "model.layers.0.self_attn.o_proj.weight",
+        "model.layers.0.mlp.up_proj.bias",
+        "model.layers.0.mlp.down_proj.weight",
+        "lm_head.weight",
+    ],
+)
+def test_a_tensor_larger_than_its_config_is_named_on_every_rank(name: str, rank: int) -> None:
+    """Although it has all that the rank takes."""
+    tensors = checkpoint(mlp_bias=True)
+    right = list(tensors[name].shape)
+    larger = torch.zeros([size + 4 for size in right])
+    source = InMemory({**tensors, name: larger}, mlp_bias=True)
+    with pytest.raises(ModelFormatError) as error:
+        load_weights(model_for(source, rank, tp_size=2), source)
+    assert str(error.value) == (
+        f"the checkpoint does not fit its config: {name} has shape {list(larger.shape)}; the model expects {right}"
+    )
+
+
+class NamesNoShapes(DecoderModel):
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        for name, target in super().weight_targets():
+            yield name, WeightTarget(target.destination, target.index)
+
+
+def test_a_target_without_a_shape_must_have_what_the_rank_takes() -> None:
+    name = "model.layers.0.mlp.gate_proj.weight"
+    source = InMemory({**checkpoint(), name: torch.zeros(11, 8)})
+    load_weights(model_for(source, 0, 2, NamesNoShapes), source)
+    with pytest.raises(
+        ModelFormatError, match=r"has shape \[11, 8\], of which this rank takes \[6:12\]; .* \[6, 8\] there"
+    ):
+        load_weights(model_for(source, 1, 2, NamesNoShapes), source)
 
 
 def test_what_architectures_ignore_is_no_error() -> None:

@@ -32,11 +32,14 @@ class WeightTarget:
         destination: the (view of a) parameter that receives the values.
         index: which part of the checkpoint's tensor this rank holds; an empty tuple for all of it.
         optional: whether the checkpoint may lack the tensor; the destination keeps what it holds then.
+        shape: of the checkpoint's whole tensor; where it is None, any tensor does of which `index` takes as much as the
+            destination holds.
     """
 
     destination: torch.Tensor
     index: tuple[slice, ...] = ()
     optional: bool = False
+    shape: tuple[int, ...] | None = None
 
 
 class WeightSource(ABC):

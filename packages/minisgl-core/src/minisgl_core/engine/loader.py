@@ -73,20 +73,25 @@ def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callabl
 
 
 def _fill(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
-    if target.destination.numel() == 0:
-        return
-    expected, index = tuple(target.destination.shape), target.index
-    shape = tensor.shape or (1,)  # a number is as good as a list of one
-    if len(shape) == len(expected):
-        slices = (*index, *(slice(None),) * (len(expected) - len(index)))
-        found = tuple(len(range(*part.indices(size))) for part, size in zip(slices, shape, strict=True))
-        if found == expected:
-            target.destination.copy_(tensor[index])
-            return
-    raise ModelFormatError(
-        f"the checkpoint does not fit its config: {name} has shape {list(tensor.shape)}, of which this rank "
-        f"takes {_shown(index)}; the model expects {list(expected)} there"
-    )
+    shape = tuple(tensor.shape) or (1,)  # a number is as good as a list of one
+    held = tuple(target.destination.shape)
+    if target.shape is not None and shape != target.shape:
+        raise _misfit(name, tensor, f"; the model expects {list(target.shape)}")
+    if _taken(shape, target.index) != held:
+        taken = f", of which this rank takes {_shown(target.index)}; the model expects {list(held)} there"
+        raise _misfit(name, tensor, taken)
+    if target.destination.numel() > 0:
+        target.destination.copy_(tensor[target.index])
+
+
+def _taken(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
+    """The shape of what `index` takes of a tensor."""
+    whole = (slice(None),) * (len(shape) - len(index))
+    return tuple(len(range(*part.indices(size))) for part, size in zip((*index, *whole), shape, strict=False))
+
+
+def _misfit(name: str, tensor: LazyTensor, why: str) -> ModelFormatError:
+    return ModelFormatError(f"the checkpoint does not fit its config: {name} has shape {list(tensor.shape)}{why}")
 
 
 def _shown(index: tuple[slice, ...]) -> str:

@@ -11,6 +11,7 @@ from torch import nn
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError
 
 
@@ -86,8 +87,14 @@ class Shard:
 
     @property
     def index(self) -> slice:
-        """Of the whole dimension; `slice(None)` for all of it, so that a checkpoint of another size is noticed."""
+        """Of the whole dimension; `slice(None)` for all of it."""
         return slice(None) if self.num_real == self.total else slice(self.start, self.stop)
+
+    def target(self, held: torch.Tensor, dim: int = 0) -> WeightTarget:
+        """Where this rank's part of a tensor goes that is split along `dim`; `held` has `size` there."""
+        shape = (*held.shape[:dim], self.total, *held.shape[dim + 1 :])
+        index = (*(slice(None),) * dim, self.index)
+        return WeightTarget(held.narrow(dim, 0, self.num_real), index, shape=shape)
 
 
 def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:

@@ -34,7 +34,7 @@ class VocabParallelEmbedding(Layer):
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
         """This rank's rows of ``name.weight``."""
-        yield f"{name}.weight", WeightTarget(self.weight[: self.shard.num_real], (self.shard.index,))
+        yield f"{name}.weight", self.shard.target(self.weight)
 
 
 class LMHead(ColumnParallelLinear):

@@ -88,10 +88,10 @@ class ColumnParallelLinear(Linear):
         assert self.weight is not None, "the weights were given away by prepare()"
         row = 0
         for name, part in zip(names, self._parts, strict=True):
-            rows = slice(row, row + part.num_real)
-            yield f"{name}.weight", WeightTarget(self.weight[rows], (part.index,))
+            rows = slice(row, row + part.size)
+            yield f"{name}.weight", part.target(self.weight[rows])
             if self.bias is not None:
-                yield f"{name}.bias", WeightTarget(self.bias[rows], (part.index,))
+                yield f"{name}.bias", part.target(self.bias[rows])
             row += part.size
 
 
@@ -151,8 +151,7 @@ class RowParallelLinear(Linear):
     def weight_targets(self, name: str) -> Targets:
         """This rank's columns; the whole bias."""
         assert self.weight is not None, "the weights were given away by prepare()"
-        part = self._columns
-        yield f"{name}.weight", WeightTarget(self.weight[:, : part.num_real], (slice(None), part.index))
+        yield f"{name}.weight", self._columns.target(self.weight, dim=1)
         if self.bias is not None:
             yield f"{name}.bias", WeightTarget(self.bias)
 

@@ -8,7 +8,6 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
-from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.layers.base import Layer, Shard, empty_parameter
 from minisgl_core.layers.linear import Linear, Targets
@@ -56,10 +55,9 @@ class SparseMoeMLP(Layer):
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names: a matrix an expert."""
         yield from self.router.weight_targets(f"{name}.gate")
-        part, inner = self._inner, self._inner.size
-        rows, columns = (part.index,), (slice(None), part.index)
+        part = self._inner
         for expert in range(self._moe.num_experts):
             gate_up, prefix = self.gate_up[expert], f"{name}.experts.{expert}"
-            yield f"{prefix}.gate_proj.weight", WeightTarget(gate_up[: part.num_real], rows)
-            yield f"{prefix}.up_proj.weight", WeightTarget(gate_up[inner : inner + part.num_real], rows)
-            yield f"{prefix}.down_proj.weight", WeightTarget(self.down[expert][:, : part.num_real], columns)
+            yield f"{prefix}.gate_proj.weight", part.target(gate_up[: part.size])
+            yield f"{prefix}.up_proj.weight", part.target(gate_up[part.size :])
+            yield f"{prefix}.down_proj.weight", part.target(self.down[expert], dim=1)
