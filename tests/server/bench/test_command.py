@@ -119,6 +119,9 @@ def test_transformers_runs_a_gguf_file_as_a_dense_model(smollm2_path: Path) -> N
         (["--prefill-len", "256"], ["--prefill-len", "takes 257"]),
         (["--workload", "W", "--num-seqs", "3"], ["--workload", "context of 256"]),
         (["--page-size", "0"], ["--page-size=0"]),
+        (["--workload", "W", "--batch-size", "3"], ["--batch-size=(3,)", "--workload uniform"]),
+        (["--workload", "W", "--input-len", "9"], ["--input-len=9", "--workload uniform"]),
+        (["--num-seqs", "3"], ["--num-seqs=3", "--workload W"]),
     ],
 )
 def test_what_does_not_fit_is_named(arguments: list[str], words: list[str]) -> None:

@@ -128,3 +128,16 @@ def test_either_out_or_show(flags: list[str]) -> None:
     done = CliRunner().invoke(main, ["bench", "trace", *flags])
     assert done.exit_code == 2
     assert "--out" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--show", "nope"], ["--show='nope'", "No such file"]),
+        (["--show", __file__, "--seed", "3"], ["--seed=3", "used with --out"]),
+    ],
+)
+def test_what_cannot_be_shown_is_named(flags: list[str], words: list[str]) -> None:
+    done = CliRunner().invoke(main, ["bench", "trace", *flags])
+    assert done.exit_code == 2
+    assert all(word in done.stderr for word in words), done.stderr

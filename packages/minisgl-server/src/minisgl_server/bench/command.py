@@ -10,6 +10,7 @@ from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
 from minisgl_server.bench.accuracy.command import accuracy
 from minisgl_server.bench.attention.command import attention
+from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
 from minisgl_server.bench.options import OfflineOptions
 from minisgl_server.bench.serve.command import serve
 from minisgl_server.bench.trace.command import trace
@@ -62,13 +63,16 @@ def bench(ctx: click.Context) -> None:
     type=click.Choice(["transformers"]),
     help="Measure its generate on the same model, dtype and shapes, too, taking turns. (uniform)",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
-)
-def offline(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
+@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
+@click.pass_context
+def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
     """Run a workload in this process and measure it, without a server."""
     from minisgl_server.bench.offline import run_offline
 
+    of_uniform = ("--batch-size", "--input-len", "--output-len", "--prefill-len")
+    is_w = options["workload"] == "W"
+    refused = {"used with --workload uniform": of_uniform} if is_w else {"used with --workload W": ("--num-seqs",)}
+    refuse_flags(given_flags(ctx), refused)
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))
 
 

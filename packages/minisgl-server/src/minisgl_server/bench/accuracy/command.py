@@ -8,6 +8,7 @@ import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
+from minisgl_server.bench.flags import OutputFile
 
 
 @click.command()
@@ -30,14 +31,14 @@ from minisgl_core.config.options import EngineConfig
 @click.option(
     "--max-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of the texts to read."
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
-)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
 def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
-    """Compare logits with fp8 KV, with fp8 matrices and with both to those without.
-
-    --kv-dtype and --quantization are what is compared, and not options here.
-    """
+    """Compare logits with fp8 KV, with fp8 matrices and with both to those without."""
     from minisgl_server.bench.accuracy.run import run_accuracy
 
     run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
+
+
+for _option in accuracy.params:  # what is compared: refused where a config file or the environment sets it
+    if isinstance(_option, click.Option) and _option.name in ("kv_dtype", "quantization"):
+        _option.hidden = True

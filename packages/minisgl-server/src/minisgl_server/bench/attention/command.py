@@ -8,6 +8,7 @@ import click
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.attention.options import AttentionOptions, ShapeType
+from minisgl_server.bench.flags import OutputFile
 
 
 @click.command()
@@ -59,9 +60,7 @@ from minisgl_server.bench.attention.options import AttentionOptions, ShapeType
 @click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Timed calls of each.")
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
-)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
 def attention(**values: Any) -> None:
     """Check attention providers against a reference in float64, and time them side by side.
 

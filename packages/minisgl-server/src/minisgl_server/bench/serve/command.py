@@ -6,8 +6,8 @@ import secrets
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
+from minisgl_server.bench.flags import OutputFile, given_flags
 from minisgl_server.bench.serve.options import JsonObjectType, LengthType, ServeOptions, check, parse_goodput
 
 POSITIVE = click.FloatRange(0, min_open=True)
@@ -142,13 +142,11 @@ DEFAULT_NUM_REQUESTS = 100
     multiple=True,
     help="Measure the processor time of this process and its children. A minisgl on this machine is found without.",
 )
-@click.option(
-    "--json", "json_file", type=click.Path(dir_okay=False, writable=True), help="Write the results to this file, too."
-)
+@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
 @click.option("--details", is_flag=True, help="With --json: every request, too.")
 @click.option(
     "--plot",
-    type=click.Path(dir_okay=False, writable=True),
+    type=OutputFile(),
     help="Draw the results into this .png or .svg file. Needs: pip install 'minisgl-server[plot]'",
 )
 @click.pass_context
@@ -159,11 +157,6 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     """
     from minisgl_server.bench.serve.run import run_serve
 
-    given = {
-        param.opts[0]: ctx.params[param.name]
-        for param in ctx.command.params
-        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
-    }
     values["goodput"] = parse_goodput(values["goodput"])
     values["max_concurrencies"] = values["max_concurrencies"] or (None,)
     if values["num_requests"] is None and values["duration"] is None and values["trace"] is None:
@@ -171,5 +164,5 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     if values["seed"] is None:
         values["seed"] = secrets.randbelow(2**32)
     options = ServeOptions(**values)
-    check(options, given)
+    check(options, given_flags(ctx))
     run_serve(options)

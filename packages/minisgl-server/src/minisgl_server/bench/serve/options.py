@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_server.bench.flags import refuse_flags
 
 METRIC_NAMES = ("ttft", "tpot", "latency")
 """What ``--goodput`` can limit."""
@@ -164,10 +165,7 @@ def check(options: ServeOptions, given: Mapping[str, Any]) -> None:
         ),
         "used with --json": () if options.json_file else ("--details",),
     }
-    for allowed, names in refused.items():
-        for name in names:
-            if name in given:
-                raise InvalidValueError(name, given[name], allowed)
+    refuse_flags(given, refused)
     floats = {"--request-rate": options.request_rates, "--time-scale": options.time_scales}
     for name, values in {**floats, "--burstiness": (options.burstiness,)}.items():
         for value in values:

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
+
 TRACE_A_REQUESTS = 43_058
 
 
 @click.command()
-@click.option("--out", type=click.Path(dir_okay=False, writable=True), help="File to write, as JSON lines.")
+@click.option("--out", type=OutputFile(), help="File to write, as JSON lines.")
 @click.option(
     "--num-requests",
     type=click.IntRange(2),
@@ -28,7 +30,10 @@ TRACE_A_REQUESTS = 43_058
     help="Median of the answers' lengths in tokens, which are not published. Longer answers make later turns longer.",
 )
 @click.option("--show", type=click.Path(), metavar="FILE", help="Print the statistics of an existing trace instead.")
+@click.pass_context
 def trace(
+    ctx: click.Context,
+    /,
     out: str | None,
     num_requests: int,
     seed: int,
@@ -50,7 +55,9 @@ def trace(
     if (out is None) == (show is None):
         raise click.UsageError("Give either --out, to write a trace, or --show, to look at one.")
     if show is not None:
-        requests = read_trace(Path(show))
+        of_made = ("--num-requests", "--seed", "--request-rate", "--output-median")
+        refuse_flags(given_flags(ctx), {"used with --out": of_made})
+        requests = read_trace(Path(show), flag="--show")
     else:
         assert out is not None
         model = Model()

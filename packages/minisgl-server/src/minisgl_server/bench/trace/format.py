@@ -40,12 +40,13 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
     hash_ids: list[int]
 
 
-def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
+def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> list[TraceRequest]:
     """The requests of a file, in order of time.
 
     Args:
         path: JSON lines; fields that are not known are skipped.
         limit: only so many lines from the start.
+        flag: what the user names the file with.
 
     Raises:
         InvalidValueError: there is no such file, or a line is no request.
@@ -61,11 +62,11 @@ def read_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
                     found.append(_checked(decode(line)))
                 except (msgspec.DecodeError, ValueError) as error:
                     allowed = "JSON lines with chat_id, timestamp, input_length, output_length and hash_ids"
-                    raise InvalidValueError("--trace", str(path), allowed, f"Line {number}: {error}.") from None
+                    raise InvalidValueError(flag, str(path), allowed, f"Line {number}: {error}.") from None
     except OSError as error:
-        raise InvalidValueError("--trace", str(path), "a file that can be read", f"{error.strerror}.") from None
+        raise InvalidValueError(flag, str(path), "a file that can be read", f"{error.strerror}.") from None
     if not found:
-        raise InvalidValueError("--trace", str(path), "a file with at least one request")
+        raise InvalidValueError(flag, str(path), "a file with at least one request")
     return sorted(found, key=lambda request: request.timestamp)
 
 

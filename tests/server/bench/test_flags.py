@@ -1,0 +1,46 @@
+"""What the flags of several ``minisgl bench`` commands have in common."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from minisgl_core.cli.main import main
+
+WRITERS = [
+    ("offline", "--model", "none", "--json"),
+    ("accuracy", "--model", "none", "--text", __file__, "--json"),
+    ("attention", "none", "--json"),
+    ("serve", "--url", "http://127.0.0.1:1", "--json"),
+    ("serve", "--url", "http://127.0.0.1:1", "--plot"),
+    ("trace", "--out"),
+]
+
+
+def refusal(command: tuple[str, ...], path: Path) -> str:
+    """What `command` says of a file, before it says anything of the model or the server that it lacks."""
+    done = CliRunner().invoke(main, ["bench", *command, str(path)])
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"minisgl: {command[-1]}={str(path)!r} is not valid: must be a file"), done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("command", WRITERS)
+def test_a_file_that_cannot_be_written_is_found_first(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "There is no folder" in refusal(command, tmp_path / "none" / "x.svg")
+    assert "a folder" in refusal(command, tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    assert "may not write" in refusal(command, tmp_path / "x.svg")
+    assert not any(tmp_path.iterdir()), "nothing was created"
+
+
+def test_what_accuracy_compares_is_no_option_of_it() -> None:
+    shown = CliRunner().invoke(main, ["bench", "accuracy", "--help"]).stdout
+    options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
+    assert "--dtype" in options
+    assert not {"--kv-dtype", "--quantization"} & set(options)
