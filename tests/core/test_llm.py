@@ -76,6 +76,13 @@ def test_more_prompts_than_the_queue_holds() -> None:
         assert_nothing_in_use(llm)
 
 
+def test_prompts_stay_cached_where_one_request_runs_at_a_time() -> None:
+    prompts = [list(range(first, first + 24)) for first in (3, 30)]
+    with new_llm(num_pages=None, max_running_requests=1, max_seq_len_override=32) as llm:
+        cached = [llm.generate(prompt, greedy(2))[0].cached_tokens for prompt in prompts * 2]
+        assert cached == [0, 0, 20, 20]
+
+
 def test_several_outputs_a_prompt_follow_each_other(llm: LLM) -> None:
     sampling = SamplingParams(n=3, seed=11, max_tokens=8, ignore_eos=True)
     outputs = llm.generate(PROMPTS[:2], [sampling, greedy(8, n=2)])
@@ -291,17 +298,21 @@ def test_the_context_manager_closes_after_an_error() -> None:
         llm.generate("w5")
 
 
-def test_the_models_generation_config_is_the_default(tmp_path: Any) -> None:
+def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> None:
     import json
     import shutil
 
     shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
-    config = {"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [2, 17]}
+    config = {"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [16, 17]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    model = json.loads((tmp_path / "config.json").read_text()) | {"eos_token_id": 16}
+    (tmp_path / "config.json").write_text(json.dumps(model))
     with LLM(str(tmp_path), dtype="float32", num_pages=50) as llm:
         assert llm.default_sampling == SamplingParams(temperature=0.25, top_k=7)
-        [output] = llm.generate([[5, 6]], greedy(9, ignore_eos=False, logit_bias={17: 100}))
-        assert (output.token_ids, output.finish_reason, output.stop_reason) == ([17], "stop", None)
+        assert llm.info.eos_token_ids == [16, 17, llm.tokenizer.eos_token_id]
+        for end in llm.info.eos_token_ids:
+            [output] = llm.generate([[5, 6]], greedy(9, ignore_eos=False, logit_bias={end: 100}))
+            assert (output.token_ids, output.finish_reason, output.stop_reason) == ([end], "stop", None)
         assert len(llm.generate([[5, 6]])[0].token_ids) <= 128
 
 

@@ -55,9 +55,14 @@ def test_the_pool_gets_what_the_rest_leaves(site: Any, max_prefill_length: int) 
     built.engine.close()
 
 
-def test_no_more_pages_than_the_requests_can_fill(site: Any) -> None:
-    built = build(site, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=160)
-    assert built.num_pages == 2 * 10 + 1
+@pytest.mark.parametrize(
+    ("platform", "num_pages"),
+    [("meter", 45 * UNIT // PAGE_BYTES), ("cpu", (2 + 64) * 2 + 1)],
+)
+def test_ended_requests_have_room_for_their_prefixes(site: Any, platform: str, num_pages: int) -> None:
+    """More than two requests of two pages can fill: all that the ratio allows, or 64 further sequences on a CPU."""
+    built = build(site, platform=platform, memory_ratio=0.9, max_running_requests=2, max_seq_len_override=32)
+    assert built.num_pages == num_pages
     built.engine.close()
 
 

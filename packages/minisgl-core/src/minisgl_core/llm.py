@@ -106,9 +106,9 @@ class LLM:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.text)
 
-    Several can live in one process. Not for use by several threads at once; streams may be open while it does other work.
-    With ``tp`` above 1 it starts a process for each further rank, so a script needs the ``if __name__ == "__main__":`` that
-    Python's multiprocessing asks for.
+    Several can live in one process, on a GPU where the `num_pages` or `memory_ratio` of one leaves room for the next. Not for
+    use by several threads at once; streams may be open while it does other work. With ``tp`` above 1 it starts a process for
+    each further rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing asks for.
     """
 
     def __init__(self, model: str | None = None, **options: Any) -> None:

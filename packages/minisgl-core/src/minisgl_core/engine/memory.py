@@ -3,6 +3,8 @@
     total memory * --memory-ratio = in use (weights, libraries, other programs) + largest step + graphs + KV pool
 
 What the largest step takes is measured by running it (`largest_step`); what is left of the total is for what nobody foresees.
+Requests need little of a large pool: the rest keeps the prefixes of those that have ended. On a CPU, where nobody set the memory
+aside, the pool is bounded besides, by `CPU_POOL_BYTES` and `CPU_CACHED_SEQUENCES`.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ logger = logging.getLogger(__name__)
 _GIB = 2**30
 CPU_POOL_BYTES = 2 * _GIB
 """Most that is taken on a CPU without being asked: a laptop's memory is there for other things too."""
+CPU_CACHED_SEQUENCES = 64
+"""Longest sequences that a CPU's pool has room for besides those that run at once."""
 MAX_IMBALANCE_BYTES = 2 * _GIB
 GRAPH_BYTES = 16 * 2**20
 """Set aside for each recorded batch size."""
@@ -69,9 +73,9 @@ def size_pool(
         shown = ", ".join(f"rank {rank}: {value / _GIB:.1f} GiB" for rank, value in enumerate(budgets))
         raise OutOfMemoryError(f"the ranks' memory for KV differs by over 2 GiB ({shown}): is a device in use?")
     num_pages = min(budgets) // spec.bytes_per_page
-    # A pool beyond what all requests together can use would be waste.
-    longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
-    num_pages = min(num_pages, longest * config.scheduler.max_running_requests + 1)
+    if peak is None:
+        longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
+        num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
     if num_pages < 2:
         raise OutOfMemoryError(
             f"{max(0, min(budgets)) / _GIB:.2f} GiB are left for KV and a page takes {spec.bytes_per_page:,} bytes."
