@@ -277,6 +277,16 @@ def test_values_in_free_form_fields_that_no_message_holds(http: httpx.Client) ->
         assert answer.status_code == 400, answer.text
 
 
+def test_null_is_the_same_as_a_field_left_out(http: httpx.Client) -> None:
+    body = {"prompt": "Hi", "max_tokens": 1, "temperature": 0, "stream": True, "stream_options": {}}
+    nulls = body | {"suffix": None, "colour": None, "stream_options": {"colour": None}, "logit_bias": {"5": 0}}
+    assert [http.post("/v1/completions", json=each).status_code for each in (body, nulls)] == [200, 200]
+    chat = {"max_tokens": 1, "messages": [QUESTION[0] | {"audio": None, "name": None}], "store": None}
+    assert http.post("/v1/chat/completions", json=chat).status_code == 200
+    wrong = http.post("/v1/completions", json=nulls | {"logit_bias": {"x": 0}}).json()["error"]
+    assert wrong["param"] == "logit_bias.x"
+
+
 def test_the_clients_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as missing:
         chat(client, model="gpt-4")

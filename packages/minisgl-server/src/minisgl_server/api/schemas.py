@@ -1,23 +1,39 @@
 """The requests that the API takes. Fields that are not listed are refused by name, and none is taken without effect.
 
-Numbers' bounds are those of `SamplingParams`, which checks them. None means the same as a field left out.
+Numbers' bounds are those of `SamplingParams`, which checks them. None means the same as a field left out, of any name: clients
+send answers back as their own classes have them, with fields that are none here.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """What fits a message."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
+"""Keys of JSON objects are texts."""
 
 
 class Strict(BaseModel):
     """Refuses fields that it does not know, and text where a number belongs."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_unknown_nulls(cls, data: Any) -> Any:
+        if not isinstance(data, dict) or None not in data.values():
+            return data
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in data.items() if value is not None or name in known}
 
 
 class StreamOptions(Strict):
@@ -79,7 +95,7 @@ class SamplingFields(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenId, float] | None = None
+    logit_bias: dict[TokenKey, float] | None = None
     seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -134,7 +150,6 @@ class ChatMessage(Strict):
     content: str | list[TextPart] | None = Field(None, description="May be missing beside tool_calls only.")
     tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant.")
     reasoning_content: str | None = Field(None, description="Of an assistant.")
-    refusal: None = Field(None, description="Taken, so that an answer can be sent back as it came.")
     tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
     name: str | None = Field(None, description="Of a tool: the function's name.")
 
