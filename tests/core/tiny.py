@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.prefix_cache import PageIds, PrefixInsert, TokenIds
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.loop import EngineLoop
 from minisgl_core.engine.worker import make_loop
@@ -89,6 +91,14 @@ def new_loop(**options: Any) -> EngineLoop:
     }
     engine = built(**engine_options)
     return make_loop(replace(engine, config=engine.config.with_flat(**options)), registry(), Hooks(), [])
+
+
+class TakesAPageATime(RadixPrefixCache):
+    """Keeps to the contract, which lets a cache take less than it is offered."""
+
+    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+        num_present = len(self.match(token_ids).pages)
+        return super().insert(token_ids[: (num_present + 1) * self.page_size], pages)
 
 
 @dataclass

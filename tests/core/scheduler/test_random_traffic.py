@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import pytest
 import tiny
+import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
@@ -31,7 +35,28 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
         top_k=draw(st.sampled_from([0, 5, 2**40])),
         stop_token_ids=tuple(draw(st.lists(st.integers(3, 60), max_size=6))),
         ignore_eos=draw(st.booleans()),
+        prompt_logprobs=draw(st.sampled_from([None, None, 0])),
     )
+
+
+@lru_cache
+def prompt_logprobs(prompt: tuple[int, ...]) -> list[float]:
+    """Of all but the first token, by transformers."""
+    with torch.inference_mode():
+        logits = tiny.reference_model()(torch.tensor([prompt])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+
+
+def check_prompt_logprobs(prompt: tuple[int, ...], sampling: SamplingParams, found: tiny.Collected) -> None:
+    """They come with the first tokens, where they are wanted, and only then."""
+    for place, output in enumerate(found.outputs):
+        is_wanted = sampling.prompt_logprobs is not None and place == 0 and len(output.token_ids) > 0
+        assert (output.prompt_logprobs is not None) == is_wanted
+        if output.prompt_logprobs is not None:
+            first, *others = output.prompt_logprobs
+            assert first is None
+            assert [each.token.token_id for each in others if each] == list(prompt[1:])
+            assert [each.token.logprob for each in others if each] == pytest.approx(prompt_logprobs(prompt), abs=1e-3)
 
 
 def alone(prompt: tuple[int, ...], sampling: SamplingParams) -> tuple[list[int], str]:
@@ -55,7 +80,7 @@ class Traffic(RuleBasedStateMachine):
 
     @initialize(
         page_size=st.sampled_from([1, 4, 16]),
-        cache=st.sampled_from(["radix", "naive"]),
+        cache=st.sampled_from(["radix", "takes a page a time", "naive"]),
         overlap=st.booleans(),
         policy=st.sampled_from(["fcfs", "lpm"]),
         max_running=st.integers(1, 6),
@@ -70,12 +95,14 @@ class Traffic(RuleBasedStateMachine):
         self.loop = tiny.new_loop(
             page_size=page_size,
             num_pages=num_pages,
-            cache=cache,
+            cache="naive" if cache == "naive" else "radix",
             disable_overlap=not overlap,
             policy=policy,
             max_running_requests=max_running,
             max_prefill_length=max_prefill,
         )
+        if cache == "takes a page a time":
+            self.loop.scheduler.pages.cache = tiny.TakesAPageATime(page_size)
         self.collected: dict[str, tiny.Collected] = {}
         self.expected: dict[str, tuple[tuple[int, ...], SamplingParams]] = {}
         self.aborted: set[str] = set()
@@ -114,6 +141,7 @@ class Traffic(RuleBasedStateMachine):
         for name, (prompt, sampling) in self.expected.items():
             found = self.collected[name]
             tokens, reason = alone(prompt, sampling)
+            check_prompt_logprobs(prompt, sampling, found)
             if name in self.aborted:
                 assert found.finish_reason == "abort"
                 assert found.tokens == tokens[: len(found.tokens)]

@@ -78,6 +78,39 @@ def test_a_shared_prompt_is_prefilled_once_even_within_one_step(cache: str, page
         assert tuple(collected[f"r{i}"].tokens) == tiny.greedy((*shared, 3 + i, *prompt(i, 2)), 2)
 
 
+@pytest.mark.parametrize("chunk", [3, 1000])
+def test_prompts_that_begin_alike_are_scored(chunk: int) -> None:
+    """Every token of a prompt is computed for its log-probabilities, also where the cache holds the beginning."""
+    loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=chunk, cache="radix")
+    prompts = [(*prompt(1, 16), *prompt(seed, 5)) for seed in (2, 3, 4)]
+    for i, each in enumerate(prompts):
+        tiny.submit(loop, f"r{i}", each, greedy(2, prompt_logprobs=0))
+    collected = tiny.run(loop)
+    assert loop.scheduler.stats.num_prefilled_tokens == 3 * 21
+    for i, each in enumerate(prompts):
+        found = collected[f"r{i}"]
+        assert tuple(found.tokens) == tiny.greedy(each, 2)
+        assert len(found.outputs[0].prompt_logprobs or []) == 21
+    tiny.assert_nothing_in_use(loop)
+
+
+def test_a_cache_that_takes_less_than_it_is_offered() -> None:
+    """A request ends, and so leaves a page to the cache, of which another one, halfway through its prompt, has its own."""
+    loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=12)
+    loop.scheduler.pages.cache = tiny.TakesAPageATime(4)
+    prompts = {"first": prompt(1, 12), "second": (*prompt(1, 12), *prompt(2, 13))}
+    collected: dict[str, tiny.Collected] = {}
+    tiny.submit(loop, "first", prompts["first"], greedy(2))
+    while "first" not in collected:
+        tiny.step(loop, collected)
+    tiny.submit(loop, "second", prompts["second"], greedy(4))
+    tiny.run(loop, collected)
+    assert loop.scheduler.pages.cache.num_pages > 0
+    for name, num_tokens in (("first", 2), ("second", 4)):
+        assert tuple(collected[name].tokens) == tiny.greedy(prompts[name], num_tokens)
+    tiny.assert_nothing_in_use(loop)
+
+
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
     loop = tiny.new_loop(page_size=page_size, num_pages=100, cache="radix")

@@ -105,18 +105,17 @@ class PageManager:
     def share(self, request: Request) -> None:
         """Offer the request's computed pages to the cache.
 
-        Skipped where the cache holds that prefix already (the last page of a fully cached prompt is computed anew, privately):
-        so no running request ever holds a duplicate of a cached page.
+        Skipped where the cache holds more of that prefix than the request shares: others' pages (the last page of a fully
+        cached prompt is computed anew, and all of them where its log-probabilities are wanted). `release` offers them then.
         """
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
-        if num_pages <= request.num_shared or len(self.cache.match(tokens).pages) >= num_pages:
+        if num_pages <= request.num_shared or len(self.cache.match(tokens).pages) > request.num_shared:
             return
         inserted = self.cache.insert(tokens, request.pages.view[:num_pages])
         num_taken = len(inserted.pages)
-        if num_taken == 0:
+        if num_taken == request.num_shared:
             return
-        assert inserted.num_present <= request.num_shared, "insert found more cached than match did"
         self.cache.lock(inserted.handle)
         if request.handle is not None:
             self.cache.unlock(request.handle)
