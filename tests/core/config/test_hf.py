@@ -76,6 +76,8 @@ def test_eos_ids(changes: dict[str, Any], ids: tuple[int, ...]) -> None:
     assert model_config(raw).eos_token_ids == ids
     assert model_config(raw, {"eos_token_id": [2, 9]}).eos_token_ids == tuple(dict.fromkeys((*ids, 2, 9)))
     assert model_config(raw, {"eos_token_id": 9}).eos_token_ids == (*ids, 9)
+    assert model_config(raw, {"eos_token_id": 9}, 8).eos_token_ids == (*ids, 9, 8)
+    assert model_config(raw, tokenizer_eos=100).eos_token_ids == ids
 
 
 def test_biases() -> None:

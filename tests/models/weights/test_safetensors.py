@@ -152,3 +152,51 @@ SafetensorsWeights(pathlib.Path({str(folder)!r})).tokenizer()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+END = {"__type": "AddedToken", "content": "<end>", "special": True}
+DECODER = {"2": {"content": "</s>"}, "7": {"content": "<end>"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": DECODER}}, 7),
+        ({"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": DECODER}}, 7),
+        ({"tokenizer_config.json": {"eos_token": "<other>", "added_tokens_decoder": DECODER}}, None),
+        ({"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": {"7": 7}}}, None),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<end>"},
+                "tokenizer.json": {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<end>"}]},
+            },
+            7,
+        ),
+        ({"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": [7]}}, None),
+    ],
+)
+def test_the_end_of_texts_is_read_from_the_tokenizers_files(files: Any, eos: int | None, tmp_path: Path) -> None:
+    """None of these is a whole tokenizer."""
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    source = SafetensorsWeights(folder)
+    assert source.eos_token_id == eos
+    expected = (2,) if eos is None else (2, eos)
+    assert model_config(source.config, None, source.eos_token_id).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("file", ["none", "special_tokens_map.json"])
+def test_the_end_of_texts_is_the_tokenizers(file: str, tmp_path: Path) -> None:
+    """Also where another file, of older versions, names another token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    made = Tokenizer(WordLevel({"a": 0, "<end>": 1, "<other>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+    (folder / file).write_text('{"eos_token": "<other>"}')
+    source = SafetensorsWeights(folder)
+    assert source.eos_token_id == source.tokenizer().eos_token_id == (1 if file == "none" else 2)

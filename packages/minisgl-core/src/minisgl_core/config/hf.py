@@ -19,7 +19,9 @@ architecture fixes without a key."""
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
-def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelConfig:
+def model_config(
+    raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
+) -> ModelConfig:
     """Normalise a ``config.json``.
 
     An architecture that is not known here is read by the same keys, so that a plugin's model needs no code in this file;
@@ -28,6 +30,7 @@ def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | 
     Args:
         raw: the config; rope settings as ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
         generation_config: a ``generation_config.json``; its end-of-sequence ids are added.
+        tokenizer_eos: the tokenizer's end-of-sequence id, which is added: fine-tunes may name another one there alone.
 
     Raises:
         ModelFormatError: a key is missing, of the wrong type, or contradicts another; the message names it.
@@ -53,7 +56,11 @@ def model_config(raw: Mapping[str, Any], generation_config: Mapping[str, Any] | 
     rope = _rope(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
     vocab_size = keys.positive("vocab_size")
-    eos_token_ids = _token_ids(raw, "eos_token_id") + _token_ids(generation_config or {}, "eos_token_id")
+    eos_token_ids = [
+        *_token_ids(raw, "eos_token_id"),
+        *_token_ids(generation_config or {}, "eos_token_id"),
+        *([] if tokenizer_eos is None else [tokenizer_eos]),
+    ]
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,

@@ -84,7 +84,7 @@ class ModelConfig:
         sliding_windows: window of each layer in tokens, None for full attention; one entry a layer.
         moe: experts, or None.
         bos_token_id: first token of a sequence, where the model has one.
-        eos_token_ids: every token that ends a sequence, generation_config's included.
+        eos_token_ids: every token that ends a sequence, generation_config's and the tokenizer's included.
         quantization: how the checkpoint's matrices are quantised, such as ``fp8``; empty where they are not.
         raw: the config as read.
     """

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from minisgl_core.config.model import ModelConfig
+from minisgl_core.errors import ModelFormatError
 
 
 class LazyTensor(Protocol):
@@ -68,7 +69,23 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A new transformers tokenizer with the checkpoint's chat template."""
+        """A new transformers tokenizer with the checkpoint's chat template.
+
+        Raises:
+            ModelFormatError: there is none, or it cannot be read.
+        """
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The tokenizer's end-of-sequence token; None where it has none, or where there is no tokenizer.
+
+        Override it where it can be known without a tokenizer: to make one takes seconds.
+        """
+        try:
+            eos: int | None = self.tokenizer().eos_token_id
+        except ModelFormatError:
+            return None
+        return eos
 
     @abstractmethod
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:

@@ -56,7 +56,7 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     """Find the model, on a hub if need be, and read its config; no tensors yet."""
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    normalised = model_config(source.config, source.generation_config)
+    normalised = model_config(source.config, source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
     return Checkpoint(name, source, normalised)
 

@@ -44,6 +44,33 @@ class FolderSource(WeightSource):
             cause = " ".join(str(error).split())
             raise ModelFormatError(f"no tokenizer can be read from {self._path}: {cause}") from error
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """From the tokenizer's files, where they say it plainly; otherwise by the tokenizer itself.
+
+        Raises:
+            ModelFormatError: one of the files cannot be read.
+        """
+        path = self._path / "tokenizer_config.json"
+        if not path.is_file():
+            return None
+        config = read_json(path)
+        eos = _content(config.get("eos_token"))
+        ids = [token_id for token_id, token in self._added_tokens(config) if eos is not None and _content(token) == eos]
+        return ids[0] if ids else super().eos_token_id
+
+    def _added_tokens(self, tokenizer_config: Mapping[str, Any]) -> list[tuple[int, Any]]:
+        """Ids and tokens as transformers 4 writes them, or else as transformers 5 does; none where it is not so plain."""
+        try:
+            if "added_tokens_decoder" in tokenizer_config:
+                return [(int(token_id), token) for token_id, token in tokenizer_config["added_tokens_decoder"].items()]
+            path = self._path / "tokenizer.json"
+            if not path.is_file() or (self._path / "special_tokens_map.json").is_file():  # which would go before
+                return []
+            return [(int(token["id"]), token) for token in read_json(path)["added_tokens"]]
+        except (AttributeError, KeyError, TypeError, ValueError):
+            return []  # the tokenizer will say what is wrong
+
     def _plain_config(self) -> dict[str, Any]:
         """What spares `AutoTokenizer` the model's config class, with which half of torch's compilers are imported.
 
@@ -55,6 +82,12 @@ class FolderSource(WeightSource):
         if model_type is None or not own.is_file() or not read_json(own).get("tokenizer_class"):
             return {}
         return {"config": PretrainedConfig.from_dict({"model_type": model_type, "_name_or_path": str(self._path)})}
+
+
+def _content(token: Any) -> str | None:
+    """The text of a token: itself, or under a key where it has other properties."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -109,6 +109,11 @@ class GgufWeights(WeightSource):
         ids = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
         return {"eos_token_id": [i for i in ids if i is not None]}
 
+    @property
+    def eos_token_id(self) -> int | None:
+        """As the metadata has it."""
+        return self._metadata.get("tokenizer.ggml.eos_token_id")
+
     def _rope(self) -> dict[str, Any]:
         rope: dict[str, Any] = {"rope_theta": self._key("rope.freq_base", 10000.0), "rope_type": "default"}
         kind = self._key("rope.scaling.type", "none")
