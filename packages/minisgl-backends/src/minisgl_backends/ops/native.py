@@ -22,7 +22,7 @@ class PackedProduct:
         self._linear = kernels.linear
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+        x = _checked(x, self._packed).contiguous()
         rows, out, room = _rows_out_room(x, self._size)
         bias = None if self._bias is None else self._bias.data_ptr()
         packed = self._packed.data_ptr()
@@ -41,7 +41,7 @@ class PackedGatedProduct:
         self._gated = kernels.gated
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.contiguous()
+        x = _checked(x, self._packed).contiguous()
         rows, out, room = _rows_out_room(x, self._size)
         packed = self._packed.data_ptr()
         self._gated(out.data_ptr(), x.data_ptr(), packed, room.data_ptr(), rows, self._size, x.shape[-1] // 2)
@@ -65,18 +65,27 @@ class NativeOps(OneDnnOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack; see `PackedProduct`."""
-        if self._kernels.has_tiles and weight.shape[1] % 2 == 0:
+        if self._fits_tiles(weight) and (bias is None or self._owns(bias)):
             return PackedProduct(weight, bias, self._kernels)
         return super().prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack; see `PackedGatedProduct`."""
-        if bias is None and self._kernels.has_tiles and weight.shape[1] % 2 == 0:
+        if bias is None and self._fits_tiles(weight):
             return PackedGatedProduct(weight, self._kernels)
         return super().prepare_gated(weight, bias)
 
+    def _fits_tiles(self, weight: torch.Tensor) -> bool:
+        return self._kernels.has_tiles and self._owns(weight) and weight.shape[1] % 2 == 0
+
+    def _owns(self, *tensors: torch.Tensor) -> bool:
+        """Whether they are of the dtype that the C was compiled for, which reads no other."""
+        return all(each.dtype == self.dtype for each in tensors)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
+        if not self._owns(x, weight):
+            return super().rms_norm(x, weight, eps)
         size = x.shape[-1]
         rows = x.reshape(-1, size)
         if rows.stride(1) != 1:
@@ -89,6 +98,8 @@ class NativeOps(OneDnnOps):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.add_rms_norm`; the sum is written over `x`."""
+        if not self._owns(x, residual, weight):
+            return super().add_rms_norm(x, residual, weight, eps)
         x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
         out = torch.empty_like(x)
         addresses = out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr()
@@ -97,6 +108,8 @@ class NativeOps(OneDnnOps):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Ops.silu_and_mul`."""
+        if not self._owns(gate_up):
+            return super().silu_and_mul(gate_up)
         gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
         out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
         self._kernels.silu_and_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
@@ -104,7 +117,7 @@ class NativeOps(OneDnnOps):
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See `Ops.argmax`."""
-        if logits.dtype != self.dtype:
+        if not self._owns(logits):
             return super().argmax(logits)
         logits = logits.contiguous()
         out = torch.empty(len(logits), dtype=torch.int64)
@@ -115,10 +128,14 @@ class NativeOps(OneDnnOps):
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """In place."""
+        if not self._owns(q, k):
+            return super().rotary(q, k, cos, sin)
         return self.rotate(q, k, Rotation(cos, sin))
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """In place, norms included."""
+        if not self._owns(q, k, *(rotation.norms or ())):
+            return super().rotate(q, k, rotation)
         cos, sin = (x.to(self.dtype).contiguous() for x in (rotation.cos, rotation.sin))
         q, k = _dense_heads(q), _dense_heads(k)
         norms = (None, None) if rotation.norms is None else tuple(norm.data_ptr() for norm in rotation.norms)
@@ -135,6 +152,16 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
     if num * _COLUMNS != len(weight):
         weight = torch.nn.functional.pad(weight, (0, 0, 0, num * _COLUMNS - len(weight)))
     return weight.reshape(num, _COLUMNS, width // 2, 2).transpose(1, 2)
+
+
+def _checked(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """x, if the product can be computed: the C would read past the end of what is narrower."""
+    width = 2 * packed.shape[-3]
+    if x.dtype != packed.dtype or x.shape[-1] != width:
+        raise TypeError(
+            f"x is {list(x.shape)} of {x.dtype}, and must be [..., {width}] of {packed.dtype}, as the matrix"
+        )
+    return x
 
 
 def _rows_out_room(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:

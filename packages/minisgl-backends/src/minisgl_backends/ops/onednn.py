@@ -125,7 +125,7 @@ class OneDnnOps(Ops):
         half = cos.shape[-1]
         if 2 * half != q.shape[-1]:
             return super().rotary(q, k, cos, sin)
-        if cos is not self._cos:  # a step's layers share them
+        if cos is not self._cos or q.dtype != self._tables[0].dtype:  # a step's layers share them
             self._cos = cos
             cos, sin = cos.to(q.dtype), sin.to(q.dtype)
             self._tables = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
