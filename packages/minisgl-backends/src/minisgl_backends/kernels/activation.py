@@ -22,9 +22,10 @@ def _silu_and_mul(gate_up, out, N, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up`` of a contiguous [T, gate | up]."""
-    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
+    """``silu(gate) * up`` of [..., gate | up]."""
+    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
+    out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
+    num_rows = out.numel() // size
     if num_rows:
         block = min(triton.next_power_of_2(size), 2048)
         grid: Any = (num_rows, triton.cdiv(size, block))

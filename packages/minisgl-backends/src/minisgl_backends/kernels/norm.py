@@ -47,16 +47,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Norm over the last dimension.
 
     Args:
-        x: [T, N] or [T, heads, N]; the last dimension contiguous, the others of any stride.
+        x: [..., N]; [T, N] and [T, heads, N] are not copied where the last dimension is contiguous.
         weight: [N].
         eps: added to the mean square.
 
     Returns:
         A new contiguous tensor of x's shape.
     """
-    heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
-    size, num_rows = x.shape[-1], x.shape[0] * heads
+    size = x.shape[-1]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.dim() not in (2, 3):
+        x = x.reshape(-1, size)
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    heads, stride_h = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+    num_rows = x.shape[0] * heads
     if num_rows:
         block = triton.next_power_of_2(size)
         rows = max(1, 1024 // block)
@@ -81,8 +86,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum), written over `x` and `residual`; both [T, N] and contiguous."""
-    num_rows, size = x.shape
+    """(norm of the sum, the sum), both [..., N]; written over `x` and `residual` where those are contiguous."""
+    x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
+    num_rows = x.numel() // size
     if num_rows:
         block = triton.next_power_of_2(size)
         _add_rms_norm[(num_rows,)](x, residual, weight, eps, N=size, BLOCK=block, num_warps=_warps(block))

@@ -111,7 +111,7 @@ def rotate(
     Args:
         q: [T, Hq, D], any strides but the last.
         k: [T, Hkv, D], like q.
-        rotation: cos and sin contiguous.
+        rotation: of the tokens.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
         scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
     """
@@ -122,7 +122,7 @@ def rotate(
     v, k_pages, v_pages, slots = store or (k, k, k, k)
     _rotary[(len(q), 2 if store is None else 3)](
         q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
-        rotation.cos, rotation.sin, q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
+        rotation.cos.contiguous(), rotation.sin.contiguous(), q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
         q.shape[1], k.shape[1],
         D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
         Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),

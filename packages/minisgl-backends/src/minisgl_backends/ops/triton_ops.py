@@ -39,25 +39,26 @@ class TritonOps(Ops):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_linear`."""
-        return self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False)
+        return _of_rows(self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_gated`."""
-        return self._with_skinny(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        return _of_rows(self._with_skinny(super().prepare_gated(weight, bias), weight, bias, gated=True))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.quantize_rows`."""
-        return self._quantize.quantize_rows(x)
+        return self._quantize.quantize_rows(_dense(x))
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_fp8_linear`."""
         large = self._fp8_product(weight, scales, bias) if weight.is_cuda else None
-        return self._with_fp8_skinny(large or super().prepare_fp8_linear(weight, scales, bias), weight, scales, bias)
+        large = large or super().prepare_fp8_linear(weight, scales, bias)
+        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias))
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_fp8_gated`."""
         large = super().prepare_fp8_gated(weight, scales, bias)
-        return self._with_fp8_skinny(large, weight, scales, bias, gated=True)
+        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias, gated=True))
 
     def _fp8_product(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """By torch's own kernels."""
@@ -112,6 +113,7 @@ class TritonOps(Ops):
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.rotate`; in place."""
+        q, k = _dense(q), _dense(k)
         self._rotary.rotate(q, k, rotation)
         return q, k
 
@@ -127,12 +129,13 @@ class TritonOps(Ops):
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> torch.Tensor:
         """See `Ops.rotate_and_store`; q in place."""
+        q, k, v = _dense(q), _dense(k), _dense(v)
         self._rotary.rotate(q, k, rotation, (v, k_pages, v_pages, slots), scales)
         return q
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """See `Ops.mask_logits`; in place."""
-        return self._mask.mask_logits(logits, rows, words)
+        return self._mask.mask_logits(_dense(logits), rows, words.contiguous())
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `Ops.sample`."""
@@ -140,4 +143,21 @@ class TritonOps(Ops):
 
     def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.route`."""
-        return self._route.route(logits, top_k, normalize)
+        return self._route.route(_dense(logits), top_k, normalize)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    """Itself where its last dimension is contiguous, as kernels expect it; the others may have any stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _of_rows(product: LinearOp) -> LinearOp:
+    """Have a product of [M, in] take [..., in]."""
+
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 2 and x.stride(1) == 1:
+            return product(x)
+        out = product(_dense(x.reshape(-1, x.shape[-1])))
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    return of_rows

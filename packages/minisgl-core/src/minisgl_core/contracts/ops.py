@@ -39,7 +39,13 @@ class Rotation:
 class Ops:
     """Reference kernels in plain torch.
 
+    Where nothing else is said, tensors that come in have any strides and are left as they are, and what comes out has the dtype
+    of what came in: mostly `dtype`, but float32 and bfloat16 are taken by all but the fp8 products, the tensors of one call
+    alike.
+
     Attributes:
+        device: where all tensors are.
+        dtype: of the model.
         fuses_store: whether `rotate_and_store` is worth more than `rotate` and a backend's own storing.
     """
 

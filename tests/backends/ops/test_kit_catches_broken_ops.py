@@ -1,0 +1,333 @@
+"""Each class makes one mistake; the kit must notice every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+from minisgl_core.fp8 import FP8
+from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.ops_kit import OpsTests
+
+
+class AnswersYesOrNo(Ops):
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> Any:
+        return False
+
+
+class ForgetsTheBias(Ops):
+    def prepare_linear(self, weight, bias) -> LinearOp:
+        return super().prepare_linear(weight, None)
+
+
+class SwapsGateAndUp(Ops):
+    def prepare_gated(self, weight, bias) -> LinearOp:
+        return super().prepare_gated(weight.roll(len(weight) // 2, 0), bias)
+
+
+class CountsRowsByLength(Ops):
+    """Takes [2, 3, in] for two rows where it has a kernel for few of them."""
+
+    def prepare_linear(self, weight, bias) -> LinearOp:
+        op = super().prepare_linear(weight, bias)
+        return lambda x: op(x.reshape(-1, x.shape[-1])[: len(x)]) if x.dim() > 1 and len(x) <= 16 else op(x)
+
+
+class ForgetsTheLastRows(Ops):
+    def prepare_linear(self, weight, bias) -> LinearOp:
+        op = super().prepare_linear(weight, bias)
+        return lambda x: op(x).masked_fill((torch.arange(len(x)) >= max(len(x) // 4 * 4, 1))[:, None], 0)
+
+
+class ReadsRowsFlat(Ops):
+    def prepare_linear(self, weight, bias) -> LinearOp:
+        op = super().prepare_linear(weight, bias)
+        return lambda x: op(flat(x))
+
+
+class AddsToItsLastResult(Ops):
+    def prepare_linear(self, weight, bias) -> LinearOp:
+        op, last = super().prepare_linear(weight, bias), torch.zeros(0)
+
+        def product(x: torch.Tensor) -> torch.Tensor:
+            nonlocal last
+            found = op(x)
+            last = found + last if found.shape == last.shape else found
+            return last
+
+        return product
+
+
+class ScalesInPlace(Ops):
+    def rms_norm(self, x, weight, eps) -> torch.Tensor:
+        return x.copy_(super().rms_norm(x, weight, eps))
+
+
+class ForgetsEps(Ops):
+    def rms_norm(self, x, weight, eps) -> torch.Tensor:
+        return super().rms_norm(x, weight, 0.0)
+
+
+class SumsInHalf(Ops):
+    def rms_norm(self, x, weight, eps) -> torch.Tensor:
+        total = torch.zeros_like(x[..., 0])
+        for column in x.square().unbind(-1):
+            total += column
+        mean = total.float()[..., None] / x.shape[-1]
+        return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype) * weight
+
+
+class ReadsNormsFlat(Ops):
+    def add_rms_norm(self, x, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().add_rms_norm(flat(x), flat(residual), weight, eps)
+
+
+class ReturnsTheOldResidual(Ops):
+    def add_rms_norm(self, x, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().add_rms_norm(x, residual, weight, eps)[0], residual
+
+
+class ReadsActivationsFlat(Ops):
+    def silu_and_mul(self, gate_up) -> torch.Tensor:
+        return super().silu_and_mul(flat(gate_up))
+
+
+class ActivatesRowsOnly(Ops):
+    def silu_and_mul(self, gate_up) -> torch.Tensor:
+        return super().silu_and_mul(gate_up.reshape(-1, gate_up.shape[-1]))
+
+
+class Overflows(Ops):
+    def silu_and_mul(self, gate_up) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return gate * gate.exp() / (1 + gate.exp()) * up
+
+
+class HidesWhatIsNoNumber(Ops):
+    def silu_and_mul(self, gate_up) -> torch.Tensor:
+        return super().silu_and_mul(gate_up).nan_to_num()
+
+
+class TakesAllForItsOwnDtype(Ops):
+    def rms_norm(self, x, weight, eps) -> torch.Tensor:
+        if x.dtype != self.dtype:
+            x = x.view(self.dtype).repeat(*[1] * (x.dim() - 1), 2)[..., : x.shape[-1]].to(x.dtype)
+        return super().rms_norm(x, weight, eps)
+
+
+class WidensToTheTables(Ops):
+    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = super().rotary(q, k, cos, sin)
+        return q.to(cos.dtype), k.to(cos.dtype)
+
+
+class KeepsTheFirstTables(Ops):
+    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        self.tables = getattr(self, "tables", (cos, sin))
+        if self.tables[0].shape != cos.shape:
+            self.tables = cos, sin
+        return super().rotary(q, k, *self.tables)
+
+
+class RotatesNeighbours(Ops):
+    """As checkpoints of another form have it."""
+
+    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        half = cos.shape[-1]
+        order = torch.cat(
+            (torch.arange(0, 2 * half, 2), torch.arange(1, 2 * half, 2), torch.arange(2 * half, q.shape[-1]))
+        )
+        q, k = super().rotary(q[..., order], k[..., order], cos, sin)
+        return q[..., order.argsort()], k[..., order.argsort()]
+
+
+class RotatesTheWholeHead(Ops):
+    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = (x.repeat(1, 2)[:, : q.shape[-1] // 2] for x in (cos, sin))
+        return super().rotary(q, k, cos, sin)
+
+
+class RotatesValuesToo(Ops):
+    """Takes heads that lie behind q's for k's, one too many."""
+
+    def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
+        q, more = super().rotary(q, k, cos, sin)
+        if k._base is not None:
+            k.as_strided((len(k), k.shape[1] + 1, k.shape[2]), k.stride()).zero_()
+        return q, more
+
+
+class RotatesBeforeItNormalises(Ops):
+    def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k = self.rotary(q, k, rotation.cos, rotation.sin)
+        of_q, of_k = rotation.norms or (None, None)
+        norm = self.rms_norm
+        return q if of_q is None else norm(q, of_q, rotation.eps), k if of_k is None else norm(k, of_k, rotation.eps)
+
+
+class SwapsTheNorms(Ops):
+    def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        norms = rotation.norms and rotation.norms[::-1]
+        return super().rotate(q, k, Rotation(rotation.cos, rotation.sin, norms, rotation.eps))
+
+
+class StoresKeysUnturned(Ops):
+    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        found = super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
+        if k_pages.dtype != FP8:
+            k_pages.view(-1, *k.shape[1:])[slots] = k
+        return found
+
+
+class ForgetsScales(Ops):
+    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots)
+
+
+class SwapsScales(Ops):
+    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales[::-1])
+
+
+class ClearsPages(Ops):
+    def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
+        v_pages[slots // v_pages.shape[1]] = torch.zeros_like(v_pages[slots // v_pages.shape[1]])
+        return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
+
+
+class TakesTheLastOfEquals(Ops):
+    def argmax(self, logits) -> torch.Tensor:
+        return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
+
+
+class IgnoresTemperature(Ops):
+    def sample(self, logits, temperature, uniform) -> torch.Tensor:
+        return super().sample(logits, temperature.clamp(max=1.0).ceil(), uniform)
+
+
+class SamplesAtZero(Ops):
+    def sample(self, logits, temperature, uniform) -> torch.Tensor:
+        return super().sample(logits, temperature.clamp_min(0.5), uniform)
+
+
+class SamplesTheLargestFirst(Ops):
+    def sample(self, logits, temperature, uniform) -> torch.Tensor:
+        logits, order = logits.sort(-1, descending=True)
+        return order.gather(1, super().sample(logits, temperature, uniform)[:, None])[:, 0]
+
+
+class SamplesWhatIsRuledOut(Ops):
+    def sample(self, logits, temperature, uniform) -> torch.Tensor:
+        probs = torch.softmax(logits.float() / temperature.clamp_min(1e-5)[:, None], -1)
+        found = (probs.cumsum(-1) >= uniform[:, None]).to(torch.uint8).argmax(-1)
+        return torch.where(temperature > 0, found, logits.argmax(-1))
+
+
+class MasksTheFirstRows(Ops):
+    def mask_logits(self, logits, rows, words) -> torch.Tensor:
+        return super().mask_logits(logits, torch.arange(len(rows)), words)
+
+
+class MasksFromTheHighestBit(Ops):
+    def mask_logits(self, logits, rows, words) -> torch.Tensor:
+        bits = (words[:, :, None] >> torch.arange(31, -1, -1)) & 1
+        ruled_out = bits.flatten(1)[:, : logits.shape[1]] == 0
+        return logits.index_copy_(0, rows, logits[rows].masked_fill(ruled_out, -torch.inf))
+
+
+class NormalisesAlways(Ops):
+    def route(self, logits, top_k, normalize) -> tuple[torch.Tensor, torch.Tensor]:
+        return super().route(logits, top_k, True)
+
+
+class RoutesOverTheChosen(Ops):
+    def route(self, logits, top_k, normalize) -> tuple[torch.Tensor, torch.Tensor]:
+        values, experts = logits.topk(top_k, -1)
+        return values.softmax(-1, dtype=torch.float32), experts
+
+
+class OneScaleForAllRows(Ops):
+    def quantize_rows(self, x) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = (x.abs().max().float() / 448).expand(len(x), 1)
+        return (x / scales).to(FP8), scales
+
+
+class DividesByZero(Ops):
+    def quantize_rows(self, x) -> tuple[torch.Tensor, torch.Tensor]:
+        scales = x.abs().amax(-1, keepdim=True).float() / 448
+        return (x / scales).to(FP8), scales
+
+
+class ForgetsOutputScales(Ops):
+    def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
+        return super().prepare_fp8_linear(weight, torch.ones_like(scales), bias)
+
+
+class RoundsSumsInFp8(Ops):
+    def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
+        op = super().prepare_fp8_linear(weight, scales, bias)
+        return lambda x: op(x).to(FP8).to(x.dtype)
+
+
+class TakesRowsInFp8Only(Ops):
+    def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
+        op = super().prepare_fp8_linear(weight, scales, bias)
+        return lambda x: op(x.reshape(-1, x.shape[-1]))
+
+
+BROKEN = [
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, Ops) and kind.__module__ == __name__
+]
+
+
+def flat(x: torch.Tensor) -> torch.Tensor:
+    """What a kernel reads that takes all for contiguous."""
+    strides: list[int] = [1]
+    for size in x.shape[:0:-1]:
+        strides.insert(0, strides[0] * size)
+    return x.as_strided(x.shape, strides)
+
+
+class Kit(OpsTests):
+    shapes = ((70, 96), (64, 32))
+    num_rows = (1, 2, 7, 17)
+    sizes = (64,)
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_provider_fails_the_kit(broken: type[Ops]) -> None:
+    class TestBroken(Kit):
+        provider = broken
+
+    found = failures(TestBroken())
+    assert found
+    assert all(isinstance(error, AssertionError) for error in found.values()), found
+
+
+def test_what_the_mistakes_are_made_in_passes() -> None:
+    class TestRight(Kit):
+        provider = Ops
+
+    assert failures(TestRight()) == {}
+
+
+def test_a_provider_that_does_not_apply_is_skipped() -> None:
+    class NowhereToBeFound(Ops):
+        @classmethod
+        def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+            return ["there is no such device"]
+
+    class TestNowhere(Kit):
+        provider = NowhereToBeFound
+
+    test: Callable[[], None] = TestNowhere().test_rms_norm
+    with pytest.raises(pytest.skip.Exception, match="no such device"):
+        test()
+    assert failures(TestNowhere()) == {}
