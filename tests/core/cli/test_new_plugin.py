@@ -115,13 +115,22 @@ def test_they_are_tidy(folder: Path) -> None:
         ("class", ["can import"]),
         ("json", ["json can be imported already"]),
         ("minisgl-core", ["minisgl_core can be imported already"]),
-        ("minisgl-torch", ["has a attention provider called torch"]),
+        ("minisgl-torch", ["minisgl-backends", "registers the attention provider torch."]),
     ],
 )
 def test_names_that_cannot_be(tmp_path: Path, name: str, words: list[str]) -> None:
     done = new(name, into=tmp_path)
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_architecture_that_is_there_already(tmp_path: Path) -> None:
+    """Its name is what the entry point has, not the package's."""
+    done = new("llama", "--kind", "models", into=tmp_path)
+    assert done.exit_code == 2
+    assert "NAME='llama'" in done.stderr
+    assert "registers the model LlamaForCausalLM." in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

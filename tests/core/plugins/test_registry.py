@@ -92,6 +92,19 @@ def test_two_distributions_with_one_name_are_both_named(site):
     assert Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "two"}).load("policy", "backwards")
 
 
+@pytest.mark.parametrize("owner", ["a-plugin", "z-plugin"])
+def test_the_remedy_for_two_of_one_name_keeps_the_shipped_one(site, owner):
+    """And hides nothing but the other."""
+    points = {"policy": {"fcfs": "other_policy:Backwards", "backwards": "other_policy:Backwards"}}
+    site.install(owner, points, other_policy=policy())
+    with pytest.raises(DuplicateProviderError) as caught:
+        Registry.from_environment().load("policy", "fcfs")
+    variable, _, value = str(caught.value).split()[-1].partition("=")
+    registry = Registry.from_environment({variable: value})
+    assert registry.entry("policy", "fcfs").distribution == "minisgl-core"
+    assert registry.names("policy") == ["backwards", "fcfs", "lpm"]
+
+
 def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path: Path, monkeypatch):
     site.install("my-plugin", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
     later = type(site)(tmp_path / "later")
@@ -159,6 +172,8 @@ def test_lists_hide_providers_and_say_so(site):
     assert names(MINISGL_PLUGINS_ALLOW="other") == ["c", "fcfs", "lpm"]
     assert names(MINISGL_PLUGINS_ALLOW="policy:b") == ["b", "fcfs", "lpm"]
     assert names(MINISGL_PLUGINS_ALLOW="other", MINISGL_PLUGINS_BLOCK="policy:c,policy:lpm") == ["fcfs"]
+    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin:policy:a,my-plugin:policy:c") == ["b", "c", "fcfs", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="my-plugin:policy:a") == ["a", "fcfs", "lpm"]
     assert names(MINISGL_PLUGINS_BLOCK="minisgl-core") == ["a", "b", "c"]
     with pytest.raises(ProviderNotFoundError, match=r"'a'.*my-plugin 1\.0 is blocked by MINISGL_PLUGINS_BLOCK"):
         Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "my-plugin"}).entry("policy", "a")
@@ -166,9 +181,16 @@ def test_lists_hide_providers_and_say_so(site):
     assert any("policy 'a' of my-plugin 1.0 is not in MINISGL_PLUGINS_ALLOW" in note for note in notes)
 
 
-def test_a_list_with_an_unknown_kind_is_refused():
-    with pytest.raises(InvalidValueError, match=r"MINISGL_PLUGINS_BLOCK='atention:fi'.*Did you mean 'attention'"):
-        Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "atention:fi"})
+@pytest.mark.parametrize("item", ["atention:fi", "mine:atention:fi"])
+def test_a_list_with_an_unknown_kind_is_refused(item):
+    with pytest.raises(InvalidValueError, match=rf"MINISGL_PLUGINS_BLOCK='{item}'.*Did you mean 'attention'"):
+        Registry.from_environment({"MINISGL_PLUGINS_BLOCK": item})
+
+
+@pytest.mark.parametrize("item", ["policy:", ":policy:a", "mine:policy:", ":"])
+def test_a_list_with_half_an_item_is_refused(item):
+    with pytest.raises(InvalidValueError, match=f"MINISGL_PLUGINS_BLOCK='{item}'"):
+        Registry.from_environment({"MINISGL_PLUGINS_BLOCK": item})
 
 
 def test_bad_metadata_and_unknown_groups_become_notes(site):

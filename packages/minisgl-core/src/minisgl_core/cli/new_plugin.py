@@ -118,14 +118,15 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     distribution = canonicalize_name(name)
     package = distribution.replace("-", "_")
     short = distribution.removeprefix("minisgl-")
-    _check(name, package, short, kind)
+    scaffold = SCAFFOLDS[kind]
+    camel = "".join(map(str.capitalize, short.split("-"))).removesuffix(scaffold.provider.partition("}")[2])
+    words = {"name": short, "name_": short.replace("-", "_"), "Name": camel}
+    entry = scaffold.entry.format(**words)
+    _check(name, package, short, kind, entry)
     folder = parent / distribution
     if folder.exists():
         raise InvalidValueError("NAME", name, "the name of a new folder", f"There is one at {folder} already.")
 
-    scaffold = SCAFFOLDS[kind]
-    camel = "".join(map(str.capitalize, short.split("-"))).removesuffix(scaffold.provider.partition("}")[2])
-    words = {"name": short, "name_": short.replace("-", "_"), "Name": camel}
     provider = scaffold.provider.format(**words)
     core = Version(version("minisgl-core"))
     requires = (f"minisgl-core>={core.major}.{core.minor},<{core.major}.{core.minor + 1}", *scaffold.dependencies)
@@ -137,7 +138,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
         "provider": provider,
         "summary": scaffold.summary,
         "group": KINDS[kind].group,
-        "entry": scaffold.entry.format(**words),
+        "entry": entry,
         "value": f"{module}:{provider}" if provider else module,
         "use": scaffold.use.format(**words),
         "dependencies": ", ".join(f'"{each}"' for each in requires),
@@ -157,7 +158,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     return [Path(distribution, path) for path in texts]
 
 
-def _check(name: str, package: str, short: str, kind: str) -> None:
+def _check(name: str, package: str, short: str, kind: str, entry: str) -> None:
     if not _NAME.fullmatch(name):
         allowed = "letters, digits, dots, dashes and underscores, with a letter or digit at both ends"
         raise InvalidValueError("NAME", name, allowed)
@@ -167,9 +168,9 @@ def _check(name: str, package: str, short: str, kind: str) -> None:
     if package in sys.stdlib_module_names or importlib.util.find_spec(package) is not None:
         remedy = f"A module called {package} can be imported already."
         raise InvalidValueError("NAME", name, "a new name", remedy)
-    for entry in Registry.from_environment().entries(kind):
-        if entry.name == short and kind != "hooks":
-            raise InvalidValueError("NAME", name, "a new name", f"{entry} has a {KINDS[kind].label} called {short}.")
+    for other in Registry.from_environment().entries(kind):
+        if other.name == entry and kind != "hooks":
+            raise InvalidValueError("NAME", name, "a new name", f"{other} registers the {KINDS[kind].label} {entry}.")
 
 
 def _fill(file: str, values: dict[str, str]) -> str:

@@ -21,7 +21,7 @@ from minisgl_core import plugin_api
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.kinds import KINDS
-from minisgl_core.plugins.selection import BLOCK_VARIABLE, Selection
+from minisgl_core.plugins.selection import BLOCK_VARIABLE, SHIPPED, Selection
 from minisgl_core.suggest import did_you_mean
 
 _PREFIX = "minisgl."
@@ -109,9 +109,11 @@ class Registry:
             raise ProviderNotFoundError(self._not_found(kind, name))
         if len(found) > 1:
             owners = " and ".join(f"{entry} ({entry.value})" for entry in found)
+            kept = next((entry for entry in found if entry.distribution in SHIPPED), found[0])
+            others = ",".join(f"{entry.distribution}:{kind}:{name}" for entry in found if entry is not kept)
             raise DuplicateProviderError(
-                f"the {KINDS[kind].label} {name!r} is registered by {owners}. Uninstall all but one, or hide one:"
-                f" {BLOCK_VARIABLE}={found[-1].distribution}"
+                f"the {KINDS[kind].label} {name!r} is registered by {owners}. Uninstall all but one, or hide all but one:"
+                f" {BLOCK_VARIABLE}={others}"
             )
         return found[0]
 

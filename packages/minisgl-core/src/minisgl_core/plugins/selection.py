@@ -19,7 +19,9 @@ SHIPPED = frozenset({"minisgl-core", "minisgl-backends", "minisgl-models", "mini
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which providers may be used. An item is a distribution's name or ``kind:name``; blocking wins over allowing.
+    """Which providers may be used. An item is a distribution's name, ``kind:name`` or ``distribution:kind:name``.
+
+    Blocking wins over allowing.
 
     Attributes:
         allow: where not empty, all else that is not shipped is hidden.
@@ -40,7 +42,8 @@ class Selection:
 
     def refusal(self, kind: str, name: str, distribution: str) -> str:
         """Why a provider is hidden, as a phrase; empty if it is not."""
-        keys = {canonicalize_name(distribution), f"{kind}:{name}"}
+        owner, provider = canonicalize_name(distribution), f"{kind}:{name}"
+        keys = {owner, provider, f"{owner}:{provider}"}
         if keys & self.block:
             return f"blocked by {BLOCK_VARIABLE}"
         if self.allow and not keys & (self.allow | SHIPPED):
@@ -53,13 +56,13 @@ def _parse(variable: str, text: str) -> frozenset[str]:
 
 
 def _item(variable: str, item: str) -> str:
-    kind, colon, name = item.partition(":")
-    if not colon:
+    if ":" not in item:
         return canonicalize_name(item)
-    if kind not in KINDS or not name:
-        allowed = f"a distribution's name or kind:name, with a kind of {_words(KINDS)}"
+    *owner, kind, name = item.rsplit(":", 2)
+    if kind not in KINDS or not name or "" in owner:
+        allowed = f"a distribution's name, kind:name or distribution:kind:name, with a kind of {_words(KINDS)}"
         raise InvalidValueError(variable, item, allowed, did_you_mean(kind, KINDS) if kind not in KINDS else "")
-    return item
+    return ":".join([*map(canonicalize_name, owner), kind, name])
 
 
 def _words(names: Iterable[str]) -> str:
