@@ -71,6 +71,12 @@ def test_what_does_not_fit_is_an_error_with_a_remedy(site: Any) -> None:
         build(site, memory_ratio=0.4)
 
 
+def test_pages_that_were_asked_for_and_do_not_fit_are_an_error(site: Any) -> None:
+    most = 80 * UNIT // PAGE_BYTES
+    with pytest.raises(OutOfMemoryError, match=rf"--num-pages {most + 1} takes 0\.00 GiB .* at most {most} would fit"):
+        build(site, num_pages=most + 1)
+
+
 def test_a_pool_of_a_given_size_is_not_measured(site: Any) -> None:
     assert build(site, num_pages=7).num_pages == 7
     assert __import__("meter").steps == []

@@ -52,10 +52,18 @@ def size_pool(
         num_graphs: batch sizes that will be recorded.
 
     Raises:
-        OutOfMemoryError: not even a page of tokens fits, or the ranks' free memory differs by over 2 GiB.
+        OutOfMemoryError: the pages asked for do not fit, or not even a page of tokens does, or the ranks' free memory differs
+            by over 2 GiB.
     """
     if config.cache.num_pages is not None:
-        return replace(spec, num_pages=config.cache.num_pages)
+        given = replace(spec, num_pages=config.cache.num_pages)
+        wanted, free = given.num_pages * given.bytes_per_page, platform.free_memory()
+        if wanted > free:
+            raise OutOfMemoryError(
+                f"--num-pages {given.num_pages} takes {wanted / _GIB:,.2f} GiB for KV, and {free / _GIB:,.2f} are free: at most"
+                f" {free // given.bytes_per_page} would fit. Lower it, or leave it out to have it chosen."
+            )
+        return given
     peak = platform.measure_peak(run_largest_step)
     if peak is None:
         # Ranks on one CPU share its memory.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+import sys
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,7 +53,7 @@ class KVPool:
         self.spec = spec
         page = (spec.page_size, spec.num_kv_heads) if spec.layout == "NHD" else (spec.num_kv_heads, spec.page_size)
         shape = (spec.num_layers, 2, spec.num_pages, *page, spec.head_dim)
-        self.data = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+        self.data = _zeros(shape, spec.dtype, spec.device)
         self._layers = list(self.data.unbind(0))
         self._k = [layer[0] for layer in self._layers]
         self._v = [layer[1] for layer in self._layers]
@@ -102,6 +105,15 @@ class KVPool:
         rows = self._k_rows[layer]
         rows.index_copy_(0, index, self._encode(k, scales[0]).reshape(-1, rows.shape[1]))
         self._v_rows[layer].index_copy_(0, index, self._encode(v, scales[1]).reshape(-1, rows.shape[1]))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that take memory of a CPU where they are written only: many a pool is never filled."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or sys.platform == "win32" or num_bytes == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
 def _as_it_is(x: torch.Tensor, scale: float) -> torch.Tensor:

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import sys
+
+import psutil
+import pytest
+import torch
+
+from minisgl_core.fp8 import FP8
+from minisgl_core.kv.pool import KVPool, KVPoolSpec
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="zeros take memory there")
+def test_pages_take_memory_when_they_are_written() -> None:
+    before = psutil.Process().memory_info().rss
+    pool = KVPool(KVPoolSpec(4, 1024, 16, 8, 128, torch.bfloat16, CPU))
+    assert pool.data.nbytes == 2**28
+    assert psutil.Process().memory_info().rss - before < 2**26
+    rows = torch.ones(3, 8, 128, dtype=torch.bfloat16)
+    pool.store(1, rows, 2 * rows, torch.tensor([16, 17, 16383]))
+    assert pool.k(1)[1, :2].eq(1).all()
+    assert pool.v(1)[1023, 15].eq(2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, FP8])
+def test_a_pool_begins_with_zeros(dtype: torch.dtype) -> None:
+    pool = KVPool(KVPoolSpec(2, 3, 4, 2, 8, dtype, CPU, "HND"))
+    assert pool.data.dtype == dtype
+    assert pool.k(0).shape == (3, 2, 4, 8)
+    assert pool.data.float().eq(0).all()
