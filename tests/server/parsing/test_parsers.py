@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minisgl_server.parsing.chat_format import ChatParser, call_schema, with_tools
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.parsing.chat_format import ChatFormat, ChatParser, call_schema, with_tools
 from minisgl_server.parsing.reasoning import ReasoningSplitter, begins_inside
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, tool_parser_of
 
@@ -240,3 +244,39 @@ def test_tools_for_a_template_that_knows_none() -> None:
     assert hermes(calls["content"]) == ("", "", [("get", '{"x": "é"}')] * 2)
     assert result == {"role": "user", "content": "Result of the function: 7"}
     assert [each["role"] for each in with_tools(messages[1:2], tools, TOOL_PARSERS["hermes"])] == ["system", "user"]
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+CALLING = (
+    PLAIN + "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}!{% endfor %}{% endfor %}"
+)
+USED: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hi"},
+    {
+        "role": "assistant",
+        "tool_calls": [{"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"x": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "1", "content": "7"},
+]
+
+
+def render(tokenizer: Any, template: str, parser: str, messages: list[dict[str, Any]]) -> str:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template
+    chat = Tokenize(request_id="a", sampling=SamplingParams(), messages=messages)
+    return ChatFormat(tokenizer, parser, None).render(chat)
+
+
+def test_calls_of_the_past_are_told_without_tools_now(engine_tokenizer: Any) -> None:
+    text = render(engine_tokenizer, PLAIN, "hermes", USED)
+    written = '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
+    assert text == f"user: Hi\nassistant: {written}\nuser: Result of the function: 7\n"
+    assert render(engine_tokenizer, CALLING, "none", USED).endswith("tool: 7\nget!"), "the template writes them itself"
+
+
+def test_calls_of_the_past_are_refused_where_nobody_knows_to_write_them(engine_tokenizer: Any) -> None:
+    assert render(engine_tokenizer, PLAIN, "auto", USED[:1]) == "user: Hi\n"
+    for messages, name in ((USED, "messages[1]"), (USED[2:], "messages[0]")):
+        with pytest.raises(InvalidValueError, match="--tool-call-parser") as raised:
+            render(engine_tokenizer, PLAIN, "auto", messages)
+        assert raised.value.name == name

@@ -149,7 +149,7 @@ class ChatMessage(Strict):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = Field(None, description="May be missing beside tool_calls only.")
     tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant.")
-    reasoning_content: str | None = Field(None, description="Of an assistant.")
+    reasoning_content: str | None = Field(None, description="Of an assistant; most chat templates leave it out.")
     tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
     name: str | None = Field(None, description="Of a tool: the function's name.")
 

@@ -63,13 +63,15 @@ class ChatFormat:
         self._template = str(tokenizer.chat_template or "")
         name = tool_parser_of(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = TOOL_PARSERS.get(name or NONE)
+        self._knows_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def render(self, chat: Tokenize) -> str:
         """The prompt.
 
         Raises:
-            InvalidValueError: see `render_chat`; or there are tools, and the model is not known to write calls.
+            InvalidValueError: see `render_chat`; or there are tools, now or in the conversation, and the model is not known to
+                write calls.
         """
         assert chat.messages is not None
         messages: Sequence[Mapping[str, Any]] = chat.messages
@@ -80,6 +82,8 @@ class ChatFormat:
                 tools = chat.tools.tools
             else:
                 messages = with_tools(messages, chat.tools.tools, parser)
+        elif (place := _first_use(messages)) is not None and not self._knows_calls:
+            messages = without_calls(messages, self._parser_for_tools(f"messages[{place}]", "a call or its result"))
         return render_chat(self._tokenizer, messages, chat.chat_template_kwargs, tools, chat.add_generation_prompt)
 
     def parser(self, chat: Tokenize, prompt: str) -> ChatParser | None:
@@ -129,11 +133,11 @@ class ChatFormat:
             (f"tools[{place}].function.parameters", json.dumps(each)) for place, each in schemas if each is not None
         ]
 
-    def _parser_for_tools(self) -> type[ToolParser]:
+    def _parser_for_tools(self, name: str = "tools", value: str = "given") -> type[ToolParser]:
         if self._tool_parser is None:
             raise InvalidValueError(
-                "tools",
-                "given",
+                name,
+                value,
                 "left out: how this model writes tool calls is not known from its chat template",
                 f"Launch with --tool-call-parser {' or '.join(TOOL_PARSERS)}.",
             )
@@ -200,17 +204,28 @@ def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, An
 def with_tools(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
 ) -> list[dict[str, Any]]:
-    """Messages for a template that knows no tools: the system prompt describes them, calls and results are texts."""
+    """Messages for a template that knows no tools: as `without_calls`, and the system prompt describes the tools."""
     prefix, suffix, _ = parser.tagged
     call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join(
         ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
     )
-    plain = [_as_text(message, parser) for message in plain_messages(messages)]
+    plain = without_calls(messages, parser)
     if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
+
+
+def without_calls(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
+    """Messages for a template that knows no calls: these and their results are texts."""
+    return [_as_text(message, parser) for message in plain_messages(messages)]
+
+
+def _first_use(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Where the first call, or result of one, is."""
+    uses = (place for place, each in enumerate(messages) if each.get("tool_calls") or each.get("role") == "tool")
+    return next(uses, None)
 
 
 def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
