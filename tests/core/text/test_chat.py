@@ -76,3 +76,17 @@ def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
     assert read_chat_template(TEMPLATE) == TEMPLATE
     with pytest.raises(InvalidValueError, match="--chat-template"):
         read_chat_template(str(tmp_path / "missing.jinja"))
+
+
+def test_a_template_that_is_none_is_found_where_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}\n{{ m.role }")
+    with pytest.raises(InvalidValueError, match=r"^--chat-template=.*chat.jinja.* Line 2: "):
+        read_chat_template(str(tmp_path / "chat.jinja"))
+    with pytest.raises(InvalidValueError, match=r"--chat-template='\{% if %\}'"):
+        read_chat_template("{% if %}")
+
+
+def test_templates_may_have_the_tags_that_transformers_knows(tokenizer: Any) -> None:
+    text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    tokenizer.chat_template = read_chat_template(text)
+    assert render_chat(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]) == "a"

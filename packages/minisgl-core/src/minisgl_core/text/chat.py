@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2.ext import Extension
+from jinja2.nodes import Node
+from jinja2.parser import Parser
 
 from minisgl_core.errors import InvalidValueError
 
@@ -21,19 +24,39 @@ _RESERVED = frozenset(
 )
 
 
+class _Generation(Extension):
+    """``{% generation %}``, with which templates mark the assistant's words for training; transformers leaves it out."""
+
+    tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
+
+    def parse(self, parser: Parser) -> list[Node]:
+        """What it encloses."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+_JINJA = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
+"""Knows the tags that transformers knows; templates are only parsed with it, not rendered."""
+
+
 def read_chat_template(file_or_text: str) -> str:
     """A Jinja template from what ``--chat-template`` says: a file, or the template itself.
 
     Raises:
         InvalidValueError: it is neither.
     """
-    if "{%" in file_or_text or "{{" in file_or_text:
-        return file_or_text
+    allowed = "a file with a Jinja template, or such a template itself"
+    text = file_or_text
     try:
-        return Path(file_or_text).expanduser().read_text()
+        if "{%" not in text and "{{" not in text:
+            text = Path(file_or_text).expanduser().read_text()
+        _JINJA.parse(text)
     except (OSError, UnicodeDecodeError) as error:
-        allowed = "a file with a Jinja template, or such a template itself"
         raise InvalidValueError("--chat-template", file_or_text, allowed, f"It cannot be read: {error}.") from None
+    except TemplateSyntaxError as error:
+        why = f"Line {error.lineno}: {error.message}."
+        raise InvalidValueError("--chat-template", file_or_text, allowed, why) from None
+    return text
 
 
 def render_chat(
