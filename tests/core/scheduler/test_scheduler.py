@@ -174,11 +174,15 @@ def test_longest_prefix_match_prefers_what_is_cached() -> None:
 
 
 def test_the_queue_is_bounded() -> None:
-    loop = tiny.new_loop(page_size=1, num_pages=200, max_queued_requests=2)
-    for i in range(2):
-        tiny.submit(loop, f"r{i}", (5,), greedy(1))
-    with pytest.raises(QueueFullError, match="2 requests"):
-        tiny.submit(loop, "one too many", (5,), greedy(1))
+    """A request that a row is free for does not count as waiting, though it was not admitted yet."""
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=3, max_queued_requests=2)
+    for i in range(5):
+        tiny.submit(loop, f"r{i}", (5,), greedy(4))
+    for num_waiting in (5, 2):
+        assert loop.scheduler.num_waiting == num_waiting
+        with pytest.raises(QueueFullError, match=f"{num_waiting} requests"):
+            tiny.submit(loop, "one too many", (5,), greedy(1))
+        loop.step()
     tiny.run(loop)
     tiny.submit(loop, "later", (5,), greedy(1))
     assert "later" in tiny.run(loop)

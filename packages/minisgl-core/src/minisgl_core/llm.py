@@ -261,7 +261,7 @@ class LLM:
             outputs: list[GenerationOutput] = []
             num_done = 0
             while num_done < len(work):
-                while todo and scheduler.num_waiting < scheduler.limits.max_queued:
+                while todo and not scheduler.is_full:
                     submit, params = todo.popleft()
                     outputs.append(self._submit(submit, names, decodes_at_once=bool(params.stop)).output)
                 num_done += sum(name in names for name in self._step())

@@ -103,7 +103,9 @@ class SchedulerOptions:
     max_prefill_length: int | str = option(
         AUTO, "Most prompt tokens computed in one step; longer prompts take several.", low=1
     )
-    max_queued_requests: int = option(4096, "Most requests waiting; more are refused with status 429.", low=1)
+    max_queued_requests: int = option(
+        4096, "Most requests waiting for a place in the batch; more are refused with status 429.", low=1
+    )
     policy: str = option("fcfs", "Order of the waiting requests.", kind="policy")
     disable_overlap: bool | str = option(
         AUTO,

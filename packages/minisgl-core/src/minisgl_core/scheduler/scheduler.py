@@ -113,8 +113,8 @@ class Scheduler:
         """
         self.validate(submit)
         limits = self.limits
-        if len(self._waiting) >= limits.max_queued:
-            raise QueueFullError(f"{limits.max_queued} requests are waiting already; try again later")
+        if self.is_full:
+            raise QueueFullError(f"{len(self._waiting)} requests are waiting already; try again later")
         self._num_arrived += 1
         constraint = None
         if submit.grammar is not None:
@@ -163,6 +163,11 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold a row."""
         return len(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `submit` refuses: as many requests wait as may, besides one for each free row."""
+        return len(self._waiting) >= self.limits.max_queued + self.rows.num_free
 
     @property
     def num_pages_used(self) -> int:
