@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import shutil
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +16,7 @@ import tiny_folder
 import torch
 
 from minisgl_core import LLM, SamplingParams
-from minisgl_core.errors import InvalidValueError, MinisglError, ModelNotFoundError
+from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError
 
 PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44], [5, 9, 3]]
 
@@ -299,9 +301,6 @@ def test_the_context_manager_closes_after_an_error() -> None:
 
 
 def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> None:
-    import json
-    import shutil
-
     shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
     config = {"do_sample": True, "temperature": 0.25, "top_k": 7, "eos_token_id": [16, 17]}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
@@ -314,6 +313,16 @@ def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> N
             [output] = llm.generate([[5, 6]], greedy(9, ignore_eos=False, logit_bias={end: 100}))
             assert (output.token_ids, output.finish_reason, output.stop_reason) == ([end], "stop", None)
         assert len(llm.generate([[5, 6]])[0].token_ids) <= 128
+
+
+def test_sampling_that_is_not_allowed_is_told_before_the_weights_are_read(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_k": 20.5}')
+    monkeypatch.setattr("minisgl_core.engine.build.load_weights", None)
+    with pytest.raises(ModelFormatError, match=r"^generation_config\.json: top_k=20\.5 is not valid"):
+        LLM(str(tmp_path), dtype="float32", num_pages=50)
 
 
 def test_stats_count(llm: LLM) -> None:

@@ -27,7 +27,13 @@ from minisgl_core.engine.loader import load_weights
 from minisgl_core.engine.memory import size_pool
 from minisgl_core.engine.parts import EngineParts
 from minisgl_core.engine.phases import Phases
-from minisgl_core.errors import PluginError, ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.errors import (
+    InvalidValueError,
+    ModelFormatError,
+    PluginError,
+    ProviderLoadError,
+    ProviderUnsupportedError,
+)
 from minisgl_core.messages import EngineInfo
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.hooks import Hooks
@@ -108,6 +114,7 @@ def build_engine(
     phases = Phases()
     platform_class, hardware = pick_platform(config.backends.platform, registry)
     checkpoint = open_checkpoint(config, registry)
+    sampling = default_sampling(checkpoint.source.generation_config)
     model_class: type[Model] = registry.load("models", checkpoint.config.architecture)
     if reasons := model_class.unsupported(checkpoint.config):
         raise ProviderUnsupportedError("models", checkpoint.config.architecture, reasons)
@@ -152,7 +159,7 @@ def build_engine(
                 engine.free_graphs()
             communicator.abort()  # or kernels that wait for the other ranks would hold the device for good
             raise
-    info = _info(checkpoint, resolved, pool.num_pages, max_seq_len, hardware, phases)
+    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
     return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
 
 
@@ -230,16 +237,29 @@ _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def default_sampling(generation_config: Any) -> dict[str, Any]:
-    """The sampling that a model's generation_config asks for, under `SamplingParams`' names."""
+    """The sampling that a model's generation_config asks for, under `SamplingParams`' names.
+
+    Raises:
+        ModelFormatError: a value that is not allowed.
+    """
     if generation_config.get("do_sample") is False:
         return {}
     found = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
-    SamplingParams(**found)
+    try:
+        SamplingParams(**found)
+    except InvalidValueError as error:
+        raise ModelFormatError(f"generation_config.json: {error}") from error
     return found
 
 
 def _info(
-    checkpoint: Checkpoint, resolved: Resolved, num_pages: int, max_seq_len: int, hardware: Hardware, phases: Phases
+    checkpoint: Checkpoint,
+    resolved: Resolved,
+    sampling: dict[str, Any],
+    num_pages: int,
+    max_seq_len: int,
+    hardware: Hardware,
+    phases: Phases,
 ) -> EngineInfo:
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
@@ -256,7 +276,7 @@ def _info(
         eos_token_ids=list(model.eos_token_ids),
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
-        default_sampling=default_sampling(checkpoint.source.generation_config),
+        default_sampling=sampling,
         choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
         start_s=phases.seconds,
     )
