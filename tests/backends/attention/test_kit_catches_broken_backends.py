@@ -285,6 +285,64 @@ class RoundsToHalf(RightAttention):
         return super().softmax(scores.half(), hidden).float()
 
 
+class StoresWhereItIsTold(RightAttention):
+    """Right, too: what may be stored by others."""
+
+    def kv_slots(self, plan) -> torch.Tensor:
+        return plan.slots
+
+    def attend_stored(self, q, layer, plan) -> torch.Tensor:
+        return self.attend(q, layer, plan)
+
+
+class ScalesWhatItStores(StoresWhereItIsTold):
+    """Right, in an fp8 pool."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def store(self, layer, k, v, batch) -> None:
+        self.pool.store(layer.index, k, v, batch.slots, layer.kv_scales)
+
+    def gather(self, batch, place, seq_len, layer) -> Any:
+        parts = super().gather(batch, place, seq_len, layer)
+        return [part.float() * scale for part, scale in zip(parts, layer.kv_scales, strict=True)]
+
+
+class NamesOtherSlots(StoresWhereItIsTold):
+    def kv_slots(self, plan) -> torch.Tensor:
+        return torch.zeros_like(plan.slots)
+
+
+class NamesSlotsInInt32(StoresWhereItIsTold):
+    def kv_slots(self, plan) -> torch.Tensor:
+        return plan.slots.int()
+
+
+class AttendsToWhatItStoredItself(StoresWhereItIsTold):
+    def forward(self, q, k, v, layer, plan) -> torch.Tensor:
+        self.out = super().forward(q, k, v, layer, plan)
+        return self.out
+
+    def attend_stored(self, q, layer, plan) -> torch.Tensor:
+        return self.out
+
+
+class ForgetsWindowsOfWhatIsStored(StoresWhereItIsTold):
+    def attend_stored(self, q, layer, plan) -> torch.Tensor:
+        return super().attend_stored(q, replace(layer, sliding_window=None), plan)
+
+
+class NamesTheCapturedSlots(StoresWhereItIsTold):
+    def plan_capture(self, batch) -> Any:
+        self.captured = {**getattr(self, "captured", {}), id(batch): batch.slots.clone()}
+        return batch
+
+    def kv_slots(self, plan) -> torch.Tensor:
+        return getattr(self, "captured", {}).get(id(plan), plan.slots)
+
+
 class AnswersYesOrNo(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> Any:
@@ -322,7 +380,12 @@ class RefusesWhatItDeclares(RightAttention):
         return ["page sizes above 1 are not done yet"] if spec.page_size > 1 else []
 
 
-BROKEN = [kind for kind in list(globals().values()) if isinstance(kind, type) and RightAttention in kind.__mro__[1:]]
+RIGHT = (RightAttention, StoresWhereItIsTold, ScalesWhatItStores)
+BROKEN = [
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, RightAttention) and kind not in RIGHT
+]
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -354,12 +417,21 @@ class LosesLargeOnes(TorchAttention):
         return super().forward(q, k, v, layer, plan)
 
 
+class AttendsWithoutScales(ScalesWhatItStores):
+    """Where others have stored."""
+
+    def attend_stored(self, q, layer: AttentionLayer, plan) -> torch.Tensor:
+        return super().attend_stored(q, replace(layer, kv_scales=(1.0, 1.0)), plan)
+
+
 class RoundsTowardsZero(TorchAttention):
     def forward(self, q, k, v, layer: AttentionLayer, plan) -> torch.Tensor:
         return super().forward(q, k * (1 - 2**-4), v, layer, plan)
 
 
-@pytest.mark.parametrize("broken", [StoresWithoutScales, SwapsTheScales, LosesLargeOnes, RoundsTowardsZero])
+@pytest.mark.parametrize(
+    "broken", [StoresWithoutScales, SwapsTheScales, LosesLargeOnes, AttendsWithoutScales, RoundsTowardsZero]
+)
 def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     class Kit(AttentionBackendTests):
         backend = broken
@@ -371,9 +443,11 @@ def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     assert any("fp8" in name for name in found), found
 
 
-def test_what_the_mistakes_are_made_in_passes() -> None:
+@pytest.mark.parametrize("right", RIGHT)
+def test_what_the_mistakes_are_made_in_passes(right: type[RightAttention]) -> None:
     class Kit(AttentionBackendTests):
-        backend = RightAttention
+        backend = right
+        has_fp8_pool = right is ScalesWhatItStores
 
     assert failures(Kit()) == {}
 

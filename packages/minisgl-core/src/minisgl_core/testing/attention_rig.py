@@ -5,7 +5,7 @@ Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens a page, N s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from minisgl_core.contracts.attention import (
     AttentionLayer,
     AttentionSpec,
     GraphCapturable,
+    StoresApart,
 )
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
@@ -63,6 +64,9 @@ class Tokens:
     num_tokens: int = 0
 
 
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayer, Any], torch.Tensor]
+"""`AttentionBackend.forward`, or what stands in for it."""
+
 Work = Sequence[tuple[Tokens | None, int]]
 """Requests and how many tokens of each a step brings; None stands for a padded decode."""
 
@@ -70,6 +74,8 @@ Work = Sequence[tuple[Tokens | None, int]]
 @dataclass
 class AttentionRig:
     """A backend over a pool whose every slot is also known in plain tensors.
+
+    A backend that is `StoresApart` runs each step twice, the second time with other numbers that are stored for it.
 
     Where the pool is fp8, what a step stores there must be the nearest number or one beside it, and outputs are compared with
     attention over what is stored.
@@ -97,6 +103,7 @@ class AttentionRig:
     quantization_loss: float | None = None
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
+    _is_apart: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -185,13 +192,31 @@ class AttentionRig:
     def step(self, work: Work, num_decodes: int | None = None) -> None:
         """Run a step through all layers and check it; without `num_decodes`, all requests are decodes."""
         batch = self.batch(work, len(work) if num_decodes is None else num_decodes)
-        plan = self.backend.plan(batch)
-        inputs = [self.inputs(batch) for _ in self.layers]
-        outputs = [
-            self.backend.forward(*self.split(fused), layer, plan)
-            for fused, layer in zip(inputs, self.layers, strict=True)
-        ]
-        self.check(work, batch, inputs, outputs)
+        for forward in self.ways():
+            inputs = [self.inputs(batch) for _ in self.layers]
+            self.check(work, batch, inputs, self.run(forward, inputs, self.backend.plan(batch)))
+
+    def ways(self) -> Iterator[Forward]:
+        """All that the engine may do for a step; the rig's messages say which it was since the last."""
+        self._is_apart = False
+        yield self.backend.forward
+        if isinstance(self.backend, StoresApart) and self.backend_class.kv_layout == "NHD":
+            self._is_apart = True
+            yield self._store_and_attend
+
+    def _store_and_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+    ) -> torch.Tensor:
+        assert isinstance(self.backend, StoresApart)
+        slots = self.backend.kv_slots(plan)
+        what = f"{self}: the slots are {list(slots.shape)} of {slots.dtype}"
+        assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
+        self.pool.store(layer.index, k, v, slots, layer.kv_scales)
+        return self.backend.attend_stored(q, layer, plan)
+
+    def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
+        """Outputs of all layers."""
+        return [forward(*self.split(fused), layer, plan) for fused, layer in zip(inputs, self.layers, strict=True)]
 
     def inputs(self, batch: AttentionBatch) -> torch.Tensor:
         """Random q, k and v in one tensor [T, Hq + 2 * Hkv, D], as a fused projection leaves them."""
@@ -259,7 +284,8 @@ class AttentionRig:
         spec = self.spec
         heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
         pool = "" if spec.kv_dtype == spec.dtype else f", pool of {spec.kv_dtype}"
-        return f"{self.backend_class.__name__}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
+        backend = self.backend_class.__name__ + (".attend_stored" if self._is_apart else "")
+        return f"{backend}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
 
     def _normal(self, *shape: int) -> torch.Tensor:
         """Float32, with values that both dtypes of the spec hold exactly."""
@@ -287,34 +313,34 @@ class DecodeGraph:
         self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
         self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
         self.plan: Any = self.backend.plan_capture(self.batch)
-        self.outputs = self._run()
-        self.graph: torch.cuda.CUDAGraph | None = None
-        if rig.spec.device.type == "cuda":
-            self.graph = torch.cuda.CUDAGraph()
-            torch.cuda.synchronize()
-            with torch.cuda.graph(self.graph):
-                self.outputs = self._run()
+        self._recorded = [self._record(forward) for forward in rig.ways()]
 
-    def _run(self) -> list[torch.Tensor]:
-        rig = self.rig
-        return [
-            rig.backend.forward(*rig.split(fused), layer, self.plan)
-            for fused, layer in zip(self.inputs, rig.layers, strict=True)
-        ]
+    def _record(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
+        """A function that runs all layers on what `inputs` hold by then."""
+        outputs = self.rig.run(forward, self.inputs, self.plan)
+        if self.rig.spec.device.type != "cuda":
+            return lambda: self.rig.run(forward, self.inputs, self.plan)
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            outputs = self.rig.run(forward, self.inputs, self.plan)
+
+        def replay() -> list[torch.Tensor]:
+            graph.replay()
+            return outputs
+
+        return replay
 
     def step(self, requests: Sequence[Tokens]) -> None:
         """One more token for each request, padded to the batch size; checked."""
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
-        for name in ("rows", "cu_seqlens_q", "seq_lens"):
-            getattr(self.batch, name).copy_(getattr(now, name))
-        for fused in self.inputs:
-            fused.copy_(self.rig.inputs(now))
-        self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
-        self.backend.plan_replay(self.batch)
-        self.batch.slots.copy_(now.slots)
-        if self.graph is None:
-            self.outputs = self._run()
-        else:
-            self.graph.replay()
-        self.rig.check(work, now, self.inputs, self.outputs)
+        for replay, _ in zip(self._recorded, self.rig.ways(), strict=True):
+            for name in ("rows", "cu_seqlens_q", "seq_lens"):
+                getattr(self.batch, name).copy_(getattr(now, name))
+            for fused in self.inputs:
+                fused.copy_(self.rig.inputs(now))
+            self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
+            self.backend.plan_replay(self.batch)
+            self.batch.slots.copy_(now.slots)
+            self.rig.check(work, now, self.inputs, replay())
