@@ -108,6 +108,33 @@ def test_an_output_that_is_only_its_end_has_logprobs(client: openai.OpenAI, engi
     assert choice.logprobs.token_logprobs[1:3] == pytest.approx(scores[1:3], abs=1e-4)
 
 
+def test_offsets_leave_out_what_the_text_does(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+    """Special tokens are part of a text where somebody wrote them, else only where they are not skipped."""
+    special, word = engine_tokenizer.convert_tokens_to_ids("<|im_start|>"), engine_tokenizer(" sun")["input_ids"][0]
+    options: dict[str, Any] = {"echo": True, "logprobs": 0, "logit_bias": {str(special): 100}, "max_tokens": 2}
+    cases: list[tuple[Any, bool, str, list[int]]] = [
+        ([word, special, word], True, " sun sun", [0, 4, 4, 8, 8]),
+        ([word, special, word], False, " sun<|im_start|> sun<|im_start|><|im_start|>", [0, 4, 16, 20, 32]),
+        (" sun<|im_start|> sun", True, " sun<|im_start|> sun", [0, 4, 16, 20, 20]),
+    ]
+    for prompt, skips, text, offsets in cases:
+        choice = complete(client, prompt=prompt, extra_body={"skip_special_tokens": skips}, **options).choices[0]
+        assert (choice.text, choice.logprobs.text_offset) == (text, offsets)
+
+
+def test_a_prompt_alone(client: openai.OpenAI) -> None:
+    for bias in ({}, {"2": 100}):
+        whole, alone = (
+            complete(client, echo=True, logprobs=1, max_tokens=most, logit_bias=bias, n=2) for most in (1, 0)
+        )
+        for choice in alone.choices:
+            assert (choice.text, choice.finish_reason, choice.stop_reason) == ("One two three", "length", None)
+            assert choice.logprobs.token_logprobs == whole.choices[0].logprobs.token_logprobs[:3]
+        assert (alone.usage.prompt_tokens, alone.usage.completion_tokens) == (3, 0)
+    [chunk] = complete(client, echo=True, max_tokens=0, stream=True)
+    assert (chunk.choices[0].text, chunk.choices[0].finish_reason) == ("One two three", "length")
+
+
 def test_logprobs_of_a_chat(client: openai.OpenAI) -> None:
     answer = chat(client, logprobs=True, top_logprobs=3)
     content = answer.choices[0].logprobs.content

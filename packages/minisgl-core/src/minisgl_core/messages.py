@@ -83,6 +83,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
+    only_prompt: bool = False
+    """Return nothing but the prompt; `sampling`'s max_tokens is 1, as the engine does no less."""
     add_special_tokens: bool | None = None
     """Begin as the tokenizer does. None is true for a text and false for messages, whose template does that itself."""
     add_generation_prompt: bool = True
@@ -188,6 +190,8 @@ class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     token_bytes: dict[int, bytes] = msgspec.field(default_factory=dict)
     """What each token that the log-probabilities name stands for; the API server has no tokenizer."""
+    special_ids: set[int] = msgspec.field(default_factory=set)
+    """Those of them that are special tokens."""
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None
     """Both set once, with the first text, where `Tokenize.echo` asked for them."""

@@ -94,12 +94,14 @@ class _Request:
         output: its detokenizer.
         waiting: what goes with the next `Text`: tokens whose text is not whole yet.
         is_chat: it answers a conversation.
+        only_prompt: what is generated is not told.
         parser: takes its text apart, where it is a chat that asks for that.
     """
 
     output: OutputText
     waiting: Text
     is_chat: bool = False
+    only_prompt: bool = False
     parser: ChatParser | None = None
 
 
@@ -230,10 +232,11 @@ class TokenizerWorker:
     def _request(self, message: Tokenize, prompt: str, sampling: SamplingParams) -> _Request:
         waiting = Text(request_id=message.request_id, text="", token_ids=[])
         if message.messages is None:
-            return _Request(OutputText(self._token_bytes, sampling), waiting)
+            return _Request(OutputText(self._token_bytes, sampling), waiting, only_prompt=message.only_prompt)
         if self._chats.needs_special_tokens(message):
             sampling = replace(sampling, skip_special_tokens=False)
-        return _Request(OutputText(self._token_bytes, sampling), waiting, True, self._chats.parser(message, prompt))
+        parser = self._chats.parser(message, prompt)
+        return _Request(OutputText(self._token_bytes, sampling), waiting, is_chat=True, parser=parser)
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
         """What the output must follow, checked as far as it goes without the scheduler's compiler."""
@@ -294,6 +297,9 @@ class TokenizerWorker:
         request = self._requests.get(out.request_id)
         if request is None:
             return None  # ended here already, and the scheduler's message crossed our Abort
+        if request.only_prompt:
+            end = "length" if out.finish_reason == "stop" else out.finish_reason
+            out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
         waiting = request.waiting
         try:
             piece = self._push(request, out)
@@ -338,6 +344,7 @@ class TokenizerWorker:
             shown = out.logprobs[:-1] if request.is_chat and out.stop_token_id is not None else out.logprobs
             waiting.logprobs = (waiting.logprobs or []) + shown
             self._name_tokens(waiting, shown)
+        waiting.special_ids = waiting.token_bytes.keys() & self._token_bytes.special_ids
 
     def _name_tokens(self, waiting: Text, logprobs: Iterable[TokenLogprobs | None]) -> None:
         for place in logprobs:

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Text
+from minisgl_core.messages import Text, Tokenize
 from minisgl_server.api.answers import CompletionAnswer
 from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
@@ -33,9 +33,12 @@ async def completions(request: Request) -> Response:
     info, model = served_model(request.app)
     asked = await parse(CompletionRequest, request)
     check(asked, model)
+    only_prompt = bool(asked.echo) and asked.max_tokens == 0
+    if only_prompt:
+        asked.max_tokens = 1  # the least that the engine does
     wanted, special = sampling_of(asked, info), asked.add_special_tokens
     prompts = [
-        tokenize(asked, wanted, echo=bool(asked.echo), add_special_tokens=special, **prompt)
+        tokenize(asked, wanted, echo=bool(asked.echo), only_prompt=only_prompt, add_special_tokens=special, **prompt)
         for prompt in _prompts(asked)
     ]
     choices = Choices("cmpl", model, prompts)
@@ -76,8 +79,8 @@ def named_prompts(name: str, prompt: Any) -> dict[str, Any]:
 class _Pieces:
     """One choice, as it comes."""
 
-    def __init__(self) -> None:
-        self._logprobs = CompletionLogprobs()
+    def __init__(self, request: Tokenize) -> None:
+        self._logprobs = CompletionLogprobs(request.sampling.skip_special_tokens)
 
     def entry(self, place: int, text: Text) -> dict[str, Any]:
         """The choice with the new text only."""
@@ -91,7 +94,7 @@ class _Pieces:
 
 
 async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
-    pieces = [_Pieces() for _ in choices.requests]
+    pieces = [_Pieces(request) for request in choices.requests]
     entries: list[list[dict[str, Any]]] = [[] for _ in choices.requests]
     while outputs:
         for place, text in outputs:
@@ -113,7 +116,7 @@ def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
 class _Chunks(ChoiceChunks):
     def __init__(self, choices: Choices, kind: str, options: StreamOptions | None) -> None:
         super().__init__(choices, kind, options)
-        self._pieces = [_Pieces() for _ in choices.requests]
+        self._pieces = [_Pieces(request) for request in choices.requests]
 
     def entry(self, place: int, text: Text) -> dict[str, Any]:
         return self._pieces[place].entry(place, text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from minisgl_core.messages import Logprob, Text, TokenLogprobs
@@ -30,31 +30,50 @@ def _chat_entry(entry: Logprob, token_bytes: Mapping[int, bytes]) -> dict[str, A
 
 
 class CompletionLogprobs:
-    """``choices[].logprobs`` of one completion, piece by piece: keeps where in the text the next token begins."""
+    """``choices[].logprobs`` of one completion, piece by piece: keeps where in the text the next token begins.
 
-    def __init__(self) -> None:
+    Args:
+        skips_special: the output's text leaves special tokens out.
+    """
+
+    def __init__(self, skips_special: bool) -> None:
+        self._skips_special = skips_special
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._offset = 0
 
     def push(self, text: Text) -> dict[str, Any] | None:
         """The part about new text, the echoed prompt's tokens first."""
-        places: list[tuple[int, TokenLogprobs | None]] = []
-        if text.prompt_logprobs is not None and text.prompt_token_ids is not None:
-            places += zip(text.prompt_token_ids, text.prompt_logprobs, strict=True)
-        places += [(place.token.token_id, place) for place in text.logprobs or ()]
-        return self._format(places, text.token_bytes) if text.logprobs is not None or places else None
-
-    def _format(
-        self, places: Iterable[tuple[int, TokenLogprobs | None]], token_bytes: Mapping[int, bytes]
-    ) -> dict[str, Any]:
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for token_id, place in places:
-            result["tokens"].append(_token_text(token_bytes[token_id]))
-            result["text_offset"].append(self._offset)
-            result["token_logprobs"].append(None if place is None else max(place.token.logprob, LEAST))
-            result["top_logprobs"].append(None if place is None else _top(place, token_bytes))
-            self._offset += len(self._decode(token_bytes[token_id]))
+        if text.prompt_logprobs is not None and text.prompt_token_ids is not None:
+            for token_id, prompt_place in zip(text.prompt_token_ids, text.prompt_logprobs, strict=True):
+                is_shown = token_id not in text.special_ids or self._is_next(text.token_bytes[token_id], text)
+                self._add(result, token_id, prompt_place, text.token_bytes, is_shown)
+        elif text.logprobs is None:
+            return None
+        for place in text.logprobs or ():
+            token_id = place.token.token_id
+            is_shown = not self._skips_special or token_id not in text.special_ids
+            self._add(result, token_id, place, text.token_bytes, is_shown)
         return result
+
+    def _is_next(self, token: bytes, text: Text) -> bool:
+        """Whether a special token of the prompt is part of its text: one that the tokenizer adds, or decoding skips, is not."""
+        return (text.prompt_text or "").startswith(token.decode(), self._offset)
+
+    def _add(
+        self,
+        result: dict[str, Any],
+        token_id: int,
+        place: TokenLogprobs | None,
+        token_bytes: Mapping[int, bytes],
+        is_shown: bool,
+    ) -> None:
+        result["tokens"].append(_token_text(token_bytes[token_id]))
+        result["text_offset"].append(self._offset)
+        result["token_logprobs"].append(None if place is None else max(place.token.logprob, LEAST))
+        result["top_logprobs"].append(None if place is None else _top(place, token_bytes))
+        if is_shown:
+            self._offset += len(self._decode(token_bytes[token_id]))
 
 
 def _top(place: TokenLogprobs, token_bytes: Mapping[int, bytes]) -> dict[str, float]:

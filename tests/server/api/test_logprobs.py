@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from minisgl_core.messages import Logprob, Text, TokenLogprobs
+from minisgl_server.api.logprobs import CompletionLogprobs
+
+BOS, EOS, HI, YOU = range(4)
+BYTES = {BOS: b"<s>", EOS: b"</s>", HI: b"Hi", YOU: b" you"}
+
+
+def places(*token_ids: int) -> list[TokenLogprobs]:
+    return [TokenLogprobs(Logprob(each, -1.0, 1), []) for each in token_ids]
+
+
+@pytest.mark.parametrize("skips_special", [True, False])
+@pytest.mark.parametrize(
+    ("prompt_text", "offsets"), [("Hi you", [0, 0, 2]), ("<s>Hi you", [0, 3, 5])], ids=["added", "written"]
+)
+def test_a_token_before_the_prompt_counts_where_the_text_has_it(
+    skips_special: bool, prompt_text: str, offsets: list[int]
+) -> None:
+    """Whatever is skipped in the output."""
+    logprobs, end = CompletionLogprobs(skips_special), len(prompt_text)
+    prompt = Text(
+        request_id="a",
+        text="",
+        token_ids=[],
+        prompt_text=prompt_text,
+        prompt_token_ids=[BOS, HI, YOU],
+        prompt_logprobs=[None, *places(HI, YOU)],
+        token_bytes=BYTES,
+        special_ids={BOS, EOS},
+    )
+    assert logprobs.push(prompt)["text_offset"] == offsets  # type: ignore[index]
+    output = Text(
+        request_id="a",
+        text="",
+        token_ids=[EOS, HI, YOU],
+        logprobs=places(EOS, HI, YOU),
+        token_bytes=BYTES,
+        special_ids={EOS},
+    )
+    first = 0 if skips_special else len("</s>")
+    assert logprobs.push(output)["text_offset"] == [end, end + first, end + first + 2]  # type: ignore[index]
