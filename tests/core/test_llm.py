@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import json
 import shutil
@@ -16,7 +17,10 @@ import tiny_folder
 import torch
 
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks
+from minisgl_core.engine import worker
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError
+from minisgl_core.structured_outputs import StructuredOutputs
 
 PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44], [5, 9, 3]]
 
@@ -217,6 +221,63 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
             list(stream)
         outputs = llm.generate(PROMPTS, greedy(5))
         assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(p), 5) for p in PROMPTS]
+
+
+class GivesUp(GrammarState):
+    """Allows every token, and the third is too much for it."""
+
+    num_accepted = 0
+
+    def fill_mask(self, mask: Masks) -> None:
+        mask[:] = -1
+
+    def accept(self, token_id: int) -> bool:
+        self.num_accepted += 1
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        self.num_accepted -= num_tokens
+
+    def copy(self) -> GivesUp:
+        return copy.copy(self)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.error)
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.error)
+
+    @property
+    def error(self) -> str:
+        return "the grammar is too complex" if self.num_accepted >= 3 else ""
+
+
+class Difficult(Grammar):
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Any) -> None:
+        pass
+
+    @staticmethod
+    def check(kind: GrammarKind, text: str, name: str) -> None:
+        pass
+
+    def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+        return GivesUp()
+
+
+def test_a_grammar_that_gives_up_costs_its_own_output_and_says_why(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "load_grammar", lambda built, registry: Difficult(None, 0, ()))
+    form = greedy(9, structured_outputs=StructuredOutputs(regex=".*"))
+    expected = [list(tiny.greedy(tuple(prompt), 9)) for prompt in PROMPTS[:2]]
+    ended, whole = llm.generate(PROMPTS[:2], [form, greedy(9)])
+    assert (ended.finish_reason, ended.error) == ("abort", "the grammar is too complex")
+    assert ended.token_ids == expected[0][:3]
+    assert (whole.finish_reason, whole.error, whole.token_ids) == ("length", None, expected[1])
+    pieces: list[str] = []
+    with pytest.raises(MinisglError, match="too complex"):
+        pieces.extend(llm.stream(PROMPTS[0], form))
+    assert "".join(pieces) == tiny_folder.words(expected[0][:3])
 
 
 @pytest.mark.parametrize(

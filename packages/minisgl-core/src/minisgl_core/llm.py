@@ -47,6 +47,7 @@ class GenerationOutput:
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
         logprobs: one entry an output token, where asked for.
         prompt_logprobs: one entry a prompt token, the first one None, where asked for.
+        error: why an ``abort`` ended it, such as a grammar that got too complex; None otherwise.
     """
 
     prompt_token_ids: list[int]
@@ -57,6 +58,7 @@ class GenerationOutput:
     cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
 
 
 @dataclass(slots=True)
@@ -87,6 +89,8 @@ class _Running:
             output.logprobs += new.logprobs
         if new.prompt_logprobs is not None:
             output.prompt_logprobs = new.prompt_logprobs
+        if new.rejected is not None:
+            output.error = new.rejected.message
         if not self.decodes_at_once:
             if new.finish_reason is None:
                 return False
@@ -213,7 +217,10 @@ class LLM:
         return self.generate(prompts, sampling, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, piece by piece; closing the iterator aborts. Errors are those of `generate`."""
+        """Continue one prompt, piece by piece; closing the iterator aborts.
+
+        Errors are those of `generate`, at once; the iterator raises MinisglError where the output cannot go on.
+        """
         params = sampling or self.default_sampling
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
@@ -252,7 +259,8 @@ class LLM:
                 else:
                     self._step()
             if running.output.finish_reason == "abort":
-                raise MinisglError("the stream cannot go on: a step failed, or the LLM was closed")
+                why = running.output.error or "a step failed, or the LLM was closed"
+                raise MinisglError(f"the stream cannot go on: {why}")
 
     def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
         todo, scheduler = deque(work), self._loop.scheduler
