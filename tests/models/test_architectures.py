@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 import transformers
+from torch.nn.functional import gelu
 from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.decoder import DecoderLayer
+from minisgl_core.layers.mlp import GatedMLP
 from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
@@ -142,6 +146,31 @@ class TestLlamaWithNormsOfItsOwn(TestLlama):
     model_class = WithItsOwnNorms
 
 
+class GeluMLP(GatedMLP):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(replace(config, hidden_act="silu"), build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(gelu(gate) * up)
+
+    def prepare(self) -> None:
+        pass
+
+
+class WithGelu(LlamaForCausalLM):
+    def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
+        attention = Attention(self.config, index, build)
+        return DecoderLayer(attention, GeluMLP(self.config, build), self.config, build)
+
+
+class TestLlamaWithAnActivationOfItsOwn(TestLlama):
+    """Which the toolkit's MLP would refuse."""
+
+    model_class = WithGelu
+    changes: ClassVar = {"hidden_act": "gelu"}
+
+
 class TestMistral(Small):
     __test__ = True
     model_class, model_type = MistralForCausalLM, "mistral"
@@ -196,6 +225,17 @@ class TestQwen3Moe(Small):
 
 class TestQwen3MoeByTheShippedKernel(TestQwen3Moe):
     moe_kernel = TorchMoe
+
+
+class TestQwen3MoeWithWindow(TestQwen3Moe):
+    """In every layer, whatever max_window_layers says."""
+
+    changes: ClassVar = {
+        **TestQwen3Moe.experts,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 2,
+    }
 
 
 class TestQwen3MoeWithDenseLayers(TestQwen3Moe):

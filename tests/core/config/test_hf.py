@@ -111,6 +111,33 @@ def test_qwen_windows(architecture: str) -> None:
     assert windows(use_sliding_window=False, layer_types=["full_attention"] * 4) == (None,) * 4
 
 
+def test_qwen3_moe_has_its_window_in_every_layer() -> None:
+    windows = {"sliding_window": 32, "max_window_layers": 3}
+    assert read("Qwen3MoeForCausalLM", **windows).sliding_windows == (None,) * 4
+    assert read("Qwen3MoeForCausalLM", **windows, use_sliding_window=True).sliding_windows == (32,) * 4
+
+
+def test_windows_of_architectures_that_are_not_known() -> None:
+    """They hold where they are set: few configs say so besides."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    assert read("Phi3ForCausalLM", sliding_window=2047).sliding_windows == (2047,) * 4
+    assert read("Phi3ForCausalLM", sliding_window=None).sliding_windows == (None,) * 4
+    assert read("Gemma2ForCausalLM", sliding_window=32, layer_types=kinds).sliding_windows == (32, None, 32, None)
+    assert read("OtherForCausalLM", sliding_window=32, use_sliding_window=False).sliding_windows == (None,) * 4
+    assert read("OtherForCausalLM", sliding_window=32, max_window_layers=2).sliding_windows == (32,) * 4
+    assert read("LlamaForCausalLM", sliding_window=32).sliding_windows == (None,) * 4, "as in transformers"
+
+
+def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
+    assert read().hidden_act == "silu"
+    assert read("GemmaForCausalLM", hidden_act="gelu_pytorch_tanh").hidden_act == "gelu_pytorch_tanh"
+    long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
+    assert (long.rope.kind, long.rope.theta, long.max_position) == ("longrope", 5e4, 1024)
+    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    gemma3 = read("Gemma3ForCausalLM", rope_parameters=kinds)
+    assert (gemma3.rope.kind, gemma3.rope.rotary_dim, gemma3.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+
+
 def test_experts() -> None:
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     config = read("Qwen3MoeForCausalLM", **moe, decoder_sparse_step=2, mlp_only_layers=[3])
@@ -122,6 +149,8 @@ def test_experts() -> None:
     assert read("Qwen3MoeForCausalLM", **five).moe == read("Qwen3MoeForCausalLM", **moe).moe
     assert read("Qwen3MoeForCausalLM", **moe).moe.dense_layers == frozenset()
     assert read("MixtralForCausalLM", num_local_experts=4, num_experts_per_tok=2).moe.intermediate_size == 128
+    assert read("OlmoeForCausalLM", num_experts=4, num_experts_per_tok=2).moe.intermediate_size == 128
+    assert read("Qwen3MoeForCausalLM", num_experts=4, num_experts_per_tok=2).moe.intermediate_size == 768
 
 
 def test_part_of_a_head_may_rotate() -> None:
@@ -140,19 +169,18 @@ def test_part_of_a_head_may_rotate() -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads=8 is no multiple of num_key_value_heads=3"),
         ({"hidden_size": 65}, "head_dim is missing"),
         ({"head_dim": 7}, "head_dim=7"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings='yes'"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>'"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "rope_type='longrope'"),
+        ({"rope_scaling": "yarn"}, "rope_scaling='yarn' is not a set of parameters"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters: low_freq_factor is missing"),
-        ({"rope_parameters": {"full_attention": {}, "rope_type": "default"}}, "rope_parameters is not one set"),
         ({"rope_parameters": {"freq_factors": [1.0], "rope_theta": 1e4}}, "freq_factors has 1 entries, not 4"),
         ({"layer_types": ["full_attention"]}, "layer_types must hold"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set or not used"),
+        ({"sliding_window": 8, "use_sliding_window": 1}, "use_sliding_window=1 is neither true nor false"),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
-        ({"num_experts": 4, "num_experts_per_tok": 2}, "moe_intermediate_size is missing"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 0}, "moe_intermediate_size=0"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:

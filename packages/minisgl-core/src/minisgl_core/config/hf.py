@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_core.config.model import ModelConfig, MoeConfig, RopeConfig
+from minisgl_core.config.model import ROPE_KINDS, ModelConfig, MoeConfig, RopeConfig
 from minisgl_core.errors import ModelFormatError
 
+_QWEN_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
 _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "MistralForCausalLM": {"sliding_window": 4096, "use_sliding_window": True},
-    "Qwen2ForCausalLM": {"attention_bias": True, "o_bias": False, "max_window_layers": 28},
-    "Qwen3ForCausalLM": {"head_dim": 128, "max_window_layers": 28},
+    "LlamaForCausalLM": {"use_sliding_window": False},
+    "MistralForCausalLM": {"sliding_window": 4096},
+    "Qwen2ForCausalLM": {"attention_bias": True, "o_bias": False, "max_window_layers": 28, **_QWEN_WINDOW},
+    "Qwen3ForCausalLM": {"head_dim": 128, "max_window_layers": 28, **_QWEN_WINDOW},
+    "Qwen3MoeForCausalLM": {"moe_intermediate_size": 768, **_QWEN_WINDOW},
 }
 """What transformers' config classes mean by a key that is missing, where it is not the same for all; and what the
-architecture fixes without a key."""
-
-_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+architecture fixes without a key. Where ``max_window_layers`` is not listed, it means nothing to the model."""
 
 
 def model_config(
@@ -24,8 +25,8 @@ def model_config(
 ) -> ModelConfig:
     """Normalise a ``config.json``.
 
-    An architecture that is not known here is read by the same keys, so that a plugin's model needs no code in this file;
-    what it needs besides is in `ModelConfig.raw`.
+    An architecture that is not known here is read by the same keys, so that a plugin's model needs no code in this file:
+    what it needs besides is in `ModelConfig.raw`, and `Model.standard_config` translates other keys.
 
     Args:
         raw: the config; rope settings as ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
@@ -35,11 +36,9 @@ def model_config(
     Raises:
         ModelFormatError: a key is missing, of the wrong type, or contradicts another; the message names it.
     """
-    architecture = _architecture(raw)
+    architecture = architecture_of(raw)
     defaults = _CLASS_DEFAULTS.get(architecture, {})
     keys = _Keys({**defaults, **raw})
-    if (activation := keys.get("hidden_act", "silu")) not in ("silu", "swish"):
-        raise ModelFormatError(f"config: hidden_act={activation!r} is not supported; only 'silu' is")
     hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     num_layers, intermediate_size = keys.positive("num_hidden_layers"), keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
@@ -78,12 +77,13 @@ def model_config(
         qkv_bias=attention_bias,
         o_bias=bool(defaults.get("o_bias", attention_bias)),
         mlp_bias=keys.flag("mlp_bias"),
-        sliding_windows=_sliding_windows(keys, num_layers),
+        sliding_windows=_sliding_windows(keys, num_layers, has_first="max_window_layers" in defaults),
         moe=_moe(keys, num_layers, intermediate_size),
         bos_token_id=_first(_token_ids(raw, "bos_token_id")),
         # Some checkpoints list ids that the model has no logit for, or -1 for none.
         eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
         quantization=_quantization(raw),
+        hidden_act=str(keys.get("hidden_act", "silu")),
         raw=raw,
     )
 
@@ -112,8 +112,8 @@ class _Keys:
             raise ModelFormatError(f"{self._where}: {key}={value:g} is not a whole number of at least 1")
         return int(value)
 
-    def flag(self, key: str) -> bool:
-        value = self.get(key, False)
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self._where}: {key}={value!r} is neither true nor false")
         return value
@@ -126,7 +126,12 @@ def _quantization(raw: Mapping[str, Any]) -> str:
     return str(config.get("quant_method", ""))
 
 
-def _architecture(raw: Mapping[str, Any]) -> str:
+def architecture_of(raw: Mapping[str, Any]) -> str:
+    """The name of the model's class in a ``config.json``.
+
+    Raises:
+        ModelFormatError: it names none.
+    """
     names = raw.get("architectures")
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
         raise ModelFormatError("config: architectures is missing; it names the model's class, such as LlamaForCausalLM")
@@ -148,12 +153,11 @@ def _token_ids(raw: Mapping[str, Any], key: str) -> list[int]:
 def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     raw = keys.get(name, {})
-    if not isinstance(raw, Mapping) or any(isinstance(value, Mapping) for value in raw.values()):
-        raise ModelFormatError(f"config: {name} is not one set of parameters for all layers, which is not supported")
-    rope = _Keys(raw, name)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in _ROPE_KINDS:
-        raise ModelFormatError(f"{name}: rope_type={kind!r} is not supported; known are {', '.join(_ROPE_KINDS)}")
+    if not isinstance(raw, Mapping):
+        raise ModelFormatError(f"config: {name}={raw!r} is not a set of parameters")
+    is_per_layer = any(isinstance(value, Mapping) for value in raw.values())
+    rope = _Keys({} if is_per_layer else raw, name)
+    kind = "per_layer" if is_per_layer else str(rope.get("rope_type", rope.get("type", "default")))
     fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * fraction)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
@@ -161,6 +165,9 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
             f"config: head_dim={head_dim} and partial_rotary_factor={fraction:g} give {rotary_dim} rotary dimensions; "
             "they must be even and fit in a head"
         )
+    theta = rope.number("rope_theta", keys.number("rope_theta", 10000.0))
+    if kind not in ROPE_KINDS:
+        return RopeConfig(theta, rotary_dim, kind, original_max_position=max_position)
     original = rope.positive(
         "original_max_position_embeddings", keys.positive("original_max_position_embeddings", max_position)
     )
@@ -168,7 +175,7 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     llama3 = kind == "llama3"
     attention_factor = rope.get("attention_factor")
     config = RopeConfig(
-        theta=rope.number("rope_theta", keys.number("rope_theta", 10000.0)),
+        theta=theta,
         rotary_dim=rotary_dim,
         kind=kind,
         factor=1.0 if kind == "default" else rope.number("factor", implied_factor),
@@ -197,12 +204,12 @@ def _stretched(max_position: int, rope: RopeConfig) -> int:
     return max_position
 
 
-def _sliding_windows(keys: _Keys, num_layers: int) -> tuple[int | None, ...]:
-    uses = keys.flag("use_sliding_window")
+def _sliding_windows(keys: _Keys, num_layers: int, has_first: bool) -> tuple[int | None, ...]:
+    uses = keys.flag("use_sliding_window", True)
     window = keys.positive("sliding_window") if uses and keys.get("sliding_window") is not None else None
     kinds = keys.get("layer_types")
     if kinds is None:
-        first = 0 if keys.get("max_window_layers") is None else int(keys.number("max_window_layers"))
+        first = int(keys.number("max_window_layers", 0)) if has_first else 0
         return tuple(window if i >= first else None for i in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ModelFormatError(
@@ -225,9 +232,7 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
-        intermediate_size=keys.positive(
-            "moe_intermediate_size", intermediate_size if name == "num_local_experts" else None
-        ),
+        intermediate_size=keys.positive("moe_intermediate_size", intermediate_size),
         norm_topk_prob=keys.flag("norm_topk_prob"),
         dense_layers=frozenset(i for i in range(num_layers) if i in mlp_only or (i + 1) % step),
     )

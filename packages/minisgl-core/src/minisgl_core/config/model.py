@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+"""The scaling rules that `minisgl_core.layers.rotary` knows."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
     """Rotary embedding. ``kind`` and the fields it uses follow transformers' ``modeling_rope_utils``.
 
+    A kind that is not among `ROPE_KINDS` comes without parameters of its own; they are in `ModelConfig.raw`.
+
     Attributes:
         theta: base of the frequencies.
         rotary_dim: dimensions of a head that rotate.
-        kind: the scaling rule.
+        kind: the scaling rule; ``per_layer`` where the config has a set of parameters for each kind of layer.
         factor: how far the context is stretched; 1 for ``default``.
         original_max_position: context of the unscaled model, in tokens.
         low_freq_factor, high_freq_factor: bounds of the llama3 rule.
@@ -27,7 +32,7 @@ class RopeConfig:
 
     theta: float = 10000.0
     rotary_dim: int = 0
-    kind: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
+    kind: str = "default"
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -86,6 +91,7 @@ class ModelConfig:
         bos_token_id: first token of a sequence, where the model has one.
         eos_token_ids: every token that ends a sequence, generation_config's and the tokenizer's included.
         quantization: how the checkpoint's matrices are quantised, such as ``fp8``; empty where they are not.
+        hidden_act: the MLP's activation, by transformers' name.
         raw: the config as read.
     """
 
@@ -110,4 +116,5 @@ class ModelConfig:
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     quantization: str = ""
+    hidden_act: str = "silu"
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)

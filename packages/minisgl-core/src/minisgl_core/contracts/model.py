@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import nn
@@ -76,6 +76,14 @@ class Model(nn.Module, ABC):
 
     plugin_api: ClassVar[str] = ">=1,<2"
     config: ModelConfig
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A checkpoint's config under the keys that `model_config` reads.
+
+        Override it where the architecture's own config has others (``n_embd``), or is silent about what is not as in Llama.
+        """
+        return raw
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

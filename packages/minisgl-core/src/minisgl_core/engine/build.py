@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.hf import model_config
+from minisgl_core.config.hf import architecture_of, model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
@@ -51,20 +52,26 @@ class Checkpoint:
         name: what clients call it.
         source: config, tokenizer and tensors.
         config: normalised.
+        model_class: the provider of its architecture.
     """
 
     name: str
     source: WeightSource
     config: ModelConfig
+    model_class: type[Model]
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if need be, and read its config; no tensors yet."""
+    """Find the model, on a hub if need be, its class, and read its config; no tensors yet."""
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    normalised = model_config(source.config, source.generation_config, source.eos_token_id)
+    architecture = architecture_of(source.config)
+    model_class: type[Model] = registry.load("models", architecture)  # without it, what the config lacks says nothing
+    normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
-    return Checkpoint(name, source, normalised)
+    if reasons := model_class.unsupported(normalised):
+        raise ProviderUnsupportedError("models", architecture, reasons)
+    return Checkpoint(name, source, normalised, model_class)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +119,10 @@ def build_engine(
         MinisglError: whatever does not fit, by name.
     """
     phases = Phases()
+    check_providers(config.flat(), registry)
     platform_class, hardware = pick_platform(config.backends.platform, registry)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
-    model_class: type[Model] = registry.load("models", checkpoint.config.architecture)
-    if reasons := model_class.unsupported(checkpoint.config):
-        raise ProviderUnsupportedError("models", checkpoint.config.architecture, reasons)
 
     def preferred(kind: str) -> str | None:
         if hooks.preferred_provider is None:
@@ -140,7 +145,7 @@ def build_engine(
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
-            model = model_class(checkpoint.config, build).eval()
+            model = checkpoint.model_class(checkpoint.config, build).eval()
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")

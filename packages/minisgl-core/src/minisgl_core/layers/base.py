@@ -12,7 +12,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, ModelFormatError
 
 
 class Layer(nn.Module):
@@ -95,6 +95,16 @@ class Shard:
         shape = (*held.shape[:dim], self.total, *held.shape[dim + 1 :])
         index = (*(slice(None),) * dim, self.index)
         return WeightTarget(held.narrow(dim, 0, self.num_real), index, shape=shape)
+
+
+def check_activation(config: ModelConfig) -> None:
+    """Refuse an MLP whose activation is another than silu, the only one that kernels have.
+
+    Raises:
+        ModelFormatError: names it.
+    """
+    if config.hidden_act not in ("silu", "swish"):
+        raise ModelFormatError(f"config: hidden_act={config.hidden_act!r} is not supported; only 'silu' is")
 
 
 def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:

@@ -8,7 +8,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.layers.base import Layer
+from minisgl_core.layers.base import Layer, check_activation
 from minisgl_core.layers.linear import ColumnParallelLinear, RowParallelLinear, Targets, not_prepared
 
 
@@ -16,8 +16,13 @@ class GatedMLP(Layer):
     """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202), split over ranks by its hidden dimension."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Of ``config.intermediate_size``."""
+        """Of ``config.intermediate_size``.
+
+        Raises:
+            ModelFormatError: the activation is another than silu.
+        """
         super().__init__()
+        check_activation(config)
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
         self.gate_up_proj = ColumnParallelLinear(hidden, [inner, inner], build, bias=bias)
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias)

@@ -9,7 +9,7 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.errors import ProviderUnsupportedError
-from minisgl_core.layers.base import Layer, Shard, empty_parameter
+from minisgl_core.layers.base import Layer, Shard, check_activation, empty_parameter
 from minisgl_core.layers.linear import Linear, Targets
 
 
@@ -23,9 +23,11 @@ class SparseMoeMLP(Layer):
         """Of ``config.moe``.
 
         Raises:
+            ModelFormatError: the activation is another than silu.
             ProviderUnsupportedError: the MoE kernel cannot serve these shapes.
         """
         super().__init__()
+        check_activation(config)
         assert config.moe is not None
         assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
         self._moe, self._ops, hidden = config.moe, build.ops, config.hidden_size

@@ -11,15 +11,25 @@ import math
 
 import torch
 
-from minisgl_core.config.model import RopeConfig
+from minisgl_core.config.model import ROPE_KINDS, RopeConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.errors import ModelFormatError
 
 
 class RotaryCache:
     """cos and sin of every position, computed in float32, kept in the model's dtype; all layers of a model share one."""
 
     def __init__(self, rope: RopeConfig, max_position: int, build: BuildContext) -> None:
-        """`max_position` is L."""
+        """`max_position` is L.
+
+        Raises:
+            ModelFormatError: the rule is not among `ROPE_KINDS`.
+        """
+        if rope.kind not in ROPE_KINDS:
+            raise ModelFormatError(
+                f"config: the rotary embedding is of the kind {rope.kind}, which is not supported; "
+                f"known are {', '.join(ROPE_KINDS)}"
+            )
         angles, scale = _angles(rope, max_position, build.device)
         self.cos = angles.cos().mul_(scale).to(build.dtype)
         self.sin = angles.sin().mul_(scale).to(build.dtype)

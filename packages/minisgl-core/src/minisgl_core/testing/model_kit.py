@@ -117,7 +117,7 @@ class ModelTests:
         return reference, SavedReference(Path(folder))
 
     def _load(self, source: SavedReference, communicator: Communicator | None = None) -> Model:
-        config = model_config(source.config)
+        config = model_config(self.model_class.standard_config(source.config))
         assert self.model_class.unsupported(config) == []
         device, dtype = torch.device("cpu"), torch.float32
         build = BuildContext(communicator or SingleRank(), Ops(device, dtype), device, dtype, self.moe_kernel)
