@@ -8,6 +8,7 @@ import json
 import shutil
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -323,6 +324,11 @@ def test_options_and_models_that_do_not_exist() -> None:
         new_llm(page_size=0)
     with pytest.raises(ModelNotFoundError, match="no such file"):
         LLM("./nowhere")
+
+
+def test_a_model_may_be_named_by_a_path() -> None:
+    with LLM(Path(tiny_folder.llama()), dtype="float32", num_pages=50) as llm:
+        assert llm.info.model == tiny_folder.llama()
 
 
 def test_several_in_one_process() -> None:

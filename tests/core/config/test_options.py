@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from minisgl_core.config.options import EngineConfig, check_value, engine_options
@@ -36,6 +39,7 @@ def test_an_unknown_option_names_a_close_one():
         ("dummy_weight", "yes", True),
         ("disable_overlap", "auto", "auto"),
         ("model", "1234", "1234"),
+        ("model", Path("a") / "b", os.path.join("a", "b")),
     ],
 )
 def test_check_value_converts(name, given, value):

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from os import PathLike
 from types import TracebackType
 from typing import Any, Self
 
@@ -115,7 +116,7 @@ class LLM:
     each further rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing asks for.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         """Load a model.
 
         Args:

