@@ -18,7 +18,7 @@ _BLOCK_ELEMENTS = 4_000_037
 
 
 class DummyWeights(FolderSource):
-    """A folder with a ``config.json``; a tokenizer is used where there is one.
+    """A folder with a ``config.json``, and a tokenizer for what turns text into tokens or back, as `LLM` and the server do.
 
     Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Values are copied on the device from one block
     of random numbers, so that even a model of many billion parameters is filled at the speed of memory.
