@@ -324,6 +324,10 @@ def test_options_and_models_that_do_not_exist() -> None:
         new_llm(page_size=0)
     with pytest.raises(ModelNotFoundError, match="no such file"):
         LLM("./nowhere")
+    with pytest.raises(MinisglError, match="--moe: no moe provider is called 'nosuch'"):
+        new_llm(moe="nosuch")
+    with pytest.raises(MinisglError, match=r"--communicator: .*'nosuch'"):
+        new_llm(communicator="nosuch")
 
 
 def test_a_model_may_be_named_by_a_path() -> None:

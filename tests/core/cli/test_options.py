@@ -33,7 +33,8 @@ class Run:
         self.tmp_path = tmp_path
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
-        self.registry = Registry([Entry("attention", "quick", "no_such:Quick", "stranger", "1")])
+        kinds = {"attention": "quick", "policy": "fcfs"}
+        self.registry = Registry(Entry(kind, name, "no_such:Quick", "stranger", "1") for kind, name in kinds.items())
 
     def __call__(self, *arguments: str, file: str = "", suffix: str = ".toml", **environ: str) -> Any:
         self.values, self.sources = {}, {}
@@ -191,6 +192,13 @@ def test_print_config_is_a_config_file_that_gives_the_same_values(run: Run):
     assert "page_size = 4" in printed.stdout
     assert "# flag --page-size\n" in printed.stdout
     assert "# num_pages is not set" in printed.stdout
+
+
+def test_print_config_looks_for_the_providers_that_it_prints(run: Run):
+    printed = run("--attn", "quick,nosuch", "--print-config")
+    assert printed.exit_code == 2
+    assert "--attn: no attention provider is called 'nosuch'" in printed.stderr
+    assert printed.stdout == ""
 
 
 def test_an_option_may_be_given_several_times(run: Run):

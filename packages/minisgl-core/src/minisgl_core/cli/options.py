@@ -33,6 +33,7 @@ from click.core import ParameterSource
 
 from minisgl_core.cli.config_file import load_config_file
 from minisgl_core.config.options import AUTO, LIST, Option, check_value, type_words
+from minisgl_core.config.providers import check_providers
 from minisgl_core.plugins.registry import Registry
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -46,8 +47,9 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
 
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
-        print_config: add ``--print-config``, which prints the options and ends the command before the function runs. A
-            command that has more to resolve passes False, adds the flag itself and calls `print_config`.
+        print_config: add ``--print-config``, which prints the options, or says which provider among them is not
+            installed, and ends the command before the function runs. A command that has more to resolve passes False, adds
+            the flag itself and calls `print_config`.
 
     Returns:
         A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
@@ -64,6 +66,7 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
             values = {name: params.pop(name) for name in names}
             sources = {param.name: param.source(ctx) for param in ctx.command.params if isinstance(param, ConfigOption)}
             if print_config and params.pop("print_config"):
+                check_providers(values, ctx.find_object(Registry) or Registry.from_environment())
                 return click.echo(format_config(_shown(values, declared), sources), nl=False)
             return function(*args, values=values, sources=sources, **params)
 

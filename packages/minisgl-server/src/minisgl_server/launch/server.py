@@ -16,7 +16,8 @@ from typing import Any, Self
 import click
 import setproctitle
 
-from minisgl_core.config.options import AUTO, EngineConfig, engine_options
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.providers import check_providers
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.ipc import Endpoints, Sender, send_all
 from minisgl_core.messages import Stop
@@ -46,7 +47,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         WorkerDiedError: a process failed, at the start or later; all are gone when this is raised.
     """
     setproctitle.setproctitle("minisgl: launch")
-    check_providers(config, registry)
+    check_providers(config.flat(), registry)
     digests = key_digests(options)
     options = replace(options, api_key=())  # from here on, only the digests are known
     locate_model(config.model)
@@ -74,20 +75,6 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             raise
         finally:
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
-
-
-def check_providers(config: EngineConfig, registry: Registry) -> None:
-    """Look for every provider that an option names.
-
-    Raises:
-        PluginError: there is none of that name, or more than one.
-    """
-    values = config.flat()
-    for name, item in engine_options().items():
-        kind = item.metadata["option"].kind
-        if kind and values[name] != AUTO:
-            for provider in values[name].split(","):
-                registry.entry(kind, provider.strip())
 
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import pytest
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.providers import check_providers
+from minisgl_core.errors import PluginError
+from minisgl_core.plugins.registry import Entry, Registry
+
+INSTALLED = Registry(
+    Entry(kind, name, "surely_not_installed:X", "some", "1.0")
+    for kind, name in (("attention", "quick"), ("attention", "slow"), ("moe", "quick"), ("policy", "fcfs"))
+)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"attn": "quick"}, {"attn": "quick,slow"}, {"attn": "slow, quick", "moe": "quick"}]
+)
+def test_names_of_what_is_installed_pass_without_an_import(options):
+    check_providers(EngineConfig.from_flat(**options).flat(), INSTALLED)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "name"),
+    [
+        ("attn", "quick,nosuch", "nosuch"),
+        ("moe", "slow", "slow"),
+        ("communicator", "torch", "torch"),
+        ("cache", "lru", "lru"),
+        ("policy", "sjf", "sjf"),
+    ],
+)
+def test_a_name_that_nothing_installed_has_is_refused(option, value, name):
+    with pytest.raises(PluginError, match=f"--{option}: no .* is called '{name}'"):
+        check_providers({option: value, "port": 5}, INSTALLED)
