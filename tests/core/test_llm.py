@@ -350,6 +350,7 @@ def test_several_in_one_process() -> None:
 def test_close_frees_the_model_and_may_come_twice() -> None:
     llm = new_llm()
     stream = llm.stream(PROMPTS[0], greedy(20))
+    unread = llm.stream(PROMPTS[1], greedy(20))
     next(stream)
     engine = llm._loop.engine
     freed = [weakref.ref(engine.model), weakref.ref(engine.attention.pool)]
@@ -360,8 +361,9 @@ def test_close_frees_the_model_and_may_come_twice() -> None:
     assert [ref() for ref in freed] == [None, None]
     with pytest.raises(MinisglError, match="closed"):
         llm.generate(PROMPTS, greedy(1))
-    with pytest.raises(MinisglError, match="closed"):
-        list(stream)
+    for each in (stream, unread):
+        with pytest.raises(MinisglError, match="closed"):
+            list(each)
 
 
 def test_the_context_manager_closes_after_an_error() -> None:

@@ -240,8 +240,7 @@ class LLM:
 
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
         """The request, without a name yet."""
-        if not self._is_open:
-            raise MinisglError("this LLM is closed")
+        self._check_open()
         ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         grammar = params.structured_outputs.source() if params.structured_outputs else None
         submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar)
@@ -249,6 +248,10 @@ class LLM:
         if grammar is not None and self._loop.scheduler.grammars is not None:
             self._loop.scheduler.grammars.check(grammar)
         return submit, params
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise MinisglError("this LLM is closed")
 
     def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
         with self._requests() as names:
@@ -292,6 +295,7 @@ class LLM:
                 self._step()
 
     def _submit(self, submit: Submit, names: dict[str, None], decodes_at_once: bool) -> _Running:
+        self._check_open()
         name = str(next(self._names))
         self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
         names[name] = None
