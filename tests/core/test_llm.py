@@ -300,6 +300,12 @@ def test_a_grammar_that_gives_up_costs_its_own_output_and_says_why(llm: LLM, mon
         ([[5] * 250], greedy(10), "max_tokens"),
         ([[5] * 256], greedy(1), "prompt"),
         ([[5], [6]], [greedy(1)], "sampling"),
+        ([[5]], [], "sampling"),
+        ([[5]], [3], "sampling"),
+        ([[5]], 3, "sampling"),
+        ([[5]], {"max_tokens": 3}, "sampling"),
+        ([[5], [6]], {"max_tokens": 3, "seed": 1}, "sampling"),
+        ([[5]], "w", "sampling"),
         ([[5]], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
     ],
 )
@@ -311,7 +317,9 @@ def test_what_is_not_valid_is_named_and_nothing_runs(llm: LLM, prompts: Any, sam
 
 
 def test_streams_refuse_at_once(llm: LLM) -> None:
-    for prompt, sampling, name in (("", greedy(1), "prompt"), ("w5", greedy(2, n=2), "n")):
+    refused: list[tuple[str, Any, str]] = [("", greedy(1), "prompt"), ("w5", greedy(2, n=2), "n")]
+    refused += [("w5", sampling, "sampling") for sampling in ([], [greedy(1)], 3, {"max_tokens": 3})]
+    for prompt, sampling, name in refused:
         with pytest.raises(InvalidValueError) as caught:
             llm.stream(prompt, sampling)
         assert caught.value.name == name

@@ -188,12 +188,7 @@ class LLM:
             WorkerDiedError: another rank has ended; so has this object then.
         """
         listed = list_prompts(prompts)
-        wanted = sampling or self.default_sampling
-        each = [wanted] * len(listed) if isinstance(wanted, SamplingParams) else list(wanted)
-        if len(each) != len(listed):
-            raise InvalidValueError(
-                "sampling", f"{len(each)} entries", f"one, or {len(listed)}: as many as there are prompts"
-            )
+        each = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
         work = [
             self._checked(prompt, one) for prompt, params in zip(listed, each, strict=True) for one in params.split()
         ]
@@ -222,7 +217,9 @@ class LLM:
 
         Errors are those of `generate`, at once; the iterator raises MinisglError where the output cannot go on.
         """
-        params = sampling or self.default_sampling
+        params = self.default_sampling if sampling is None else sampling
+        if not isinstance(params, SamplingParams):
+            raise InvalidValueError("sampling", params, "one SamplingParams")
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
         return self._stream(*self._checked(prompt, params))
@@ -359,6 +356,18 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:
+    """One for each prompt."""
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * num_prompts
+    if not isinstance(sampling, Sequence) or not all(isinstance(each, SamplingParams) for each in sampling):
+        raise InvalidValueError("sampling", sampling, "a SamplingParams, or a list of them")
+    if len(sampling) != num_prompts:
+        allowed = f"one, or {num_prompts}: as many as there are prompts"
+        raise InvalidValueError("sampling", f"{len(sampling)} entries", allowed)
+    return list(sampling)
 
 
 __all__ = ["LLM", "GenerationOutput", "MinisglError", "SamplingParams"]
