@@ -25,12 +25,19 @@ class TestNative(OpsTests):
     provider = NativeOps
 
 
+@pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("kernels", [OneDnnOps, NativeOps])
-def test_single_rows_leave_onednn_on(kernels: type[Ops]) -> None:
+def test_single_rows_leave_onednn_as_it_was(kernels: type[Ops], is_on: bool) -> None:
     if reasons := kernels.unsupported(CPU, torch.bfloat16):
         pytest.skip("; ".join(reasons))
-    kernels(CPU, torch.bfloat16).prepare_linear(torch.randn(8, 6).bfloat16(), None)(torch.randn(1, 6).bfloat16())
-    assert torch._C._get_mkldnn_enabled()
+    op = kernels(CPU, torch.bfloat16).prepare_linear(torch.randn(8, 6).bfloat16(), None)
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(is_on)
+    try:
+        op(torch.randn(1, 6).bfloat16())
+        assert torch._C._get_mkldnn_enabled() == is_on
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @pytest.mark.parametrize("prepare", ["prepare_linear", "prepare_gated"])

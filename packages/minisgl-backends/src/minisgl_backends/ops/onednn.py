@@ -157,8 +157,9 @@ def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:
 
 def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     set_enabled: Any = torch._C._set_mkldnn_enabled
+    before = torch._C._get_mkldnn_enabled()
     set_enabled(False)
     try:
         return F.linear(x, weight, bias)
     finally:
-        set_enabled(True)
+        set_enabled(before)
