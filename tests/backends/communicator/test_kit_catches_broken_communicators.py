@@ -78,6 +78,44 @@ class ClosesOnce(TorchCommunicator):
         super().close()
 
 
+class AbortsOnce(TorchCommunicator):
+    def abort(self) -> None:
+        assert not hasattr(self, "is_aborted")
+        self.is_aborted = True
+
+
+class AbortsBetweenCollectives(TorchCommunicator):
+    is_waiting = False
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.is_waiting = True
+        try:
+            return super().all_reduce(x)
+        finally:
+            self.is_waiting = False
+
+    def abort(self) -> None:
+        assert not self.is_waiting
+
+
+class AbortsTogether(TorchCommunicator):
+    """As if the ranks that are left did so at the same time."""
+
+    def abort(self) -> None:
+        self.all_reduce(torch.zeros(1))
+
+
+class ClosesOnlyWhatIsWhole(TorchCommunicator):
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+    def close(self) -> None:
+        assert not self.is_aborted
+        super().close()
+
+
 class SwallowsTimeouts(TorchCommunicator):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,30 @@ def check_two_groups(me: Rank) -> None:
     second.close()
 
 
+def check_abort(me: Rank) -> None:
+    """A group is given up by other threads beside a collective, more than once, and closed: what waits for a rank ends."""
+    # On a CPU the collective may end at its timeout alone.
+    group = me.join("abort", timeout_s=2 if me.device.type == "cpu" else None)
+    if me.rank != me.size - 1:
+        with ThreadPoolExecutor(2) as pool:
+            aborts = [pool.submit(_abort_soon, group) for _ in range(2)]
+            with suppress(RuntimeError):
+                group.all_reduce(torch.ones(64, device=me.device))
+            for abort in aborts:
+                abort.result()
+        if me.device.type == "cuda":
+            torch.cuda.synchronize(me.device)
+    me.wait_for_all("abort")
+    group.abort()
+    group.close()
+    group.close()
+
+
+def _abort_soon(group: Communicator) -> None:
+    time.sleep(0.2)  # so that a collective waits by then
+    group.abort()
+
+
 def check_missing_rank_at_start(me: Rank) -> None:
     """Joining a group that not all ranks join is an error."""
     if me.rank == 0:
@@ -210,6 +236,7 @@ CHECKS = (
     check_order,
     check_objects,
     check_two_groups,
+    check_abort,
 )
 FAULTS = (check_missing_rank_at_start, check_rank_that_does_not_join_in, check_rank_that_left)
 """Checks after which an asynchronous device may end the process."""
