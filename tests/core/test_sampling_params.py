@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import tiny
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Decoder, encode
 from minisgl_core.sampling_params import SamplingParams
 
 INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
@@ -75,3 +77,46 @@ def test_factors_that_would_lead_out_of_float32_are_refused(name: str, value: fl
 def test_a_repetition_penalty_of_next_to_nothing_is_refused(value: float) -> None:
     with pytest.raises(InvalidValueError, match="must be a number from 1e-6"):
         SamplingParams(repetition_penalty=value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stop", 5),
+        ("stop", [""]),
+        ("stop", ["a", 5]),
+        ("stop", b"ab"),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", "12"),
+        ("stop_token_ids", [5.5]),
+        ("stop_token_ids", [True]),
+        ("stop_token_ids", [[5]]),
+        ("logit_bias", [5]),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {9.7: 100}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias[5]", {5: "1"}),
+        ("logit_bias[5]", {5: None}),
+        ("logit_bias[5]", {5: True}),
+        ("ignore_eos", "no"),
+        ("ignore_eos", None),
+        ("skip_special_tokens", 1),
+        ("structured_outputs", {"json": {}}),
+    ],
+)
+def test_what_is_of_another_type_is_refused_by_its_name(name: str, value: object) -> None:
+    with pytest.raises(InvalidValueError) as caught:
+        SamplingParams(**{name.partition("[")[0]: value})  # type: ignore[arg-type]
+    assert caught.value.name == name
+
+
+def test_collections_in_any_form() -> None:
+    nothing = SamplingParams(stop=None, stop_token_ids=None, logit_bias=None)  # type: ignore[arg-type]
+    assert nothing == SamplingParams(stop=[], stop_token_ids=[], logit_bias={}) == SamplingParams()  # type: ignore[arg-type]
+    given = SamplingParams(
+        stop=["a"],  # type: ignore[arg-type]
+        stop_token_ids=np.array([5, 6]),  # type: ignore[arg-type]
+        logit_bias={np.int64(7): np.float32(1.5)},  # type: ignore[dict-item]
+    )
+    assert given == SamplingParams(stop="a", stop_token_ids=(5, 6), logit_bias={7: 1.5})  # type: ignore[arg-type]
+    assert Decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]

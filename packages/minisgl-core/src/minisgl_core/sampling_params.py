@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
+from typing import Any
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.structured_outputs import StructuredOutputs
@@ -18,6 +20,8 @@ _LEAST_TEMPERATURE = 1e-5
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling of one request. Names and ranges are those of OpenAI's API, and vLLM's where OpenAI has none.
+
+    `stop`, `stop_token_ids` and `logit_bias` take any kind of collection, and None for an empty one.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
@@ -62,17 +66,15 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name, read in (("stop", _texts), ("stop_token_ids", _token_ids), ("logit_bias", _biases)):
+            object.__setattr__(self, name, read(getattr(self, name)))
         self._check_integers()
         self._check_numbers()
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidValueError("stop", list(self.stop), "non-empty texts")
-        for token, bias in self.logit_bias.items():
-            if not -100 <= bias <= 100:
-                raise InvalidValueError(f"logit_bias[{token}]", bias, "from -100 to 100")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise InvalidValueError(name, value, "true or false")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise InvalidValueError("structured_outputs", self.structured_outputs, "a StructuredOutputs")
 
     def _check_integers(self) -> None:
         bounds: list[tuple[str, int, int | None]] = [
@@ -127,3 +129,35 @@ class SamplingParams:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
+
+
+def _texts(stop: Any) -> tuple[str, ...]:
+    texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
+    if not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
+        raise InvalidValueError("stop", stop, "a text or a list of texts, none of them empty")
+    return tuple(texts)
+
+
+def _token_ids(stop_token_ids: Any) -> tuple[int, ...]:
+    ids = () if stop_token_ids is None else stop_token_ids
+    if not isinstance(ids, Collection) or not all(_is_token_id(token) for token in ids):
+        raise InvalidValueError("stop_token_ids", stop_token_ids, "a list of token ids, which are whole numbers")
+    return tuple(int(token) for token in ids)
+
+
+def _biases(logit_bias: Any) -> dict[int, float]:
+    biases = {} if logit_bias is None else logit_bias
+    if not isinstance(biases, Mapping) or not all(_is_token_id(token) for token in biases):
+        raise InvalidValueError(
+            "logit_bias", logit_bias, "a mapping from token ids, which are whole numbers, to numbers"
+        )
+    for token, bias in biases.items():
+        is_number = isinstance(bias, Real) and not isinstance(bias, bool)
+        if not is_number or not -100 <= bias <= 100:
+            raise InvalidValueError(f"logit_bias[{token}]", bias, "a number from -100 to 100")
+    return {int(token): float(bias) for token, bias in biases.items()}
+
+
+def _is_token_id(value: Any) -> bool:
+    """Whether it is a whole number: one of Python's or numpy's."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
