@@ -286,9 +286,9 @@ def test_a_grammar_that_gives_up_costs_its_own_output_and_says_why(llm: LLM, mon
     [
         ("", greedy(1), "prompt"),
         ([[]], greedy(1), "prompt"),
-        ([[5], [tiny.VOCAB_SIZE]], greedy(1), "prompt"),
-        ([[5], [-1]], greedy(1), "prompt"),
-        ([2**40], greedy(1), "prompt"),
+        ([[5], [tiny.VOCAB_SIZE]], greedy(1), "prompt[0]"),
+        ([[5], [5, -1]], greedy(1), "prompt[1]"),
+        ([5, 2**40], greedy(1), "prompt[1]"),
         ([2**70], greedy(1), "prompt"),
         ([[1.5, 2.0]], greedy(1), "prompt"),
         ([True], greedy(1), "prompt"),
@@ -314,6 +314,12 @@ def test_what_is_not_valid_is_named_and_nothing_runs(llm: LLM, prompts: Any, sam
         llm.generate(prompts, sampling)
     assert caught.value.name == name
     assert llm.stats.num_steps == 0
+
+
+def test_a_token_out_of_range_is_named_with_its_place(llm: LLM) -> None:
+    for token in (-5, tiny.VOCAB_SIZE):
+        with pytest.raises(InvalidValueError, match=rf"^prompt\[2\]={token} .* from 0 to {tiny.VOCAB_SIZE - 1}"):
+            llm.generate([5, 6, token, -7])
 
 
 def test_streams_refuse_at_once(llm: LLM) -> None:

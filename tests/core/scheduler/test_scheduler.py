@@ -194,8 +194,8 @@ def test_the_queue_is_bounded() -> None:
         ([], greedy(1), "prompt"),
         ([5] * tiny.MAX_SEQ_LEN, greedy(1), "prompt"),
         ([5] * (tiny.MAX_SEQ_LEN - 4), greedy(5), "max_tokens"),
-        ([tiny.VOCAB_SIZE], greedy(1), "prompt"),
-        ([-1], greedy(1), "prompt"),
+        ([5, 6, tiny.VOCAB_SIZE, -1], greedy(1), "prompt[2]"),
+        ([-1], greedy(1), "prompt[0]"),
         ([5], greedy(1, logit_bias={tiny.VOCAB_SIZE: 1.0}), "logit_bias"),
         ([5], greedy(1, stop_token_ids=(-3,)), "stop_token_ids"),
     ],
@@ -206,6 +206,16 @@ def test_what_cannot_run_is_refused_by_name(tokens: list[int], sampling: Samplin
         loop.scheduler.submit(Submit(request_id="r", token_ids=np.array(tokens, np.int32), sampling=sampling))
     assert caught.value.name == name
     tiny.assert_nothing_in_use(loop)
+
+
+@pytest.mark.parametrize("num_pages", [5, 20])
+def test_more_pages_are_recommended_only_where_they_bound_the_context(num_pages: int) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=num_pages)
+    max_seq_len = loop.scheduler.limits.max_seq_len
+    assert max_seq_len == min(4 * (num_pages - 1), tiny.MAX_SEQ_LEN)
+    with pytest.raises(InvalidValueError, match=f"of {max_seq_len} tokens") as caught:
+        tiny.submit(loop, "r", [5] * max_seq_len, greedy(1))
+    assert ("--num-pages" in caught.value.remedy) == (max_seq_len < tiny.MAX_SEQ_LEN)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Submit
 
@@ -43,18 +45,25 @@ class SchedulerLimits:
             raise InvalidValueError("prompt", "", "at least one token long")
         if num_tokens >= self.max_seq_len:
             allowed = f"shorter than the context of {self.max_seq_len} tokens"
-            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, "Shorten it or raise --num-pages.")
+            is_limited_by_pool = self.max_seq_len == (self.num_pages - 1) * self.page_size
+            remedy = "Shorten it or raise --num-pages." if is_limited_by_pool else "Shorten it."
+            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
             allowed = (
                 f"at most {self.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {self.max_seq_len} tokens"
             )
             raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
-        if submit.token_ids.min() < 0 or submit.token_ids.max() >= self.vocab_size:
-            raise InvalidValueError("prompt", submit.token_ids.tolist(), f"token ids from 0 to {self.vocab_size - 1}")
+        out_of_range = np.flatnonzero((submit.token_ids < 0) | (submit.token_ids >= self.vocab_size))
+        if len(out_of_range):
+            place = int(out_of_range[0])
+            raise self._bad_token(f"prompt[{place}]", int(submit.token_ids[place]))
         for name, ids in (
             ("logit_bias", submit.sampling.logit_bias),
             ("stop_token_ids", submit.sampling.stop_token_ids),
         ):
             for token in ids:
                 if not 0 <= token < self.vocab_size:
-                    raise InvalidValueError(name, token, f"token ids from 0 to {self.vocab_size - 1}")
+                    raise self._bad_token(name, token)
+
+    def _bad_token(self, name: str, token: int) -> InvalidValueError:
+        return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")
