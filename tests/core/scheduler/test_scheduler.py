@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
+from minisgl_core.batch import StepResult
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
@@ -151,6 +152,23 @@ def test_running_out_of_pages_preempts_and_resumes_without_losing_a_token() -> N
     for i, each in enumerate(prompts):
         assert tuple(collected[f"r{i}"].tokens) == tiny.greedy(each, 25)
     tiny.assert_nothing_in_use(loop)
+
+
+def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
+    """Though the cache holds the beginning of its prompt, which is looked up at every step."""
+    scheduler = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 1, cache="radix").scheduler
+
+    def num_entries() -> int:
+        step = scheduler.schedule()
+        assert step is not None
+        scheduler.process(step, StepResult(np.array([5] * len(step.chunks)), [], []))
+        return len(step.plan.new_pages) // 3
+
+    for name, tokens, num_tokens in (("runs", prompt(1, 20), 3), ("waits", (*prompt(1, 20), *prompt(2, 27)), 1)):
+        scheduler.submit(Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=greedy(num_tokens)))
+    assert [num_entries() for _ in range(3)] == [20, 1, 1]
+    assert scheduler.num_waiting == 1
+    assert num_entries() == 47
 
 
 def test_more_urgent_requests_go_first_and_are_preempted_last() -> None:

@@ -83,7 +83,8 @@ class PageManager:
         return min(len(match.pages), (len(request.tokens) - 1) // self.page_size)
 
     def detach(self, request: Request) -> None:
-        """Undo `attach_cached` for a request that was not admitted after all."""
+        """Undo `attach_cached` for a request that was not admitted after all, its table entries included."""
+        self._table_writes = [write for write in self._table_writes if write[0] != request.row]
         if request.handle is not None:
             self.cache.unlock(request.handle)
         request.reset()
