@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import tiny
 
 from minisgl_core.batch import StepResult
+from minisgl_core.contracts.policy import Policy, Waiting
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
@@ -189,6 +192,25 @@ def test_longest_prefix_match_prefers_what_is_cached() -> None:
         tiny.submit(loop, "cached", (*prompt(1, 20), 5), greedy(1))
         orders[policy] = list(tiny.run(loop))
     assert orders == {"fcfs": ["cold", "cached"], "lpm": ["cached", "cold"]}
+
+
+class LastComeFirstServed(Policy):
+    """Sorts what it is given in place."""
+
+    def order(self, waiting: Any, num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+        waiting.sort(key=lambda request: -request.arrival)
+        return cast(Sequence[Waiting], waiting)
+
+
+def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1)
+    loop.scheduler.policy = LastComeFirstServed()
+    for name in ("a", "b", "c"):
+        tiny.submit(loop, name, prompt(1, 4), greedy(2))
+    loop.step()
+    tiny.submit(loop, "urgent", prompt(1, 4), greedy(2), priority=-1)
+    assert [each.request_id for each in loop.scheduler.waiting] == ["urgent", "a", "b"]
+    assert list(tiny.run(loop)) == ["c", "urgent", "b", "a"]
 
 
 def test_the_queue_is_bounded() -> None:

@@ -29,6 +29,6 @@ class Policy(ABC):
         """Return `waiting`, first to admit first. Must be deterministic and a permutation of its input.
 
         Args:
-            waiting: in order of arrival.
+            waiting: by priority, then arrival; a copy.
             num_cached: tokens of a request's prompt that the prefix cache holds now; costs a cache match a call.
         """

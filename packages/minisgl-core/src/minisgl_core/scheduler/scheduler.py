@@ -322,11 +322,11 @@ class Scheduler:
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
-        waiting = self._waiting
+        waiting = self._waiting.copy()
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
         ordered = self.policy.order(waiting, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
-        for request in cast(list[Request], list(ordered)):
+        for request in cast(Sequence[Request], ordered):
             if budget <= 0 or self.rows.num_free == 0:
                 return
             request.row = self.rows.allocate()
