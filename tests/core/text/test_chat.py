@@ -78,10 +78,11 @@ def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
         read_chat_template(str(tmp_path / "missing.jinja"))
 
 
-def test_a_template_that_is_none_is_found_where_it_is_read(tmp_path: Path) -> None:
-    (tmp_path / "chat.jinja").write_text("{% for m in messages %}\n{{ m.role }")
-    with pytest.raises(InvalidValueError, match=r"^--chat-template=.*chat.jinja.* Line 2: "):
-        read_chat_template(str(tmp_path / "chat.jinja"))
+def test_a_template_that_is_none_is_found_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chat.jinja").write_text("{% for m in messages %}\n{{ m.role }")
+    with pytest.raises(InvalidValueError, match=r"^--chat-template='chat.jinja' .* Line 2: "):
+        read_chat_template("chat.jinja")
     with pytest.raises(InvalidValueError, match=r"--chat-template='\{% if %\}'"):
         read_chat_template("{% if %}")
 
