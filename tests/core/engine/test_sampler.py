@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl_core.batch import PenaltyState, SamplePlan
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.sampler import Sampler, token_logprobs
 from minisgl_core.platforms.cpu import CpuPlatform
+from minisgl_core.row_sums import cumsum_of_rows
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.random_numbers import uniforms
 
@@ -86,6 +90,38 @@ def test_tokens_are_those_of_the_definition_and_do_not_depend_on_the_batch(
         # The chosen token's interval holds the number, up to the rounding of float32 sums.
         assert cumulative[together[i]] >= uniform[i] - 1e-4
         assert cumulative[together[i]] - probs[together[i]] <= uniform[i] + 1e-4
+
+
+class LoneScans(TorchDispatchMode):
+    """Finds the running sums that CUDA takes of one row: in no set order, so that ranks may see different ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Size] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.ops.aten.cumsum.default and args[0].is_floating_point():
+            self.found += [args[0].shape] if args[0].numel() == args[0].shape[args[1]] else []
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("top_k", [0, 7])
+def test_no_sum_over_one_row_is_taken_in_any_order(top_k: int) -> None:
+    logits = torch.from_numpy(np.random.default_rng(4).normal(size=(1, 3000)).astype(np.float32))
+    asked = plan([SamplingParams(temperature=1.0, top_p=0.9, top_k=top_k)], np.array([0.5]))
+    with LoneScans() as scans:
+        Sampler(1, 3000, CpuPlatform(), OPS)(logits, asked, torch.tensor([1]))
+        assert scans.found == []
+        logits.cumsum(-1)
+    assert scans.found == [logits.shape]
+
+
+def test_running_sums_of_one_row_are_those_it_has_beside_others() -> None:
+    rows = torch.from_numpy(np.random.default_rng(5).random((3, 3000)).astype(np.float32))
+    for count in range(4):
+        assert torch.equal(cumsum_of_rows(rows[:count]), rows[:count].cumsum(-1))
 
 
 def test_frequencies_follow_the_distribution() -> None:

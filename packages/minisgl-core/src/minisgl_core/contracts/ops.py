@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
+from minisgl_core.row_sums import cumsum_of_rows
 
 LinearOp = Callable[[torch.Tensor], torch.Tensor]
 """x [..., in] to [..., out]."""
@@ -147,7 +148,7 @@ class Ops:
         """
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         probs = torch.softmax(scaled, dim=-1)
-        cumulative = probs.cumsum(-1)
+        cumulative = cumsum_of_rows(probs)
         total = cumulative[:, -1:]
         # Rounding must not lift the target to the total, which no token would exceed.
         target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

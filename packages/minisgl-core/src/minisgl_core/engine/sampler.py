@@ -16,6 +16,7 @@ import torch
 from minisgl_core.batch import SamplePlan, TokenMasks
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
+from minisgl_core.row_sums import cumsum_of_rows
 
 _FEW_CANDIDATES = 1024
 
@@ -138,7 +139,7 @@ class Sampler:
             if bool(((few >= top_p) | (top_p >= 1)).all()):
                 num_candidates = _FEW_CANDIDATES
         best = probs.topk(num_candidates, dim=-1).values
-        before = best.cumsum(-1) - best
+        before = cumsum_of_rows(best) - best
         num_kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
         return torch.where(top_p < 1, best.gather(-1, num_kept - 1), 0.0)
 
