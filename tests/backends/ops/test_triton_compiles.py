@@ -57,10 +57,53 @@ compiled(_linear, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": Fal
 compiled(_linear, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
 """
 
+SLICES = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from minisgl_backends.kernels.paged import _list_pages, _store_kv
+from minisgl_backends.kernels.paged_decode import _decode
+from minisgl_backends.kernels.paged_prefill import _prefill
+from minisgl_backends.kernels.sample import _find, _reduce
+
+backend = make_backend(GPUTarget("cuda", 90, 32))
+held = torch.empty(256, dtype=torch.uint8)
+held = held[-held.data_ptr() % 16 :]
+
+def variants(kernel, slices):
+    key_of = create_function_from_signature(kernel.signature, kernel.params, backend)
+    found = set()
+    for start in (0, 4, 8, 12):
+        arguments = {param.name: 2 for param in kernel.params}
+        part = held[start : start + 64].view(torch.int32)
+        found.add(str(key_of(**(arguments | dict.fromkeys(slices, part)))[1]))
+    return len(found)
+
+of_batch = ("rows", "seq_lens")
+for kernel, slices in {
+    _decode: of_batch, _prefill: (*of_batch, "cu_seqlens_q"), _list_pages: of_batch, _store_kv: ("slots",),
+    _reduce: ("temperature",), _find: ("temperature", "uniform"),
+}.items():
+    assert variants(kernel, slices) == 1, kernel.__name__
+assert variants(_decode, ["q"]) == 2, "nothing tells variants apart"
+"""
+
+
+def run(code: str) -> None:
+    """In a process of its own: where Triton interprets kernels, it compiles none."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 def test_kernels_compile_for_hopper() -> None:
     """Every variant of the rotation, and what fp8 pools need."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    found = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr[-2000:]
+    run(COMPILE)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
+    """Steps send their arrays in one piece, and prefills come after decodes."""
+    run(SLICES)

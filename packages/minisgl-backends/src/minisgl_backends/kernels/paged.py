@@ -12,7 +12,7 @@ import triton.language as tl
 from minisgl_backends.kernels.fp8 import as_stored
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _store_kv(
     k, v, k_stride_t, k_stride_h, v_stride_t, v_stride_h, k_pool, v_pool, slots, k_scale, v_scale, heads,
     D: tl.constexpr, D_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
@@ -54,7 +54,7 @@ def store_kv(
     _store_kv[(num_tokens,)](k, v, *strides, k_pages, v_pages, slots, *scales, heads, **blocks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _list_pages(
     page_table, row_stride, rows, seq_lens, out, num_requests,
     PAGE_SIZE: tl.constexpr, R_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,

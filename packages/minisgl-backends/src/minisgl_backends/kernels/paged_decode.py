@@ -115,7 +115,7 @@ def _merge(part, part_lse, head, heads, one, other, G: tl.constexpr, D: tl.const
     return total / norm[:, None]
 
 
-@triton.jit(do_not_specialize=["num_requests"])
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _decode(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
     scale, v_scale, num_requests, heads,

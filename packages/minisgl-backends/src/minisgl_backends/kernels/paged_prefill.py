@@ -51,7 +51,7 @@ def _attend_tile(
     return total, new_top, norm * kept + tl.sum(weights, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "cu_seqlens_q", "seq_lens"])
 def _prefill(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, cu_seqlens_q, seq_lens, tiles, out,
     scale, v_scale, heads,

@@ -15,7 +15,7 @@ import triton.language as tl
 BLOCK = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature"])
 def _reduce(logits, temperature, largest, place, sums, V, C, stride, BLOCK: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -31,7 +31,7 @@ def _reduce(logits, temperature, largest, place, sums, V, C, stride, BLOCK: tl.c
     tl.store(sums + row * C + chunk, tl.sum(tl.exp((values - safe) * scale), 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
 def _find(
     logits, temperature, uniform, largest, place, sums, out, V, C, stride, BLOCK: tl.constexpr, C_BLOCK: tl.constexpr
 ):
