@@ -83,8 +83,16 @@ class RefusesItsConfig(DecoderModel):
 class ForgetsToSum(DecoderModel):
     def build_layer(self, index: int, build: Any) -> Any:
         layer = super().build_layer(index, build)
-        layer.mlp.down_proj._communicator = None
+        layer.mlp.down_proj._sum = None
         return layer
+
+
+class LeavesOneSumToItsNorm(DecoderModel):
+    def finalize(self) -> None:
+        super().finalize()
+        last_sum = self._layers[-1].mlp.last_sum()
+        if last_sum is not None:
+            last_sum.is_left, self.norm.sums = False, None
 
 
 @pytest.fixture(autouse=True)
@@ -121,6 +129,7 @@ def test_a_right_model_passes() -> None:
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsToSum, "test_ranks_together_equal_one"),
+        (LeavesOneSumToItsNorm, "test_ranks_together_equal_one"),
     ],
 )
 def test_the_model_kit_notices(model: type[Model], test: str) -> None:

@@ -22,6 +22,7 @@ from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
 from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
+from minisgl_core.testing.references import DenseAttention
 
 
 def build_for(communicator: Communicator) -> BuildContext:
@@ -151,33 +152,60 @@ class PlainMLP(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x).tanh()
 
+    def weight_targets(self, name: str) -> Any:
+        return self.inner.weight_targets(name)
 
-@pytest.mark.parametrize("change", ["nothing", "a layer", "an attention", "an MLP", "the norms", "the model"])
-def test_a_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between(change: str) -> None:
-    config = tiny_config(num_hidden_layers=2)
 
+def changed_model(change: str, config: ModelConfig, build: BuildContext) -> DecoderModel:
     class Changed(OwnModel if change == "the model" else DecoderModel):  # type: ignore[misc]
         def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
             layer = super().build_layer(index, build)
-            attention = OwnAttention(config, index, build) if change == "an attention" else layer.attention
-            mlp: Any = PlainMLP(layer.mlp) if change == "an MLP" else layer.mlp
-            changed = (Sealed if change == "a layer" else DecoderLayer)(attention, mlp, config, build)
-            if change == "the norms":
-                changed.input_norm = changed.post_attention_norm = OwnNorm(24, 1e-6, build)
+            is_last = index == config.num_layers - 1
+            attention = OwnAttention(config, index, build) if is_last and change == "an attention" else layer.attention
+            mlp: Any = PlainMLP(layer.mlp) if is_last and change == "an MLP" else layer.mlp
+            changed = (Sealed if is_last and change == "a layer" else DecoderLayer)(attention, mlp, config, build)
+            if is_last and change == "a norm":
+                changed.input_norm = OwnNorm(config.hidden_size, 1e-6, build)
             return changed
 
-    group = OfRank(0, 2)
-    model = Changed(config, build_for(group))
-    model.norm = (OwnNorm if change == "the norms" else RMSNorm)(24, 1e-6, build_for(group))
+    model = Changed(config, build)
+    if change == "the last norm":
+        model.norm = OwnNorm(config.hidden_size, 1e-6, build)
+    return model
+
+
+def fill(model: DecoderModel) -> None:
+    """Each rank takes its part of the same weights."""
+    for seed, (_, target) in enumerate(model.weight_targets()):
+        whole = torch.randn(target.shape or target.destination.shape, generator=torch.Generator().manual_seed(seed))
+        target.destination.copy_(whole[target.index] * 0.3)
     model.finalize()
-    within = [group if change in ("nothing", "an MLP", "the model") else None] * 2
-    assert [layer.post_attention_norm.sums for layer in model.layers] == within
-    between = group if change in ("nothing", "an attention") else None
-    assert [model.layers[0].input_norm.sums, model.layers[1].input_norm.sums, model.norm.sums] == [
-        None,
-        between,
-        between,
-    ]
+
+
+@pytest.mark.parametrize("change", ["a layer", "an attention", "an MLP", "a norm", "the last norm", "the model"])
+def test_no_sum_is_left_to_a_norm_where_one_part_is_of_another_kind(change: str) -> None:
+    """Or the norms between would leave the residual up to date in some rows alone."""
+    config = tiny_config(num_hidden_layers=2)
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        model = changed_model(change, config, build_for(communicator))
+        fill(model)
+        assert not any(module.sums for module in model.modules() if isinstance(module, RMSNorm))
+        return model(torch.arange(4), torch.arange(4), DenseAttention())
+
+    [expected] = run_ranks(1, run)
+    for size in (2, 4):
+        assert all(torch.allclose(hidden, expected, atol=1e-5) for hidden in run_ranks(size, run))
+
+
+def test_every_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between() -> None:
+    config, group = tiny_config(num_hidden_layers=2), OfRank(0, 2)
+    model = changed_model("nothing", config, build_for(group))
+    model.finalize()
+    first, second = model.layers
+    assert first.input_norm.sums is None
+    norms = (first.post_attention_norm, second.input_norm, second.post_attention_norm, model.norm)
+    assert all(norm.sums is group for norm in norms)
 
 
 def test_a_prepared_matrix_belongs_to_the_kernel() -> None:

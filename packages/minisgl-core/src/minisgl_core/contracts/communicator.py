@@ -62,7 +62,8 @@ class Communicator(ABC):
         """``add_norm(all_reduce(x), residual, weight, eps)``, which most sums of a model are followed by.
 
         A communicator may do it in one step, and share the rows out over the ranks: the residual that comes back may then
-        be up to date in this rank's rows alone. It is for the next call with as many rows, and for nothing else.
+        be up to date in this rank's rows alone. It is for the next call with the same shapes and dtypes, and for nothing
+        else: who adds to a residual by this does so up to the last norm that needs it.
 
         Args:
             x: this rank's part of a sum, [T, H]; may be overwritten.

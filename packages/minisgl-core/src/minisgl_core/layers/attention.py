@@ -9,13 +9,12 @@ import torch
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rotation
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.fp8 import FP8
-from minisgl_core.layers.base import Layer, check_tp_size
+from minisgl_core.layers.base import Layer, SumOverRanks, check_tp_size
 from minisgl_core.layers.linear import QKVParallelLinear, RowParallelLinear, Targets
 from minisgl_core.layers.norm import RMSNorm
 
@@ -61,9 +60,9 @@ class Attention(Layer):
         out: torch.Tensor = self.o_proj(attend(q, k, v, self.layer, rotation).flatten(1))
         return out
 
-    def leave_sum(self) -> Communicator | None:
+    def last_sum(self) -> SumOverRanks | None:
         """The output projection's. See `Layer`."""
-        return self.o_proj.leave_sum()
+        return self.o_proj.last_sum()
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names for Llama and its kin."""

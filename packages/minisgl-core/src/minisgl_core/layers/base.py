@@ -26,8 +26,8 @@ class Layer(nn.Module):
         super().__init_subclass__(**kwargs)
         if "forward" in cls.__dict__:
             cls.__call__ = cls.__dict__["forward"]  # type: ignore[method-assign]
-            if "leave_sum" not in cls.__dict__:
-                cls.leave_sum = Layer.leave_sum  # type: ignore[method-assign]
+            if "last_sum" not in cls.__dict__:
+                cls.last_sum = Layer.last_sum  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -35,16 +35,33 @@ class Layer(nn.Module):
         if name in own.get("_modules", ()) or name in own.get("_parameters", ()):
             own[name] = value
 
-    def leave_sum(self) -> Communicator | None:
-        """Let `forward` return this rank's part of a sum from now on, where it is one.
+    def last_sum(self) -> SumOverRanks | None:
+        """The sum over ranks whose result `forward` returns as it is; None where there is none.
 
-        A class with a `forward` of its own does not inherit this: it may do more with the sum, and says itself if it can.
-
-        Returns:
-            Who adds up the parts, for the layer that follows to do that together with its own work; None where `forward`
-            goes on to return all there is. Safe to call twice.
+        A class with a `forward` of its own does not inherit this: it may do more with the sum, and says itself if not.
         """
         return None
+
+
+class SumOverRanks:
+    """What adds up the ranks' parts at the end of a layer, or leaves that to the layer that follows.
+
+    Attributes:
+        communicator: the ranks.
+        is_left: whether the layer returns its rank's part alone. Set by who has seen to it that the next layer adds up.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator, self.is_left = communicator, False
+
+    @classmethod
+    def of(cls, build: BuildContext) -> SumOverRanks | None:
+        """Over the ranks of `build`; None where there is one."""
+        return cls(build.communicator) if build.tp_size > 1 else None
+
+    def __call__(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum, or `part` where it is left; `part` may be overwritten."""
+        return part if self.is_left else self.communicator.all_reduce(part)
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:

@@ -13,7 +13,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.base import Layer
+from minisgl_core.layers.base import Layer, SumOverRanks
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import Targets
 from minisgl_core.layers.mlp import GatedMLP
@@ -121,22 +121,28 @@ class DecoderModel(Model):
 
     def finalize(self) -> None:
         """See `Model.finalize`. Norms sum over the ranks from here on: only now are all of a subclass's parts in place."""
-        if all(type(each).forward is DecoderLayer.forward for each in self._layers):  # others may do more with a sum
-            self._sum_in_norms()
+        if pairs := self._sums_and_norms():
+            for last_sum, norm in pairs:
+                last_sum.is_left, norm.sums = True, last_sum.communicator
         super().finalize()
 
-    def _sum_in_norms(self) -> None:
-        """Let each norm add up over the ranks what comes before it, which may be done in one step."""
-        for layer in self._layers:
-            _leave_sum(layer.attention, layer.post_attention_norm)
-        if type(self).forward is DecoderModel.forward:
-            following = [*(each.input_norm for each in self._layers[1:]), self.norm]
-            for layer, norm in zip(self._layers, following, strict=True):
-                _leave_sum(layer.mlp, norm)
+    def _sums_and_norms(self) -> list[tuple[SumOverRanks, RMSNorm]]:
+        """Each layer's two sums over the ranks and the norms that may do them; empty where one of them is not to be left.
 
-
-def _leave_sum(layer: nn.Module, norm: RMSNorm) -> None:
-    """Leave the sum over ranks of what `layer` returns to `norm`, where the one knows how to and so does the other."""
-    leave_sum = getattr(layer, "leave_sum", None)
-    if leave_sum is not None and type(norm).add is RMSNorm.add:
-        norm.sums = leave_sum()
+        All or none: a norm that sums may leave the residual to the next norm's sum, up to date in some rows alone.
+        """
+        if type(self).forward is not DecoderModel.forward:
+            return []
+        if any(
+            type(each).forward is not DecoderLayer.forward for each in self._layers
+        ):  # others may do more with a sum
+            return []
+        following = [*(each.input_norm for each in self._layers[1:]), self.norm]
+        pairs: list[tuple[SumOverRanks, RMSNorm]] = []
+        for layer, next_norm in zip(self._layers, following, strict=True):
+            for part, norm in ((layer.attention, layer.post_attention_norm), (layer.mlp, next_norm)):
+                last_sum = part.last_sum() if isinstance(part, Layer) else None
+                if last_sum is None or type(norm).add is not RMSNorm.add:
+                    return []
+                pairs.append((last_sum, norm))
+        return pairs

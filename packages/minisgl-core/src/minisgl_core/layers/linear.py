@@ -9,11 +9,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import Layer, Shard, empty_parameter
+from minisgl_core.layers.base import Layer, Shard, SumOverRanks, empty_parameter
 
 Targets = Iterator[tuple[str, WeightTarget]]
 """Checkpoint names and where their values go."""
@@ -134,19 +133,15 @@ class RowParallelLinear(Linear):
         """`in_features` of the whole model."""
         self._columns = Shard.of(in_features, build)
         super().__init__(self._columns.size, out_features, build, bias=bias, zero=self._columns.is_padded)
-        self._communicator = build.communicator if build.tp_size > 1 else None
-        self._owns_bias, self._leaves_sum = build.tp_rank == 0, False
+        self._sum, self._owns_bias = SumOverRanks.of(build), build.tp_rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / tp] to [T, out], the same on every rank."""
-        if self._communicator is None or self._leaves_sum:
-            return self.op(x)
-        return self._communicator.all_reduce(self.op(x))
+        return self.op(x) if self._sum is None else self._sum(self.op(x))
 
-    def leave_sum(self) -> Communicator | None:
-        """Each rank has the products of its own columns. See `Layer`."""
-        self._leaves_sum = True
-        return self._communicator
+    def last_sum(self) -> SumOverRanks | None:
+        """Of the products of each rank's own columns. See `Layer`."""
+        return self._sum
 
     def weight_targets(self, name: str) -> Targets:
         """This rank's columns; the whole bias."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.config.model import ModelConfig
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.layers.base import Layer, check_activation
+from minisgl_core.layers.base import Layer, SumOverRanks, check_activation
 from minisgl_core.layers.linear import ColumnParallelLinear, RowParallelLinear, Targets, not_prepared
 
 
@@ -34,9 +33,9 @@ class GatedMLP(Layer):
         out: torch.Tensor = self.down_proj(self._gated(x))
         return out
 
-    def leave_sum(self) -> Communicator | None:
+    def last_sum(self) -> SumOverRanks | None:
         """The down projection's. See `Layer`."""
-        return self.down_proj.leave_sum()
+        return self.down_proj.last_sum()
 
     def prepare(self) -> None:
         """Join the first two matrices and the activation."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.config.model import ModelConfig
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.errors import ProviderUnsupportedError
-from minisgl_core.layers.base import Layer, Shard, check_activation, empty_parameter
+from minisgl_core.layers.base import Layer, Shard, SumOverRanks, check_activation, empty_parameter
 from minisgl_core.layers.linear import Linear, Targets
 
 
@@ -37,7 +36,7 @@ class SparseMoeMLP(Layer):
         if reasons := build.moe_kernel.unsupported(spec):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
         self._kernel = build.moe_kernel(spec)
-        self._communicator, self._leaves_sum = (build.communicator if build.tp_size > 1 else None), False
+        self._sum = SumOverRanks.of(build)
         padded = self._inner.is_padded
         self.router = Linear(hidden, num_experts, build)
         self.gate_up = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
@@ -47,12 +46,11 @@ class SparseMoeMLP(Layer):
         """x [T, H] to the same."""
         weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
         out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
-        return out if self._communicator is None or self._leaves_sum else self._communicator.all_reduce(out)
+        return out if self._sum is None else self._sum(out)
 
-    def leave_sum(self) -> Communicator | None:
-        """Each rank computes its part of every expert. See `Layer`."""
-        self._leaves_sum = True
-        return self._communicator
+    def last_sum(self) -> SumOverRanks | None:
+        """Of each rank's part of every expert. See `Layer`."""
+        return self._sum
 
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names: a matrix an expert."""

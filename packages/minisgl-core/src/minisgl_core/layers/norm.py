@@ -17,7 +17,7 @@ class RMSNorm(Layer):
 
     Attributes:
         sums: where set, what `add` is given are parts of a sum, one a rank, which this adds up first; from
-            `Layer.leave_sum` of the layer before.
+            `Layer.last_sum` of the layer before.
     """
 
     def __init__(self, size: int, eps: float, build: BuildContext) -> None:

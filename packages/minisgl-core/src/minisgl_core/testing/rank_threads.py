@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRank
 
 Result = TypeVar("Result")
 
@@ -37,7 +37,10 @@ class _Exchange:
 
 
 class ThreadCommunicator(Communicator):
-    """Collectives between threads. Sums in rank order, so every rank has the same bits."""
+    """Collectives between threads. Sums in rank order, so every rank has the same bits.
+
+    Takes the freedom that `all_reduce_add_norm` has: where rows divide by the ranks, a residual is NaN in the other ranks'.
+    """
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
         self.rank, self.size, self._exchange = rank, size, exchange
@@ -47,6 +50,18 @@ class ThreadCommunicator(Communicator):
         total: torch.Tensor = sum(self._exchange.swap(self.rank, x), torch.zeros_like(x))
         self._exchange.swap(self.rank, None)
         return x.copy_(total)
+
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Each rank normalises its part of the rows."""
+        if len(x) % self.size:
+            return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
+        mine = slice(self.rank * len(x) // self.size, (self.rank + 1) * len(x) // self.size)
+        norm, added = add_norm(self.all_reduce(x)[mine], residual[mine], weight, eps)
+        rows = torch.full_like(residual, torch.nan)
+        rows[mine] = added
+        return self.all_gather(norm, 0), rows
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The concatenation."""
