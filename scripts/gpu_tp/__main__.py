@@ -56,7 +56,13 @@ def run_part(out: Path, worker: str, phase: str, tp: int, *arguments: Any) -> li
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
     )
-    timer = threading.Timer(LIMITS_S[phase], os.killpg, (process.pid, signal.SIGKILL))
+    timed_out = threading.Event()
+
+    def end() -> None:
+        timed_out.set()
+        os.killpg(process.pid, signal.SIGKILL)
+
+    timer = threading.Timer(LIMITS_S[phase], end)
     timer.daemon = True
     timer.start()
     started, results, lines = time.perf_counter(), list[Result](), list[str]()
@@ -72,11 +78,11 @@ def run_part(out: Path, worker: str, phase: str, tp: int, *arguments: Any) -> li
                 log.write(line)
                 log.flush()
     status = process.wait()
-    timed_out = not timer.is_alive()
     timer.cancel()
-    if status != 0:
-        seconds = time.perf_counter() - started
-        why = f"ended after {LIMITS_S[phase]} s" if timed_out else f"exit status {status} after {seconds:.0f} s"
+    if status != 0 or timed_out.is_set():
+        why = f"exit status {status} after {time.perf_counter() - started:.0f} s"
+        if timed_out.is_set():
+            why = f"ended after {LIMITS_S[phase]} s" if status else "left processes behind"
         results.append({"phase": phase, "tp": tp, "what": label, "ok": False, "note": why})
         show(results[-1])
         print("\n".join(f"    | {line[:200]}" for line in lines[-25:]), flush=True)
