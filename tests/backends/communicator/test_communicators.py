@@ -8,6 +8,7 @@ from minisgl_backends.communicator.oneshot import OneShotCommunicator
 from minisgl_backends.communicator.pynccl import NcclCommunicator
 from minisgl_backends.communicator.torch_distributed import TorchCommunicator
 from minisgl_core.contracts.communicator import CommunicatorSpec
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.testing.communicator_kit import CommunicatorTests
 
 
@@ -59,3 +60,41 @@ def test_torch_names_a_device_that_it_does_not_serve() -> None:
     reasons = TorchCommunicator.unsupported(CommunicatorSpec(0, 2, torch.device("meta"), "tcp://127.0.0.1:1"))
     assert len(reasons) == 1
     assert "meta" in reasons[0]
+
+
+class OneShotOfOneRank(OneShotCommunicator):
+    """Without a device: its sum over one rank is what it is given, and its kernel notes what it is called with."""
+
+    def __init__(self) -> None:
+        self.rank, self.size, self.taken = 0, 1, []
+        self._one_shot_bytes, self._row_words, self._peers, self._state = 1 << 20, 1 << 20, None, None
+        self._comm = object()
+        self._takes_rows = lambda hidden_size, size: True
+        self._sum = lambda *args, **kwargs: None
+        self._sum_add_norm = lambda *args, **kwargs: self.taken.append(args[:3])
+
+
+@pytest.mark.parametrize("wide", ["residual", "weight"])
+def test_oneshot_adds_and_normalises_tensors_of_one_dtype_in_its_kernel(wide: str) -> None:
+    group, ops = OneShotOfOneRank(), Ops(torch.device("cpu"), torch.bfloat16)
+    tensors = {"x": torch.ones(2, 8), "residual": torch.ones(2, 8), "weight": torch.ones(8)}
+    tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
+    group.all_reduce_add_norm(**tensors, eps=1e-6, add_norm=ops.add_rms_norm)
+    assert len(group.taken) == 1
+    tensors[wide] = tensors[wide].float()
+    expected = ops.add_rms_norm(*(tensor.clone() for tensor in tensors.values()), 1e-6)
+    results = group.all_reduce_add_norm(**tensors, eps=1e-6, add_norm=ops.add_rms_norm)
+    assert len(group.taken) == 1
+    for result, right in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, right)
+
+
+@pytest.mark.parametrize("place", ["between other columns", "two bytes further"])
+def test_oneshot_takes_sums_of_one_shape_alike_wherever_they_lie(place: str) -> None:
+    """Else one of a model's norms would go without rows that its kernel left to other ranks."""
+    group = OneShotOfOneRank()
+    x = torch.ones(2, 16).bfloat16()[:, :8] if place == "between other columns" else torch.ones(17).bfloat16()[1:]
+    x, residual, weight = x.reshape(2, 8) if x.ndim == 1 else x, torch.ones(2, 8).bfloat16(), torch.ones(8).bfloat16()
+    group.all_reduce_add_norm(x, residual, weight, 1e-6, Ops(x.device, x.dtype).add_rms_norm)
+    [taken] = group.taken
+    assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in taken)

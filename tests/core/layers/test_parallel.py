@@ -169,6 +169,8 @@ def changed_model(change: str, config: ModelConfig, build: BuildContext) -> Deco
             return changed
 
     model = Changed(config, build)
+    if change == "the last norm's dtype":
+        model.norm.weight = torch.nn.Parameter(torch.zeros(24).double(), requires_grad=False)
     if change == "the last norm":
         model.norm = OwnNorm(config.hidden_size, 1e-6, build)
     return model
@@ -182,7 +184,9 @@ def fill(model: DecoderModel) -> None:
     model.finalize()
 
 
-@pytest.mark.parametrize("change", ["a layer", "an attention", "an MLP", "a norm", "the last norm", "the model"])
+@pytest.mark.parametrize(
+    "change", ["a layer", "an attention", "an MLP", "a norm", "the last norm's dtype", "the last norm", "the model"]
+)
 def test_no_sum_is_left_to_a_norm_where_one_part_is_of_another_kind(change: str) -> None:
     """Or the norms between would leave the residual up to date in some rows alone."""
     config = tiny_config(num_hidden_layers=2)

@@ -79,26 +79,27 @@ class OneShotCommunicator(NcclCommunicator):
             return super().all_reduce(x)
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank is gone")
-        x = x.contiguous()
-        if x.data_ptr() % 16:
-            x = x.clone()
+        x = _in_whole_words(x)
         self._sum(x, self._peers, self._state, self.rank, self._row_words, two_shots=not is_small)
         return x
 
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In one kernel for messages that it takes, of 16-bit numbers: where rows divide by the ranks, each does its part."""
+        """In one kernel for messages that it takes, of 16-bit numbers: where rows divide by the ranks, each does its part.
+
+        Shapes and dtypes alone decide, as they are the same for all sums that share a residual.
+        """
         num_bytes = x.numel() * x.element_size()
         is_small = num_bytes <= self._one_shot_bytes
         is_middling = num_bytes <= self.two_shots_bytes and len(x) % self.size == 0
-        fits = x.dtype in _DTYPES[1:] and self._takes_rows(x.shape[1], self.size)
-        tensors = (x, residual, weight)
-        fits = fits and all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in tensors)
+        fits = x.dtype in _DTYPES[1:] and x.dtype == residual.dtype == weight.dtype
+        fits = fits and self._takes_rows(x.shape[1], self.size)
         if not fits or not num_bytes or not (is_small or is_middling):
             return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank is gone")
+        x, residual, weight = _in_whole_words(x), _in_whole_words(residual), _in_whole_words(weight)
         of_group = (self._peers, self._state, self.rank, self._row_words)
         self._sum_add_norm(x, residual, weight, eps, *of_group, shared=not is_small)
         return x, residual
@@ -112,3 +113,9 @@ class OneShotCommunicator(NcclCommunicator):
         """Leave the group, when its work is done on this rank."""
         super().close()
         self._memory.close()
+
+
+def _in_whole_words(x: torch.Tensor) -> torch.Tensor:
+    """`x`, or a copy where it is not contiguous from a multiple of 16 bytes on, as the kernels read it."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x

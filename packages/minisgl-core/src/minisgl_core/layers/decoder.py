@@ -74,6 +74,7 @@ class DecoderModel(Model):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
+        self._dtype = build.dtype
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary = RotaryCache(config.rope, config.max_position, build)
         self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
@@ -142,7 +143,8 @@ class DecoderModel(Model):
         for layer, next_norm in zip(self._layers, following, strict=True):
             for part, norm in ((layer.attention, layer.post_attention_norm), (layer.mlp, next_norm)):
                 last_sum = part.last_sum() if isinstance(part, Layer) else None
-                if last_sum is None or type(norm).add is not RMSNorm.add:
+                is_plain = type(norm).add is RMSNorm.add and norm.weight.dtype == self._dtype
+                if last_sum is None or not is_plain:
                     return []
                 pairs.append((last_sum, norm))
         return pairs
