@@ -1,4 +1,4 @@
-"""Whom a checkpoint's config is shown to, and in which order."""
+"""Whom a checkpoint's config is shown to, and in which order; what a start that fails leaves."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ import pytest
 import tiny
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.engine.build import build_engine, open_checkpoint
-from minisgl_core.errors import ModelFormatError, ProviderNotFoundError
+from minisgl_core.errors import ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers.decoder import DecoderModel
 from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
 
 
@@ -63,3 +65,56 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
 def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=message):
         build_engine(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
+
+
+class FirstOfTwo(SingleRank):
+    """A communicator that cannot be given up without an error, and says what was tried."""
+
+    provider_digest: object = None
+    calls: list[str]
+
+    def __init__(self, spec: CommunicatorSpec) -> None:
+        self.rank, self.size, self.calls = spec.rank, spec.size, []
+
+    def broadcast_object(self, value: object) -> object:
+        return self.provider_digest or value
+
+    def abort(self) -> None:
+        self.calls.append("abort")
+        raise RuntimeError("the other rank is gone")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+class FirstOfTwoThatDiffer(FirstOfTwo):
+    provider_digest = "another"
+
+
+def of_two(provider: type[Communicator]) -> tuple[EngineConfig, Registry]:
+    config = EngineConfig.from_flat(
+        model=str(tiny.checkpoint()), platform="cpu", ops="torch", dtype="float32", tp=2, communicator="own"
+    )
+    shipped = tiny.registry()
+    entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
+    return config, Registry([*entries, Entry("communicator", "own", f"{__name__}:{provider.__name__}", "own", "1")])
+
+
+@pytest.mark.parametrize(
+    ("provider", "error"), [(FirstOfTwo, "no tensor of that kind"), (FirstOfTwoThatDiffer, "resolved other providers")]
+)
+def test_a_start_that_fails_closes_what_it_joined(
+    provider: type[FirstOfTwo], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And tells of its own error, not of one on the way out."""
+
+    def fail(*args: Any) -> None:
+        raise PluginError("no tensor of that kind")
+
+    joined: list[Any] = []
+    config, registry = of_two(provider)
+    monkeypatch.setattr("minisgl_core.engine.build.load_weights", fail)
+    with pytest.raises(PluginError, match=error):
+        build_engine(config, registry, Hooks(), progress=False, joined=joined.append)
+    [communicator] = joined
+    assert communicator.calls == ["abort", "close"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,11 +135,12 @@ def build_engine(
     platform = platform_class(rank)
     phases.done("opened the checkpoint")
     with platform.stream():
-        communicator = _join(config, registry, platform, checkpoint.config.architecture, rank, init_method)
-        joined(communicator)
-        phases.done("joined the ranks")
+        communicator = _join(config, registry, platform, rank, init_method)
         engine: Engine | None = None
         try:
+            joined(communicator)
+            _check_same_providers(config, registry, communicator, checkpoint.config.architecture)
+            phases.done("joined the ranks")
             ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
             kv_dtype = kv_torch_dtype(config, ops.dtype)
@@ -162,7 +164,10 @@ def build_engine(
         except BaseException:
             if engine is not None:
                 engine.free_graphs()
-            communicator.abort()  # or kernels that wait for the other ranks would hold the device for good
+            # Without the first, kernels that wait for the other ranks would hold the device for good.
+            for leave in (communicator.abort, communicator.close):
+                with suppress(Exception):  # the error that brought it here is the one to tell
+                    leave()
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
     return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
@@ -213,17 +218,23 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
     return unsupported
 
 
-def _join(
-    config: EngineConfig, registry: Registry, platform: Platform, architecture: str, rank: int, init_method: str
-) -> Communicator:
-    """Join the other ranks, after a look that all resolved the same providers: a mismatch would be a hang later."""
+def _join(config: EngineConfig, registry: Registry, platform: Platform, rank: int, init_method: str) -> Communicator:
+    """Join the other ranks."""
     if config.parallel.tp == 1:
         return SingleRank()
     spec = CommunicatorSpec(rank, config.parallel.tp, platform.device, init_method, timeout_s=600)
     provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
     if reasons := provider.unsupported(spec):
         raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
-    communicator = provider(spec)
+    return provider(spec)
+
+
+def _check_same_providers(
+    config: EngineConfig, registry: Registry, communicator: Communicator, architecture: str
+) -> None:
+    """See that all ranks resolved the same providers: a mismatch would be a hang later."""
+    if communicator.size == 1:
+        return
     chosen = {
         "attention": config.backends.attn,
         "communicator": config.backends.communicator,
@@ -234,8 +245,8 @@ def _join(
     digest = registry.digest(chosen)
     first = communicator.broadcast_object(digest)
     if first != digest:
+        rank = communicator.rank
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
-    return communicator
 
 
 _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
