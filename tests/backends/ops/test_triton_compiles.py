@@ -57,6 +57,26 @@ compiled(_linear, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": Fal
 compiled(_linear, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
 """
 
+SHARED_MEMORY = """
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl_backends.kernels.paged_prefill import _prefill, prefill_tile
+
+kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*fp32") | dict.fromkeys(("scale", "v_scale"), "fp32")
+kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles"), "*i32")
+pairs, keys = prefill_tile(256, torch.float32)
+constants = {"G": 4, "D": 256, "PAGE_SIZE": 16, "WIDEN": False, "WINDOW": 0, "M_BLOCK": pairs, "N_BLOCK": keys}
+signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _prefill.arg_names}
+aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(_prefill.arg_names) if signature[name][0] == "*"}
+for capability in (89, 120):
+    source = ASTSource(_prefill, signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": 4, "num_stages": 2}
+    taken = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+    assert taken <= 101376, f"{taken} bytes on {capability}"
+"""
+
 SLICES = """
 import torch
 from triton.backends.compiler import GPUTarget
@@ -107,3 +127,9 @@ def test_kernels_compile_for_hopper() -> None:
 def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
     """Steps send their arrays in one piece, and prefills come after decodes."""
     run(SLICES)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_the_largest_prefill_fits_into_the_shared_memory_of_small_gpus() -> None:
+    """Float32 and heads of 256, on Ada and on Blackwell for workstations."""
+    run(SHARED_MEMORY)

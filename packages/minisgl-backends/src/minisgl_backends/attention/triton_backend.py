@@ -90,7 +90,7 @@ class TritonAttention(AttentionBackend):
         return self._decodes.DecodeScratch.make(num_requests, *heads, spec.head_dim, spec.device)
 
     def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
-        size = self._prefills.prefill_tile_size(self.spec.head_dim, self.spec.dtype)
+        size, _ = self._prefills.prefill_tile(self.spec.head_dim, self.spec.dtype)
         pairs = prefills.q_lens_host.astype(np.int64) * (self.spec.num_q_heads // self.spec.num_kv_heads)
         counts = -(-pairs // size)
         requests = np.repeat(np.arange(len(counts)), counts)

@@ -98,9 +98,15 @@ def _prefill(
     tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
 
 
-def prefill_tile_size(dim: int, dtype: torch.dtype) -> int:
-    """Pairs of query and head that `prefill` computes at once."""
-    return 64 if dim > 128 or dtype == torch.float32 else 128
+def prefill_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
+    """How many pairs of query and head `prefill` computes at once, over how many keys.
+
+    They fit into 99 KB of shared memory, which every GPU since Ampere has.
+    """
+    is_wide, is_float32 = dim > 128, dtype == torch.float32
+    if is_wide and is_float32:
+        return 32, 16
+    return (64, 32) if is_wide or is_float32 else (128, 64)
 
 
 def prefill(
@@ -131,12 +137,11 @@ def prefill(
     """
     num_q_heads, dim = q.shape[1:]
     heads = k_pages.shape[2]
-    tile = prefill_tile_size(dim, q.dtype)
+    pairs, keys = prefill_tile(dim, q.dtype)
     k_scale, v_scale = layer.kv_scales
     _prefill[(len(tiles), heads)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, cu_seqlens_q, seq_lens,
         tiles, out, layer.scale * k_scale * LOG2_E, v_scale, heads,
-        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0, M_BLOCK=tile,
-        N_BLOCK=32 if dim > 128 or q.dtype == torch.float32 else 64, WIDEN=not q.is_cuda,
-        num_warps=8 if tile == 128 and dim == 128 else 4, num_stages=2,
+        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0, M_BLOCK=pairs,
+        N_BLOCK=keys, WIDEN=not q.is_cuda, num_warps=8 if pairs == 128 and dim == 128 else 4, num_stages=2,
     )  # fmt: skip
