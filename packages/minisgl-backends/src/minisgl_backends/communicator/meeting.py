@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +48,12 @@ class Meeting:
         key = self._next_key()
         self.store.set(f"{key}/{self._rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self._size)]
+
+    def part(self, patience_s: float) -> None:
+        """Meet for the last time: return once all ranks have come here, or `patience_s` seconds have passed without one."""
+        self.store.set_timeout(timedelta(seconds=patience_s))
+        with suppress(RuntimeError):
+            self.gather(None)
 
     def _next_key(self) -> str:
         self._num_rounds += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+from contextlib import suppress
 from typing import ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from minisgl_core.contracts.communicator import AddNorm, CommunicatorSpec
 _SIZES = (2, 4, 8)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NUM_TURNS = 3
+_PARTING_S = 1.0
 
 
 class OneShotCommunicator(NcclCommunicator):
@@ -31,6 +33,8 @@ class OneShotCommunicator(NcclCommunicator):
     one_shot_bytes: ClassVar[dict[int, int]] = {2: 1 << 20, 4: 256 << 10, 8: 64 << 10}
     two_shots_bytes: ClassVar[int] = 8 << 20
     num_programs: ClassVar[int] = 64
+    _memory: PeerMemory | None = None
+    _give_up: torch.Tensor | None = None
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
@@ -54,10 +58,20 @@ class OneShotCommunicator(NcclCommunicator):
 
         Raises:
             RuntimeError: not all ranks came within ``spec.timeout_s``, or their devices cannot be connected.
+            ProviderUnsupportedError: CUDA does not let one process have the memory of another.
         """
+        super().__init__(spec)
+        try:
+            self._connect_peers(spec)
+        except BaseException:
+            for leave in (self.abort, self.close):
+                with suppress(RuntimeError):  # the error that brought it here is the one to tell
+                    leave()
+            raise
+
+    def _connect_peers(self, spec: CommunicatorSpec) -> None:
         from minisgl_backends.kernels.peer_reduce import EMPTY, STATE_WORDS, sum_add_norm, sum_over_peers, takes_rows
 
-        super().__init__(spec)
         self._sum, self._sum_add_norm, self._takes_rows = sum_over_peers, sum_add_norm, takes_rows
         self._row_words = self.two_shots_bytes // spec.size // 4
         num_words = _NUM_TURNS * 2 * spec.size * self._row_words
@@ -106,13 +120,16 @@ class OneShotCommunicator(NcclCommunicator):
 
     def abort(self) -> None:
         """End the kernels that wait, NCCL's too."""
-        self._give_up.fill_(1)
+        if self._give_up is not None:
+            self._give_up.fill_(1)
         super().abort()
 
     def close(self) -> None:
-        """Leave the group, when its work is done on this rank."""
+        """Leave the group, when its work is done on this rank. Waits a moment for the others to do so, unless it was aborted."""
+        is_whole = self._comm is not None
         super().close()
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close(_PARTING_S if is_whole else 0)
 
 
 def _in_whole_words(x: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.communicator.meeting import Meeting
+from minisgl_core.errors import ProviderUnsupportedError
 
 
 class _IpcHandle(ctypes.Structure):
@@ -66,35 +68,62 @@ class PeerMemory:
             fill: what the words hold before any other rank can write.
 
         Raises:
-            RuntimeError: the devices cannot reach each other.
+            RuntimeError: a rank did not come, or the device has no memory left.
+            ProviderUnsupportedError: CUDA does not let one process have the memory of another.
         """
-        self._device, self._call = device, _driver()
-        mine, handle = c_uint64(), _IpcHandle()
+        self._device, self._meeting, self._call = device, meeting, _driver()
+        self._opened: list[int] = []
+        mine = c_uint64()
         torch.cuda.synchronize(device)  # gives this thread the device's context
         self._call("cuMemAlloc_v2", ctypes.byref(mine), 4 * num_words)
         self._mine: int | None = mine.value
-        self._call("cuMemsetD32_v2", mine, fill, num_words)
-        torch.cuda.synchronize(device)
-        self._call("cuIpcGetMemHandle", ctypes.byref(handle), mine)
-        handles = meeting.gather(bytes(handle).hex())
-        self.addresses = [
-            mine.value if other == rank else self._open(bytes.fromhex(shared)) for other, shared in enumerate(handles)
-        ]
-        self._opened = [address for other, address in enumerate(self.addresses) if other != rank]
+        try:
+            self._call("cuMemsetD32_v2", mine, fill, num_words)
+            torch.cuda.synchronize(device)
+            handles = meeting.gather(self._export(mine).hex())
+            self.addresses = [
+                mine.value if other == rank else self._open(bytes.fromhex(shared))
+                for other, shared in enumerate(handles)
+            ]
+        except BaseException:
+            with suppress(RuntimeError):
+                self.close()
+            raise
+
+    def _export(self, memory: c_uint64) -> bytes:
+        handle = _IpcHandle()
+        self._share("cuIpcGetMemHandle", ctypes.byref(handle), memory)
+        return bytes(handle)
 
     def _open(self, handle: bytes) -> int:
         address = c_uint64()
-        self._call(
+        self._share(
             "cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
         )
+        self._opened.append(address.value)
         return address.value
 
-    def close(self) -> None:
-        """Free this rank's and let go of the others', when no kernel uses them. Safe to call twice."""
+    def _share(self, name: str, *arguments: Any) -> None:
+        try:
+            self._call(name, *arguments)
+        except RuntimeError as error:
+            reason = f"a process cannot have the GPU memory of another ({error}), as in WSL2 and some containers"
+            raise ProviderUnsupportedError(
+                "communicator", "oneshot", [f"{reason}; use --communicator torch"]
+            ) from error
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Let go of the others' memory and free this rank's, when no kernel uses them. Safe to call twice.
+
+        Args:
+            patience_s: how long to wait, before it is freed, for the others to let go of it, which CUDA asks for.
+        """
         mine, self._mine = self._mine, None
         if mine is None:
             return
         torch.cuda.synchronize(self._device)
         for address in self._opened:
             self._call("cuIpcCloseMemHandle", address)
+        if patience_s:
+            self._meeting.part(patience_s)
         self._call("cuMemFree_v2", mine)

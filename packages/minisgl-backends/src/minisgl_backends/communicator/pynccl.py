@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import threading
+from contextlib import suppress
 
 import torch
 
@@ -50,8 +51,13 @@ class NcclCommunicator(Communicator):
         if self.rank == 0:
             logger.info("NCCL %s connects %d ranks", self._nccl.version, self.size)
         # It allocates at the first collective: have it here, where an error is still one of start-up.
-        NcclCommunicator.all_reduce(self, torch.zeros(1, device=spec.device))
-        torch.cuda.current_stream().synchronize()
+        try:
+            NcclCommunicator.all_reduce(self, torch.zeros(1, device=spec.device))
+            torch.cuda.current_stream().synchronize()
+        except BaseException:
+            with suppress(RuntimeError):
+                NcclCommunicator.abort(self)
+            raise
 
     def _connect(self, nccl: NcclLibrary) -> ctypes.c_void_p:
         unique, comm = UniqueId(), ctypes.c_void_p()
