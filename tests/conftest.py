@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # as the minisgl command does, before torch is loaded
+import hypothesis
 import torch
 
+hypothesis.settings.register_profile("untimed", deadline=None)  # on a busy machine, an example may take any time
+hypothesis.settings.load_profile("untimed")
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

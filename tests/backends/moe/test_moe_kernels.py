@@ -39,7 +39,7 @@ class TestTorchOnCuda(MoeKernelTests):
     device = "cuda"
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_blocks_hold_every_row_once_with_its_expert(data: st.DataObject) -> None:
     from minisgl_backends.moe.sorted_blocks import sort_into_blocks

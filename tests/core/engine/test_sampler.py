@@ -67,7 +67,7 @@ sampling = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(sampling, min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([40, 2000]))
 def test_tokens_are_those_of_the_definition_and_do_not_depend_on_the_batch(
     params: list[SamplingParams], seed: int, vocab_size: int

@@ -54,7 +54,7 @@ def byte_ids(engine_tokenizer: Any) -> list[int]:
 
 
 @given(data=st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_pieces_joined_are_the_whole_text(
     data: st.DataObject, engine_tokenizer: Any, byte_ids: list[int], tokens: TokenBytes
 ) -> None:
@@ -123,7 +123,7 @@ def test_only_the_last_tokens_are_decoded_again(engine_tokenizer: Any) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_stop_texts_cut_the_output_before_the_first_match(
     data: st.DataObject, engine_tokenizer: Any, tokens: TokenBytes
 ) -> None:
@@ -183,7 +183,7 @@ def sentencepiece_tokenizer() -> Any:
     words=st.lists(st.sampled_from(["▁hello", "▁world", "!", "▁", "</s>", *"ßé漢👩"]), min_size=1, max_size=30),
     sizes=st.lists(st.integers(1, 9), max_size=3),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_sentencepiece_spaces_and_byte_fallback(words: list[str], sizes: list[int]) -> None:
     tokenizer = _sentencepiece
     ids: list[int] = []

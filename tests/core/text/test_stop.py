@@ -19,7 +19,7 @@ def naive(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
     pieces=st.lists(st.text("ab", max_size=5), max_size=12),
     stops=st.lists(st.text("ab", min_size=1, max_size=7), max_size=3).map(tuple),
 )
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=1000)
 def test_finds_what_a_search_from_the_start_finds(pieces: list[str], stops: tuple[str, ...]) -> None:
     finder, shown = StopFinder(stops), ""
     for place in range(len(pieces)):

@@ -181,7 +181,7 @@ SETUPS: list[Callable[[], ChatParser]] = [
 ]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(data=st.data(), parts=st.lists(PARTS, max_size=12), setup=st.sampled_from(SETUPS))
 def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[], ChatParser]) -> None:
     text = "".join(parts)
@@ -192,7 +192,7 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
     assert parse(setup(), list(text)) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
 def test_nothing_is_lost(parts: list[str], format: str) -> None:
