@@ -122,9 +122,8 @@ class DecoderModel(Model):
 
     def finalize(self) -> None:
         """See `Model.finalize`. Norms sum over the ranks from here on: only now are all of a subclass's parts in place."""
-        if pairs := self._sums_and_norms():
-            for last_sum, norm in pairs:
-                last_sum.is_left, norm.sums = True, last_sum.communicator
+        for last_sum, norm in self._sums_and_norms():
+            last_sum.is_left, norm.sums = True, last_sum.communicator
         super().finalize()
 
     def _sums_and_norms(self) -> list[tuple[SumOverRanks, RMSNorm]]:
@@ -132,11 +131,10 @@ class DecoderModel(Model):
 
         All or none: a norm that sums may leave the residual to the next norm's sum, up to date in some rows alone.
         """
+        # Another forward may do more with a sum.
         if type(self).forward is not DecoderModel.forward:
             return []
-        if any(
-            type(each).forward is not DecoderLayer.forward for each in self._layers
-        ):  # others may do more with a sum
+        if any(type(each).forward is not DecoderLayer.forward for each in self._layers):
             return []
         following = [*(each.input_norm for each in self._layers[1:]), self.norm]
         pairs: list[tuple[SumOverRanks, RMSNorm]] = []
