@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -175,15 +176,26 @@ def test_part_of_a_head_may_rotate() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters: low_freq_factor is missing"),
         ({"rope_parameters": {"freq_factors": [1.0], "rope_theta": 1e4}}, "freq_factors has 1 entries, not 4"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor=0 is not above 0"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "rope_scaling: factor=inf"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "rope_theta=1 is not above 1"),
+        ({"rope_theta": 0}, "config: rope_theta=0 is not above 1"),
+        ({"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "2 rotary dimensions; they must be"),
         ({"layer_types": ["full_attention"]}, "layer_types must hold"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set or not used"),
         ({"sliding_window": 8, "use_sliding_window": 1}, "use_sliding_window=1 is neither true nor false"),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 0}, "moe_intermediate_size=0"),
+        ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers=3 is not a list"),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError) as error:
         model_config({key: value for key, value in {**LLAMA, **changes}.items() if value is not ...})
     assert message in str(error.value)
+
+
+def test_a_bad_id_of_the_generation_config_names_that_file() -> None:
+    with pytest.raises(ModelFormatError, match=r"^generation_config: eos_token_id='</s>'"):
+        model_config(LLAMA, {"eos_token_id": "</s>"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def model_config(
     vocab_size = keys.positive("vocab_size")
     eos_token_ids = [
         *_token_ids(raw, "eos_token_id"),
-        *_token_ids(generation_config or {}, "eos_token_id"),
+        *_token_ids(generation_config or {}, "eos_token_id", "generation_config"),
         *([] if tokenizer_eos is None else [tokenizer_eos]),
     ]
     return ModelConfig(
@@ -106,6 +107,12 @@ class _Keys:
             raise ModelFormatError(f"{self._where}: {key}={value!r} is not a number")
         return float(value)
 
+    def above(self, key: str, bound: float, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if not bound < value < math.inf:
+            raise ModelFormatError(f"{self._where}: {key}={value:g} is not above {bound:g}")
+        return value
+
     def positive(self, key: str, default: int | None = None) -> int:
         value = self.number(key, default)
         if value < 1 or not value.is_integer():
@@ -142,11 +149,11 @@ def _first(ids: list[int]) -> int | None:
     return ids[0] if ids else None
 
 
-def _token_ids(raw: Mapping[str, Any], key: str) -> list[int]:
+def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[int]:
     value = raw.get(key)
     ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ModelFormatError(f"config: {key}={value!r} is neither a token id nor a list of them")
+        raise ModelFormatError(f"{where}: {key}={value!r} is neither a token id nor a list of them")
     return list(ids)
 
 
@@ -160,12 +167,12 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     kind = "per_layer" if is_per_layer else str(rope.get("rope_type", rope.get("type", "default")))
     fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
     rotary_dim = int(head_dim * fraction)
-    if rotary_dim % 2 or not 0 < rotary_dim <= head_dim:
+    if rotary_dim % 2 or not (4 if kind == "dynamic" else 2) <= rotary_dim <= head_dim:
         raise ModelFormatError(
             f"config: head_dim={head_dim} and partial_rotary_factor={fraction:g} give {rotary_dim} rotary dimensions; "
-            "they must be even and fit in a head"
+            "they must be even, fit in a head, and be 4 at least where rope_type is dynamic"
         )
-    theta = rope.number("rope_theta", keys.number("rope_theta", 10000.0))
+    theta = rope.above("rope_theta", 1.0, keys.above("rope_theta", 1.0, 10000.0))
     if kind not in ROPE_KINDS:
         return RopeConfig(theta, rotary_dim, kind, original_max_position=max_position)
     original = rope.positive(
@@ -178,7 +185,7 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
         theta=theta,
         rotary_dim=rotary_dim,
         kind=kind,
-        factor=1.0 if kind == "default" else rope.number("factor", implied_factor),
+        factor=1.0 if kind == "default" else rope.above("factor", 0.0, implied_factor),
         original_max_position=original,
         low_freq_factor=rope.number("low_freq_factor", None if llama3 else 1.0),
         high_freq_factor=rope.number("high_freq_factor", None if llama3 else 4.0),
@@ -228,7 +235,9 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
     num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise ModelFormatError(f"config: num_experts_per_tok={top_k} is more than {name}={num_experts}")
-    step, mlp_only = keys.positive("decoder_sparse_step", 1), set(keys.get("mlp_only_layers", ()))
+    step, mlp_only = keys.positive("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    if not isinstance(mlp_only, (list, tuple)):
+        raise ModelFormatError(f"config: mlp_only_layers={mlp_only!r} is not a list of layers")
     return MoeConfig(
         num_experts=num_experts,
         top_k=top_k,
