@@ -35,8 +35,6 @@ def parse_setting(text: str) -> tuple[str, Any]:
         value = word
     if name == "stop" and not isinstance(value, (str, list)):
         value = word  # a text that happens to be JSON, such as 5 or null
-    if name == "ignore_eos" and not isinstance(value, bool):
-        raise InvalidValueError(name, value, "true or false")
     SamplingParams(**{"max_tokens": 2**31, name: value})
     return name, value
 
