@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"
 pytest.importorskip("triton")
 
 from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402

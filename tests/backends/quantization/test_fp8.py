@@ -1,21 +1,16 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.fp8 import FP8, FP8_MAX
+from minisgl_core.testing.quantization_kit import QuantizationTests
+
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
-
-from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
-from minisgl_backends.quantization.fp8 import Fp8  # noqa: E402
-from minisgl_core.contracts.ops import Ops  # noqa: E402
-from minisgl_core.contracts.quantization import Quantization, QuantizationSpec  # noqa: E402
-from minisgl_core.fp8 import FP8, FP8_MAX  # noqa: E402
-from minisgl_core.testing.quantization_kit import QuantizationTests  # noqa: E402
-
 CPU = torch.device("cpu")
 
 
