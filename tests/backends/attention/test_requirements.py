@@ -155,6 +155,8 @@ def test_the_version_follows_the_gpu(
 
 @pytest.mark.usefixtures("hopper")
 def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # version 3 is for 9.0
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
     [reason] = FlashAttention.unsupported(SPEC)
     assert "version 2 (flash_attn) takes page sizes that are multiples of 256" in reason
