@@ -22,6 +22,7 @@ from minisgl_backends.kernels.rotary import _rotary
 from minisgl_backends.kernels.skinny_linear import _linear
 
 def compiled(kernel, kinds, constants, **options):
+    constants = constants | ({"PDL": True} if "PDL" in kernel.arg_names else {})
     kinds |= dict.fromkeys(constants, "constexpr")
     signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constexprs=constants)

@@ -11,45 +11,51 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
+
 
 @triton.jit
 def _rms_norm(
-    x, out, weight, num_rows, heads, stride_t, stride_h, eps, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    x, out, weight, num_rows, heads, stride_t, stride_h, eps,
+    N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     mask = (rows < num_rows)[:, None] & (columns < N)[None, :]
+    gain = tl.load(weight + columns, mask=columns < N, other=0.0)
+    await_previous(PDL)
     start = (rows // heads).to(tl.int64) * stride_t + (rows % heads) * stride_h
     values = tl.load(x + start[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 1) / N + eps)
-    gain = tl.load(weight + columns, mask=columns < N, other=0.0)
     normed = (values * scale[:, None]).to(gain.dtype).to(tl.float32) * gain[None, :].to(tl.float32)
     tl.store(out + rows.to(tl.int64)[:, None] * N + columns[None, :], normed, mask=mask)
 
 
 @triton.jit
-def _add_rms_norm(x, residual, weight, eps, N: tl.constexpr, BLOCK: tl.constexpr):
+def _add_rms_norm(x, residual, weight, eps, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < N
+    gain = tl.load(weight + columns, mask=mask, other=0.0)
+    await_previous(PDL)
     a = tl.load(x + row * N + columns, mask=mask, other=0.0)
     b = tl.load(residual + row * N + columns, mask=mask, other=0.0)
     total = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
     tl.store(residual + row * N + columns, total, mask=mask)
     values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, 0) / N + eps)
-    gain = tl.load(weight + columns, mask=mask, other=0.0)
     normed = (values * scale).to(gain.dtype).to(tl.float32) * gain.to(tl.float32)
     tl.store(x + row * N + columns, normed, mask=mask)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False) -> torch.Tensor:
     """Norm over the last dimension.
 
     Args:
         x: [..., N]; [T, N] and [T, heads, N] are not copied where the last dimension is contiguous.
         weight: [N].
         eps: added to the mean square.
+        overlap: whether the launch overlaps others'; see `dependent_launch`.
 
     Returns:
         A new contiguous tensor of x's shape.
@@ -79,19 +85,21 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
             BLOCK=block,
             ROWS=rows,
             num_warps=_warps(block),
+            **launch_options(overlap),
         )
     return out
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(norm of the sum, the sum), both [..., N]; written over `x` and `residual` where those are contiguous."""
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     num_rows = x.numel() // size
     if num_rows:
         block = triton.next_power_of_2(size)
-        _add_rms_norm[(num_rows,)](x, residual, weight, eps, N=size, BLOCK=block, num_warps=_warps(block))
+        options = launch_options(overlap)
+        _add_rms_norm[(num_rows,)](x, residual, weight, eps, N=size, BLOCK=block, num_warps=_warps(block), **options)
     return x, residual
 
 

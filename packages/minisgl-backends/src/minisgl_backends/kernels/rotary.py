@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.fp8 import as_stored
 from minisgl_core.contracts.ops import Rotation
 
@@ -64,11 +65,13 @@ def _rotary(
     k_pool, v_pool, slots, k_scale, v_scale, q_heads, k_heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
     Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """With STORE, k goes to its slot instead of back, and a third program a token stores v."""
     token = tl.program_id(0).to(tl.int64)
     cos += token * R
     sin += token * R
+    await_previous(PDL)
     if tl.program_id(1) == 0:
         q += token * q_stride_t
         _heads(
@@ -105,6 +108,8 @@ def rotate(
     rotation: Rotation,
     store: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     scales: tuple[float, float] = (1.0, 1.0),
+    *,
+    overlap: bool = False,
 ) -> None:
     """Rotate in place, or k on its way to the pool.
 
@@ -114,6 +119,7 @@ def rotate(
         rotation: of the tokens.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
         scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
+        overlap: whether the launch overlaps others'; see `dependent_launch`.
     """
     if not len(q):
         return
@@ -127,4 +133,5 @@ def rotate(
         D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
         Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
         NORM=rotation.norms is not None, STORE=store is not None, num_warps=4,
+        **launch_options(overlap),
     )  # fmt: skip

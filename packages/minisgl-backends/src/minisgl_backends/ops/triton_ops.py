@@ -37,6 +37,10 @@ class TritonOps(Ops):
         self._route, self._sample, self._skinny, self._quantize = route, sample, skinny_linear, quantize
         self._split_scratch = skinny_linear.SplitScratch(device)
 
+    def overlaps(self, num_rows: int) -> bool:
+        """Whether launches over so many rows overlap with their neighbours'; see `minisgl_backends.kernels.dependent_launch`."""
+        return False
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_linear`."""
         return _of_rows(self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False))
@@ -99,22 +103,22 @@ class TritonOps(Ops):
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
-        return self._norm.rms_norm(x, weight, eps)
+        return self._norm.rms_norm(x, weight, eps, overlap=self.overlaps(len(x)))
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.add_rms_norm`; in place."""
-        return self._norm.add_rms_norm(x, residual, weight, eps)
+        return self._norm.add_rms_norm(x, residual, weight, eps, overlap=self.overlaps(len(x)))
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """See `Ops.silu_and_mul`."""
-        return self._activation.silu_and_mul(gate_up)
+        return self._activation.silu_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.rotate`; in place."""
         q, k = _dense(q), _dense(k)
-        self._rotary.rotate(q, k, rotation)
+        self._rotary.rotate(q, k, rotation, overlap=self.overlaps(len(q)))
         return q, k
 
     def rotate_and_store(
@@ -130,7 +134,8 @@ class TritonOps(Ops):
     ) -> torch.Tensor:
         """See `Ops.rotate_and_store`; q in place."""
         q, k, v = _dense(q), _dense(k), _dense(v)
-        self._rotary.rotate(q, k, rotation, (v, k_pages, v_pages, slots), scales)
+        store = v, k_pages, v_pages, slots
+        self._rotary.rotate(q, k, rotation, store, scales, overlap=self.overlaps(len(q)))
         return q
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,169 @@
+"""Kernels whose launches overlap wait before they touch what earlier ones may. Compiles for a GPU, needs none."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+
+COMPILE = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl_backends.kernels.activation import _silu_and_mul
+from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
+from minisgl_backends.kernels.rotary import _rotary
+
+found = {}
+
+def compiled(label, kernel, kinds, constants, pdl=True, **options):
+    constants = constants | {"PDL": pdl}
+    kinds = {"eps": "fp32"} | kinds | dict.fromkeys(constants, "constexpr")
+    signature = {name: kinds.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] in "*i"}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4} | options).asm["ptx"]
+    found[label] = {"ptx": ptx, "params": [name for name, kind in signature.items() if kind != "constexpr"]}
+
+rows = dict.fromkeys(("x", "out", "weight", "residual", "gate_up"), "*bf16")
+compiled("rms_norm", _rms_norm, rows, {"N": 1000, "BLOCK": 1024, "ROWS": 1})
+compiled("without", _rms_norm, rows, {"N": 1000, "BLOCK": 1024, "ROWS": 1}, pdl=False)
+compiled("head_norm", _rms_norm, rows, {"N": 128, "BLOCK": 128, "ROWS": 8})
+compiled("add_rms_norm", _add_rms_norm, rows, {"N": 4096, "BLOCK": 4096}, num_warps=8)
+compiled("silu_and_mul", _silu_and_mul, rows, {"BLOCK": 2048}, num_warps=8)
+
+heads = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "k_pool", "v_pool"), "*bf16")
+heads |= dict.fromkeys(("k_scale", "v_scale"), "fp32") | {"slots": "*i64"}
+sizes = {"D": 128, "R": 64, "D_BLOCK": 128, "R_BLOCK": 64, "Q_BLOCK": 16, "K_BLOCK": 8}
+for norm, store in ((True, True), (False, False)):
+    compiled(f"rotary_{norm}_{store}", _rotary, heads, sizes | {"NORM": norm, "STORE": store})
+
+print(json.dumps(found))
+"""
+
+READ_AHEAD = {
+    "rms_norm": {"weight"},
+    "head_norm": {"weight"},
+    "add_rms_norm": {"weight"},
+    "silu_and_mul": set(),
+    "rotary_True_True": set(),
+    "rotary_False_False": set(),
+}
+"""What each kernel reads before it waits."""
+WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+
+
+@pytest.fixture(scope="module")
+def kernels() -> dict[str, Any]:
+    """Compiled in a process of its own: where Triton interprets kernels, it compiles none."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def read_before_wait(ptx: str, params: list[str]) -> set[str]:
+    """Parameters whose memory is read before the wait; an error where a program can come to another effect or an end first.
+
+    Execution starts at the first line. As nothing before the wait jumps past it, what is written before it comes before it.
+    """
+    body = ptx[ptx.index("{", ptx.index(".entry")) :]
+    assert body.count(WAIT) == body.count(TRIGGER) == 1, "a program waits once and lets the next start once"
+    ahead = body[: body.index(WAIT)]
+    assert TRIGGER in ahead
+    labels = set(re.findall(r"^(\$\w+):", ahead, re.MULTILINE))
+    origins: dict[str, set[str]] = {}  # of each register, the parameters that it was computed from
+
+    def of_registers(text: str) -> set[str]:
+        return set().union(*(origins.get(register, set()) for register in re.findall(r"%\w+", text)))
+
+    read: set[str] = set()
+    for instruction in re.split(r"[;\n]", ahead):
+        match = re.match(r"\s*(?:@!?%\w+\s+)?([a-z][\w.:]*)(.*)", instruction)
+        if not match:
+            continue
+        op, operands = match[1], match[2].strip()
+        assert not re.match(r"(ret|exit|trap|call|brx)\b", op), f"leaves before the wait: {instruction}"
+        if op.startswith("bra"):
+            assert operands in labels, f"jumps past the wait: {instruction}"
+            continue
+        target, _, rest = operands.partition("}" if operands.startswith("{") else ",")
+        sources = of_registers(rest)
+        if op.startswith("ld.param"):
+            sources = {params[int(number)] for number in re.findall(r"_param_(\d+)", rest) if int(number) < len(params)}
+        elif op.startswith("ld") and ".shared" not in op:
+            address = of_registers(rest[rest.index("[") :])
+            assert address, f"reads from an unknown place: {instruction}"
+            read |= address
+        elif ".shared" not in op or op.startswith("cp"):
+            writes = op.startswith(("st", "atom", "red.", "cp.", "multimem"))
+            assert not writes, f"writes before the wait: {instruction}"
+        for register in re.findall(r"%\w+", target):
+            origins[register] = origins.get(register, set()) | sources
+    return read
+
+
+@pytest.mark.parametrize("label", READ_AHEAD)
+def test_kernels_wait_before_what_others_may_touch(kernels: dict[str, Any], label: str) -> None:
+    assert read_before_wait(**kernels[label]) == READ_AHEAD[label]
+
+
+def test_without_overlap_nothing_waits(kernels: dict[str, Any]) -> None:
+    assert "griddepcontrol" not in kernels["without"]["ptx"]
+
+
+def test_all_that_is_compiled_is_checked(kernels: dict[str, Any]) -> None:
+    assert kernels.keys() == READ_AHEAD.keys() | {"without"}
+
+
+@pytest.mark.parametrize("label", READ_AHEAD)
+def test_a_wait_that_is_dropped_or_late_is_found(kernels: dict[str, Any], label: str) -> None:
+    ptx, params = kernels[label].values()
+    dropped = ptx.replace(WAIT, "")
+    with pytest.raises(AssertionError, match="waits once"):
+        read_before_wait(dropped, params)
+    end = dropped.rindex("ret;")
+    with pytest.raises(AssertionError, match=r"before the wait|past the wait"):
+        read_before_wait(f"{dropped[:end]}{WAIT}\n{dropped[end:]}", params)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """The attribute without the wait would be a race, the wait without the attribute gains nothing."""
+    from minisgl_backends.kernels import activation, norm, rotary
+    from minisgl_core.contracts.ops import Rotation
+
+    launched = {}
+    for module, names in {
+        norm: ("_rms_norm", "_add_rms_norm"),
+        activation: ("_silu_and_mul",),
+        rotary: ("_rotary",),
+    }.items():
+        for name in names:
+            launched[name] = MagicMock()
+            monkeypatch.setattr(module, name, launched[name])
+
+    x, weight = torch.zeros(4, 64), torch.zeros(64)
+    norm.rms_norm(x, weight, 1e-6, overlap=overlap)
+    norm.add_rms_norm(x, x, weight, 1e-6, overlap=overlap)
+    activation.silu_and_mul(x, overlap=overlap)
+    heads = x.view(4, 2, 32)
+    rotary.rotate(heads, heads, Rotation(x[:, :16], x[:, :16]), overlap=overlap)
+
+    for name, kernel in launched.items():
+        launch = kernel.__getitem__.return_value
+        launch.assert_called_once()
+        options = launch.call_args.kwargs
+        assert (options["PDL"], options.get("launch_pdl", False)) == (overlap, overlap), name
