@@ -164,7 +164,7 @@ def test_a_full_disk_is_an_obstacle_only_where_it_compiles(
         raise full
 
     with monkeypatch.context() as patch:
-        patch.setattr(library.shutil, "copy", fail)
+        patch.setattr(os, "fsync", fail)
         assert library.unsupported(CPU, torch.float32) == []
     assert list(cache.iterdir()) == []
     assert f"not kept in {cache}" in caplog.text

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from minisgl_backends.build_cache import cache_dir, keep
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -100,16 +101,16 @@ def _load(dtype: torch.dtype) -> Library:
     command = [*compiler, *_FLAGS, *_DEFINES[dtype]]
     version = _run([*compiler, "--version"]).stdout
     key = hashlib.sha256(repr((texts, command, version, _openmp(), _processor())).encode()).hexdigest()[:20]
-    cache_dir = _cache_dir()
-    path = None if cache_dir is None else cache_dir / f"kernels-{key}.so"
+    folder = cache_dir("native")
+    path = None if folder is None else folder / f"kernels-{key}.so"
     if path is not None and path.exists():
         try:
             return Library(path)
         except OSError as error:
             _LOG.warning("compiling the CPU kernels anew, since %s does not load: %s", path, error)
     _LOG.info("compiling the CPU kernels for %s with %s", dtype, " ".join(compiler))
-    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder:  # a file that is loaded need not stay
-        built = _compile(command, texts, Path(folder))
+    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as here:  # a file that is loaded need not stay
+        built = _compile(command, texts, Path(here))
         return Library(built if path is None else _kept(built, path))
 
 
@@ -127,13 +128,9 @@ def _compile(command: list[str], texts: dict[str, str], folder: Path) -> Path:
 
 
 def _kept(built: Path, path: Path) -> Path:
-    """Put a file into the cache, in one piece: several processes may do so at once. Where it stays if that fails."""
+    """Put a file into the cache. Where it stays if that fails."""
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            copy = Path(shutil.copy(built, folder))
-            with copy.open("rb+") as file:
-                os.fsync(file.fileno())  # where a power cut leaves a part of it, loading it would end the process
-            os.replace(copy, path)
+        keep(built.read_bytes(), path)
     except OSError as error:
         _LOG.warning("the CPU kernels are not kept in %s, and compiled at each start: %s", path.parent, error)
         return built
@@ -178,14 +175,3 @@ def _processor() -> str:
     return "\n".join(
         sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
     )
-
-
-def _cache_dir() -> Path | None:
-    """The user's, or None where there is none that can be written."""
-    try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(base, "minisgl", "native")
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return path if os.access(path, os.W_OK | os.X_OK) else None
