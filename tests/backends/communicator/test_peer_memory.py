@@ -50,7 +50,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
             pass
 
     driver = Driver()
-    monkeypatch.setattr(peer_memory, "_driver", lambda: driver.call)
+    monkeypatch.setattr(peer_memory, "call", driver.call)
     monkeypatch.setattr(pynccl, "load_nccl", lambda: driver)
     for name in ("synchronize", "set_device"):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)

@@ -1,17 +1,16 @@
-"""Device memory that the ranks of one host write into, through NVLink or PCIe. CUDA's driver functions by ctypes."""
+"""Device memory that the ranks of one host write into, through NVLink or PCIe."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_uint64
-from functools import lru_cache
+from ctypes import POINTER, c_size_t, c_uint, c_uint64
 from typing import Any
 
 import torch
 
 from minisgl_backends.communicator.meeting import Meeting
+from minisgl_backends.cuda.driver import call, prototypes
 from minisgl_core.errors import ProviderUnsupportedError
 
 
@@ -20,7 +19,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 _LAZY_PEER_ACCESS = 1
-_PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
+prototypes |= {
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
@@ -28,26 +27,6 @@ _PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
     "cuIpcOpenMemHandle_v2": (POINTER(c_uint64), _IpcHandle, c_uint),
     "cuIpcCloseMemHandle": (c_uint64,),
 }
-"""Arguments by function; each returns a CUresult, 0 for success."""
-
-
-@lru_cache
-def _driver() -> Callable[..., None]:
-    """``call(name, *arguments)``; raises RuntimeError where the driver says no."""
-    library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, c_int
-    library.cuGetErrorString.argtypes, library.cuGetErrorString.restype = (c_int, POINTER(c_char_p)), c_int
-
-    def call(name: str, *arguments: Any) -> None:
-        status = getattr(library, name)(*arguments)
-        if status != 0:
-            text = c_char_p()
-            library.cuGetErrorString(status, ctypes.byref(text))
-            raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
-
-    return call
 
 
 class PeerMemory:
@@ -71,14 +50,14 @@ class PeerMemory:
             RuntimeError: a rank did not come, or the device has no memory left.
             ProviderUnsupportedError: CUDA does not let one process have the memory of another.
         """
-        self._device, self._meeting, self._call = device, meeting, _driver()
+        self._device, self._meeting = device, meeting
         self._opened: list[int] = []
         mine = c_uint64()
         torch.cuda.synchronize(device)  # gives this thread the device's context
-        self._call("cuMemAlloc_v2", ctypes.byref(mine), 4 * num_words)
+        call("cuMemAlloc_v2", ctypes.byref(mine), 4 * num_words)
         self._mine: int | None = mine.value
         try:
-            self._call("cuMemsetD32_v2", mine, fill, num_words)
+            call("cuMemsetD32_v2", mine, fill, num_words)
             torch.cuda.synchronize(device)
             handles = meeting.gather(self._export(mine).hex())
             self.addresses = [
@@ -105,7 +84,7 @@ class PeerMemory:
 
     def _share(self, name: str, *arguments: Any) -> None:
         try:
-            self._call(name, *arguments)
+            call(name, *arguments)
         except RuntimeError as error:
             reason = f"a process cannot have the GPU memory of another ({error}), as in WSL2 and some containers"
             raise ProviderUnsupportedError(
@@ -123,7 +102,7 @@ class PeerMemory:
             return
         torch.cuda.synchronize(self._device)
         for address in self._opened:
-            self._call("cuIpcCloseMemHandle", address)
+            call("cuIpcCloseMemHandle", address)
         if patience_s:
             self._meeting.part(patience_s)
-        self._call("cuMemFree_v2", mine)
+        call("cuMemFree_v2", mine)

@@ -1,0 +1,158 @@
+"""CUDA's driver functions, by ctypes: what torch has no call for."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+prototypes: dict[str, tuple[Any, ...]] = {}
+"""Arguments by function, for whoever calls one to add to; each returns a CUresult, 0 for success."""
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuGetErrorString.argtypes, library.cuGetErrorString.restype = (c_int, POINTER(c_char_p)), c_int
+    return library
+
+
+@cache
+def _function(name: str) -> Any:
+    function = getattr(_library(), name)
+    function.argtypes, function.restype = prototypes[name], c_int
+    return function
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of `prototypes`.
+
+    Raises:
+        RuntimeError: the driver says no.
+        OSError: there is no driver.
+    """
+    status = _function(name)(*arguments)
+    if status != 0:
+        text = c_char_p()
+        _library().cuGetErrorString(status, ctypes.byref(text))
+        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()}")
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_uint32 * 16))
+
+
+class _LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(_Attribute)),
+        ("num_attributes", c_uint),
+    )
+
+
+_CLUSTER_DIMENSION, _DEPENDENT_LAUNCH = 4, 6
+_MAX_DYNAMIC_SHARED_BYTES = 8
+prototypes |= {
+    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
+    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
+    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
+    "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, POINTER(_LaunchConfig)),
+    "cuLaunchKernelEx": (POINTER(_LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p),
+    # map, type, rank, address, dimensions, strides, box, element strides, interleave, swizzle, promotion, fill
+    "cuTensorMapEncodeTiled": (
+        *(c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32)),
+        *(POINTER(c_uint32), c_int, c_int, c_int, c_int),
+    ),
+}
+
+
+class Kernel:
+    """A function of a cubin, on the current device."""
+
+    def __init__(self, cubin: bytes, name: str, *, num_threads: int, shared_bytes: int, cluster: int) -> None:
+        """Load it.
+
+        Args:
+            cubin: machine code, as NVRTC makes it.
+            name: of the function.
+            num_threads: of a thread block.
+            shared_bytes: of dynamic shared memory that a thread block has.
+            cluster: thread blocks of a cluster.
+        """
+        torch.cuda.current_stream().synchronize()  # gives this thread the device's context
+        module, self._function = c_void_p(), c_void_p()
+        call("cuModuleLoadData", ctypes.byref(module), cubin)  # stays loaded as long as the process
+        call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
+        call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
+        self._num_threads, self._shared_bytes, self._cluster = num_threads, shared_bytes, cluster
+
+    def most_blocks(self) -> int:
+        """Thread blocks that the device holds at once, one a processor."""
+        if self._cluster == 1:
+            return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+        count, (config, _) = c_int(), self._config(self._cluster, 0)
+        call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(config))
+        return count.value * self._cluster
+
+    def launch(self, num_blocks: int, arguments: Sequence[torch.Tensor | TensorMap | int]) -> None:
+        """Enqueue on the current stream. The kernel may start while the one before it ends, so it waits for that itself.
+
+        Args:
+            num_blocks: a multiple of a cluster's.
+            arguments: tensors are passed as their addresses, integers as ``int``.
+        """
+        config, _attributes = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
+        values: list[Any] = [
+            c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else c_int(each) if isinstance(each, int) else each
+            for each in arguments
+        ]  # fmt: skip
+        places = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
+        call("cuLaunchKernelEx", ctypes.byref(config), self._function, (c_void_p * len(places))(*places), None)
+
+    def _config(self, num_blocks: int, stream: int) -> tuple[_LaunchConfig, Any]:
+        """The launch, and its attributes, which it refers to."""
+        attributes = (_Attribute * 2)()
+        attributes[0].id, attributes[0].value[0] = _DEPENDENT_LAUNCH, 1
+        attributes[1].id, attributes[1].value[:3] = _CLUSTER_DIMENSION, (self._cluster, 1, 1)
+        config = _LaunchConfig(
+            (num_blocks, 1, 1),
+            (self._num_threads, 1, 1),
+            self._shared_bytes,
+            stream,
+            attributes,
+            1 + (self._cluster > 1),
+        )
+        return config, attributes
+
+
+class TensorMap:
+    """How the copy engine of Hopper's processors finds boxes of a matrix of bfloat16; they land swizzled by 128 bytes.
+
+    Attributes:
+        address: of the 128 bytes that a kernel takes as an argument.
+    """
+
+    _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+
+    def __init__(self, matrix: torch.Tensor, box: tuple[int, int]) -> None:
+        """Rows of the box that lie outside of the matrix are read as zeros.
+
+        Args:
+            matrix: [rows, columns], the last dimension contiguous; rows and the address are multiples of 16 bytes.
+            box: its rows and columns, 64 columns at most.
+        """
+        self._bytes = ctypes.create_string_buffer(128 + 64)
+        self.address = -(-ctypes.addressof(self._bytes) // 64) * 64
+        (rows, columns), pitch = matrix.shape, matrix.stride(0) * matrix.element_size()
+        call(
+            "cuTensorMapEncodeTiled", self.address, self._BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(columns, rows),
+            (c_uint64 * 1)(pitch), (c_uint32 * 2)(box[1], box[0]), (c_uint32 * 2)(1, 1), 0, self._SWIZZLE_128,
+            self._PROMOTE_256, 0,
+        )  # fmt: skip
