@@ -1,0 +1,99 @@
+"""CUDA C++ to machine code by NVRTC, which torch brings, once a machine."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+
+from minisgl_backends.build_cache import cache_dir, keep
+from minisgl_core.errors import MinisglError
+
+_LOG = logging.getLogger(__name__)
+_FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17")
+_PROTOTYPES: dict[str, tuple[Any, ...]] = {
+    "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
+    "nvrtcCreateProgram": (POINTER(c_void_p), c_char_p, c_char_p, c_int, c_void_p, c_void_p),
+    "nvrtcCompileProgram": (c_void_p, c_int, POINTER(c_char_p)),
+    "nvrtcGetProgramLogSize": (c_void_p, POINTER(c_size_t)),
+    "nvrtcGetProgramLog": (c_void_p, c_char_p),
+    "nvrtcGetCUBINSize": (c_void_p, POINTER(c_size_t)),
+    "nvrtcGetCUBIN": (c_void_p, c_char_p),
+    "nvrtcDestroyProgram": (POINTER(c_void_p),),
+}
+"""Arguments by function; each returns an nvrtcResult, 0 for success."""
+
+
+class CudaBuildError(MinisglError):
+    """A kernel could not be compiled."""
+
+
+@cache
+def load_nvrtc() -> ctypes.CDLL:
+    """NVRTC's library.
+
+    Raises:
+        OSError: there is none that fits torch's CUDA.
+    """
+    if torch.version.cuda is None:
+        raise OSError("this build of torch has no CUDA support")
+    library = ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    for name, arguments in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, c_int
+    return library
+
+
+def compile_for_hopper(source: str) -> bytes:
+    """The cubin of a program for compute capability 9.0a, from the cache or compiled now; any thread may call it.
+
+    Raises:
+        CudaBuildError: NVRTC is not there, or refuses the program.
+    """
+    try:
+        nvrtc = load_nvrtc()
+    except OSError as error:
+        raise CudaBuildError(f"CUDA kernels cannot be compiled: {error} (--ops triton needs none)") from error
+    version = c_int(), c_int()
+    nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
+    key = repr((source, _FLAGS, [number.value for number in version]))
+    folder = cache_dir("cuda")
+    path = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.cubin"
+    if path is not None and path.exists():
+        return path.read_bytes()
+    cubin = _compile(nvrtc, source)
+    if path is not None:
+        try:
+            keep(cubin, path)
+        except OSError as error:
+            _LOG.warning("a CUDA kernel is not kept in %s, and compiled at each start: %s", path.parent, error)
+    return cubin
+
+
+def _compile(nvrtc: ctypes.CDLL, source: str) -> bytes:
+    program, size = c_void_p(), c_size_t()
+    _check(nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"kernel.cu", 0, None, None), "nvrtcCreateProgram")
+    try:
+        flags = (c_char_p * len(_FLAGS))(*(flag.encode() for flag in _FLAGS))
+        if status := nvrtc.nvrtcCompileProgram(program, len(_FLAGS), flags):
+            nvrtc.nvrtcGetProgramLogSize(program, byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            nvrtc.nvrtcGetProgramLog(program, log)
+            errors = [line for line in log.value.decode(errors="replace").splitlines() if "error" in line]
+            raise CudaBuildError(f"NVRTC ended with {status}: {'; '.join(errors[:3])} (--ops triton needs none of it)")
+        _check(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(byref(program))
+
+
+def _check(status: int, name: str) -> None:
+    if status:
+        raise CudaBuildError(f"{name} ended with {status}")

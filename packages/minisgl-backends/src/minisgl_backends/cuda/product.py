@@ -1,0 +1,247 @@
+"""Which way product.cu cuts a product, and its launch.
+
+Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate above up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+import torch
+
+from minisgl_backends.cuda.compiler import compile_for_hopper
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+
+MAX_ROWS = 160
+"""More are bound by arithmetic, which cuBLAS does faster."""
+_ROWS = range(16, MAX_ROWS + 1, 16)
+_DEPTH = 64
+_THREADS, _CONSUMERS = 288, 256
+_SHARED_BYTES = 232_448 - 1024
+"""A thread block's on Hopper, but for its barriers."""
+_MOST_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is shared out over thread blocks; see product.cu.
+
+    Attributes:
+        outputs: of a tile, 64 or 128.
+        cluster: neighbouring tiles that share x.
+        splits: thread blocks of a tile, each with a part of the inputs; 1 for Stream-K.
+        num_blocks: thread blocks; None for as many as the device holds.
+    """
+
+    outputs: int
+    cluster: int = 1
+    splits: int = 1
+    num_blocks: int | None = None
+
+
+def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -> Cut:
+    """The way that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B and of 32B's ranks.
+
+    Args:
+        num_rows: of x.
+        matrix_rows: N, or 2 * N of a gated MLP.
+        num_inputs: K.
+        num_processors: of the device.
+    """
+    tiles, depth = -(-matrix_rows // 64), num_inputs // _DEPTH
+    if tiles > num_processors:
+        return Cut(128, cluster=1 if num_rows <= 64 else 2)
+    if tiles >= 0.48 * num_processors:
+        if depth < 64 or tiles > 0.8 * num_processors:
+            return Cut(64, num_blocks=tiles)
+        if num_rows <= 64:
+            return Cut(64)
+        pairs = -(-tiles // 2)
+        return Cut(128, num_blocks=max(num_processors // pairs, 1) * pairs)
+    splits = min(8, int(0.53 * num_processors / tiles + 0.5), depth // 8)
+    return Cut(64, splits=splits) if splits > 1 else Cut(64, num_blocks=tiles)
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What product.cu is compiled for.
+
+    Attributes:
+        rows: of x at most.
+        outputs: see `Cut`.
+        cluster: likewise.
+        splits: likewise.
+        gated: whether it is a gated MLP's.
+        has_bias: whether there is one.
+    """
+
+    rows: int
+    outputs: int
+    cluster: int
+    splits: int
+    gated: bool
+    has_bias: bool
+
+    @property
+    def stages(self) -> int:
+        """Of the ring, as many as fit."""
+        stage = (self.outputs + self.rows) * _DEPTH * 2
+        # Rows that wait to be stored, 32 at a time for each that store apart.
+        waiting = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
+        return int(min(_MOST_STAGES, (_SHARED_BYTES - 1024 - waiting) // stage))
+
+    def source(self) -> str:
+        """The program."""
+        defined = {
+            "ROWS": self.rows,
+            "OUTPUTS": self.outputs,
+            "CLUSTER": self.cluster,
+            "SPLITS": self.splits,
+            "STAGES": self.stages,
+            "GATED": int(self.gated),
+            "HAS_BIAS": int(self.has_bias),
+        }
+        lines = [f"#define {name} {value}" for name, value in defined.items()]
+        group_rows = self.rows // 2 if self.outputs == 64 else self.rows
+        text = _text().replace("#include MULTIPLY", _multiply(group_rows))
+        return "\n".join([*lines, text])
+
+
+@cache
+def _text() -> str:
+    return files(__package__).joinpath("product.cu").read_text()
+
+
+def _multiply(rows: int) -> str:
+    """wgmma of 64 outputs, `rows` rows and 16 inputs, whose operands' number depends on `rows`."""
+    count = rows // 2
+    sums = ", ".join(f"%{i}" for i in range(count))
+    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    return (
+        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 a, u64 b, int keep) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"\n'
+        f'    " wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
+        f'    : {outputs} : "l"(a), "l"(b), "r"(keep));\n}}'
+    )
+
+
+@cache
+def _builders() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="nvrtc")
+
+
+@cache
+def _build(variant: Variant) -> Future[bytes]:
+    return _builders().submit(compile_for_hopper, variant.source())
+
+
+@cache
+def _kernel(variant: Variant, device: int) -> tuple[Kernel, int]:
+    """And how many thread blocks the device holds."""
+    kernel = Kernel(
+        _build(variant).result(),
+        "product",
+        num_threads=_THREADS,
+        shared_bytes=_SHARED_BYTES,
+        cluster=variant.cluster * variant.splits,
+    )
+    return kernel, kernel.most_blocks()
+
+
+class StreamScratch:
+    """Where thread blocks leave sums of other ones' tiles; all products of a stream share one.
+
+    Attributes:
+        parts: float32.
+        arrived: which thread blocks' are there, int32; 0 between launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.parts = torch.empty(processors * 128 * MAX_ROWS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(processors, dtype=torch.int32, device=device)
+
+
+class HopperProduct:
+    """``x @ weight.T + bias`` of few rows; for a gated MLP, ``silu(gate) * up`` of its halves, rounded where torch rounds."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        scratch: StreamScratch,
+        *,
+        gated: bool = False,
+        choose: Callable[[int, int, int, int], Cut] = cut,
+    ) -> None:
+        """Keep the matrix, and begin to compile for it.
+
+        Args:
+            weight: one that `fits`, [N, K], or [2 * N, K] where `gated`.
+            bias: as long as the matrix, or None.
+            scratch: of the device.
+            gated: whether it is a gated MLP's.
+            choose: how to cut it; called with what `cut` takes.
+        """
+        self._weight, self._bias, self._scratch, self._gated = weight, bias, scratch, gated
+        self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
+        self._processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        self._choose = choose
+        self._ways = {rows: self._way(rows) for rows in _ROWS}
+        for variant, _ in self._ways.values():
+            _build(variant)
+        self._maps = {
+            outputs: TensorMap(weight, (outputs // (1 + gated), _DEPTH))
+            for outputs in {way.outputs for _, way in self._ways.values()}
+        }
+
+    def _way(self, rows: int) -> tuple[Variant, Cut]:
+        way = self._choose(rows, len(self._weight), self._num_inputs, self._processors)
+        return Variant(rows, way.outputs, way.cluster, way.splits, self._gated, self._bias is not None), way
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x, [M, K], is of a kind that the kernel reads."""
+        return (
+            0 < len(x) <= MAX_ROWS
+            and x.dtype == torch.bfloat16
+            and x.stride(1) == 1
+            and x.stride(0) % 8 == 0
+            and x.data_ptr() % 16 == 0
+        )
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x that it takes, [M, K] to [M, N]."""
+        rows = next(rows for rows in _ROWS if len(x) <= rows)
+        variant, way = self._ways[rows]
+        kernel, most = _kernel(variant, x.device.index)
+        columns = way.outputs // (1 + self._gated) * way.cluster
+        tiles, group = -(-self._num_outputs // columns), way.cluster * way.splits
+        if way.splits > 1:
+            num_blocks = tiles * way.splits
+        else:
+            steps = tiles * (self._num_inputs // _DEPTH)
+            num_blocks = min((way.num_blocks or most) // group, most // group, steps) * group
+        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
+        x_map = TensorMap(x, (rows // way.cluster, _DEPTH))
+        bias = out if self._bias is None else self._bias
+        scratch = self._scratch
+        sizes = len(x), self._num_outputs, self._num_inputs
+        kernel.launch(num_blocks, (self._maps[way.outputs], x_map, out, bias, scratch.parts, scratch.arrived, *sizes))
+        return out
+
+
+def fits(weight: torch.Tensor, *, gated: bool) -> bool:
+    """Whether `HopperProduct` takes this matrix."""
+    return (
+        weight.is_cuda
+        and weight.dtype == torch.bfloat16
+        and weight.is_contiguous()
+        and weight.shape[1] % _DEPTH == 0
+        and len(weight) % (8 * (1 + gated)) == 0
+        and weight.data_ptr() % 16 == 0
+    )

@@ -1,0 +1,61 @@
+"""Triton's kernels, and products of few rows in CUDA C++ for Hopper GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.cuda.compiler import load_nvrtc
+from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_core.contracts.ops import LinearOp
+
+
+class HopperOps(TritonOps):
+    """`TritonOps`, with products of up to some 200 rows that read weights as fast as memory gives them.
+
+    They begin to do so while the kernel in front of them ends.
+    """
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Needs a Hopper GPU, bfloat16, and what compiles CUDA C++."""
+        if device.type != "cuda":
+            return [f"it is for Hopper GPUs, not for {device.type}"]
+        reasons = super().unsupported(device, dtype)
+        if not torch.cuda.is_available():
+            return [*reasons, "torch finds no NVIDIA GPU or no driver for it"]
+        major, minor = torch.cuda.get_device_capability(device)
+        if major != 9:
+            reasons.append(f"it is for Hopper GPUs (compute capability 9.0), and this one has {major}.{minor}")
+        if dtype != torch.bfloat16:
+            reasons.append(f"it computes in bfloat16, not in {str(dtype).removeprefix('torch.')}")
+        try:
+            load_nvrtc()
+        except OSError as error:
+            reasons.append(f"NVRTC's library does not load ({error})")
+        return reasons
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        from minisgl_backends.cuda import product
+
+        self._product, self._stream_scratch = product, product.StreamScratch(device)
+
+    def overlaps(self, num_rows: int) -> bool:
+        """Where the products in between are its own."""
+        return num_rows <= self._product.MAX_ROWS
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_linear`."""
+        return self._with_product(super().prepare_linear(weight, bias), weight, bias, gated=False)
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `Ops.prepare_gated`."""
+        return self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
+
+    def _with_product(
+        self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+    ) -> LinearOp:
+        if not self._product.fits(weight, gated=gated):
+            return other
+        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated)
+        return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

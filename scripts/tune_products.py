@@ -1,0 +1,143 @@
+"""Products of few rows on a Hopper GPU: every way to cut them, right first, then timed beside cuBLAS.
+
+    python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128]
+
+Microseconds of one product among many in a CUDA graph, its weights not in the cache: by cuBLAS (and the activation's kernel), by
+what `minisgl_backends.cuda.product.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from statistics import median
+
+import click
+import torch
+import torch.nn.functional as F
+
+from minisgl_backends.cuda.product import MAX_ROWS, Cut, HopperProduct, StreamScratch, cut, fits
+from minisgl_backends.kernels.activation import silu_and_mul
+
+MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
+GATED = ((34816, 5120), (6144, 1024))
+"""Of Qwen3-14B and 0.6B: outputs and inputs."""
+COLD_BYTES = 600 << 20
+"""Of copies of a matrix, ten times what the L2 cache holds."""
+
+
+def ways(matrix_rows: int, num_inputs: int, processors: int) -> Iterator[Cut]:
+    """All that make sense."""
+    for outputs in (64, 128):
+        tiles = -(-matrix_rows // outputs)
+        yield Cut(outputs)
+        yield Cut(outputs, cluster=2)
+        if tiles <= processors:
+            yield Cut(outputs, num_blocks=processors // tiles * tiles)
+            yield Cut(outputs, num_blocks=tiles)
+        for splits in (2, 3, 4, 5, 6, 8):
+            if 40 <= tiles * splits <= 0.9 * processors and splits <= num_inputs // 64:
+                yield Cut(outputs, splits=splits)
+
+
+def wrong(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, *, gated: bool
+) -> str:
+    """What is wrong with a product, or nothing; against float64."""
+    expected = (x.double() @ weight.double().T).bfloat16()
+    if gated:
+        gate, up = expected.float().chunk(2, -1)
+        expected = (F.silu(gate).bfloat16().float() * up).bfloat16()
+    first, second = product(x), product(x)
+    error = float((first.double() - expected.double()).norm() / expected.double().norm())
+    if not error < 5e-3:
+        return f"off by {error:.1e}"
+    return "" if torch.equal(first, second) else "not the same twice"
+
+
+def activated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A gated MLP's first half, by cuBLAS."""
+    return silu_and_mul(F.linear(x, weight))
+
+
+def microseconds(calls: list[Callable[[], torch.Tensor]]) -> float:
+    """Of one call; the median of 5 replays."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        _outputs = [call() for call in calls]
+    times = []
+    for _ in range(6):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return median(times[1:])
+
+
+def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:
+    """Print a line for each number of rows; False where a product is wrong."""
+    made = {"device": "cuda", "dtype": torch.bfloat16}
+    count = max(3, COLD_BYTES // (2 * shape[0] * shape[1]))
+    weights = [torch.randn(shape, **made) / shape[1] ** 0.5 for _ in range(count)]
+    if not fits(weights[0], gated=gated):
+        raise click.UsageError(f"the kernel takes no matrix of {shape[0]}x{shape[1]}{' gated' if gated else ''}")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    found: dict[Cut, list[HopperProduct]] = {}
+    for way in dict.fromkeys(ways(*shape, processors)):
+        options = {"gated": gated, "choose": lambda *_, way=way: way}
+        found[way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
+    all_right = True
+    for rows in all_rows:
+        x = torch.randn(rows, shape[1], **made)
+        cublas = [partial(activated if gated else F.linear, x, weight) for weight in weights]
+        times = []
+        for way, products in found.items():
+            if reason := wrong(products[0], x, weights[0], gated=gated):
+                print(f"WRONG: {shape}, {rows} rows, {way}: {reason}", flush=True)
+                all_right = False
+            else:
+                times.append((microseconds([partial(product, x) for product in products]), str(way)))
+        chosen = cut(rows, *shape, processors)
+        own = next((time for time, way in times if way == str(chosen)), float("nan"))
+        best = "; ".join(f"{time:.1f} {way}" for time, way in sorted(times)[:3])
+        name = f"{shape[0]}x{shape[1]}{' gated' if gated else ''}"
+        print(
+            f"{name:18} {rows:4} rows: cuBLAS {microseconds(cublas):6.1f}  chosen {own:6.1f}  best {best}", flush=True
+        )
+    return all_right
+
+
+def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple[str, ...]) -> list[tuple[int, int]]:
+    """``4096x1024`` to numbers."""
+    try:
+        return [(int(rows), int(cols)) for rows, cols in (value.split("x") for value in values)]
+    except ValueError as error:
+        raise click.BadParameter("two numbers are wanted, such as 4096x1024") from error
+
+
+@click.command()
+@click.option("--matrix", multiple=True, callback=shape_of, help="Outputs x inputs; those of Qwen3-14B and 0.6B.")
+@click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate above up.")
+@click.option("--rows", multiple=True, type=click.IntRange(1, MAX_ROWS), default=(16, 64, 128, MAX_ROWS))
+def main(matrix: list[tuple[int, int]], gated: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
+    """Check and time."""
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
+        raise click.UsageError("this needs a Hopper GPU")
+    scratch = StreamScratch(torch.device("cuda"))
+    plain = matrix or ([] if gated else MATRICES)
+    paired = gated or ([] if matrix else GATED)
+    right = [measure(shape, rows, scratch, gated=False) for shape in plain]
+    right += [measure(shape, rows, scratch, gated=True) for shape in paired]
+    sys.exit(0 if all(right) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""Products in CUDA C++: how they are cut, that each variant compiles, and on a Hopper GPU that they are right."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, Variant, cut, fits
+from minisgl_backends.ops.hopper import HopperOps
+from minisgl_core.testing.ops_kit import OpsTests
+
+HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+DEPTH = 64
+MATRICES = [
+    (rows, inputs, gated, bias)
+    for rows, inputs in ((4096, 1024), (1024, 3072), (5120, 5120), (336, 1024), (144, 192), (17408 * 2, 512))
+    for gated in (False, True)
+    for bias in (False, True)
+]
+
+
+@given(st.integers(1, MAX_ROWS), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(1, 400), st.integers(78, 160))
+def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth: int, processors: int) -> None:
+    way = cut(rows, outputs, depth * DEPTH, processors)
+    tiles = -(-outputs // way.outputs)
+    assert way.outputs in (64, 128)
+    assert 1 <= way.cluster * way.splits <= 8  # what CUDA promises of a cluster
+    assert way.splits <= depth
+    assert way.cluster == 1 or way.splits == 1
+    assert way.splits == 1 or tiles * way.splits <= processors  # clusters of a tile are all there at once
+    assert way.num_blocks is None or 1 <= way.num_blocks <= processors
+    assert way.num_blocks is None or way.num_blocks % tiles == 0  # no tile is cut by another one's border
+
+
+@pytest.mark.parametrize("rows", range(16, MAX_ROWS + 1, 16))
+@pytest.mark.parametrize("outputs", [64, 128])
+def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(rows: int, outputs: int) -> None:
+    variant = Variant(rows, outputs, 1, 3, gated=False, has_bias=False)
+    assert variant.stages >= 4
+    ring = variant.stages * (outputs + rows) * DEPTH * 2
+    eighths = (rows // 2 if outputs == 64 else rows) // 8
+    for splits in range(2, 9):
+        most = -(-eighths // splits)
+        waiting = most * 8 * (2 * outputs + 16) * (2 if outputs == 64 else 1)
+        assert splits * most * 256 * 16 + waiting <= ring
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(192, 128, 2, 1, gated=True, has_bias=False),
+        Variant(96, 128, 1, 1, gated=False, has_bias=True),
+        Variant(16, 64, 1, 1, gated=True, has_bias=True),
+        Variant(128, 64, 1, 3, gated=False, has_bias=True),
+    ],
+)
+def test_a_variant_compiles_without_spilling(variant: Variant, tmp_path: Path) -> None:
+    source = tmp_path / "product.cu"
+    source.write_text(variant.source())
+    command = [
+        "nvcc",
+        "-cubin",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-Xptxas",
+        "-v",
+        "-o",
+        "product.cubin",
+        source,
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr
+    assert "serialized" not in done.stderr  # what ptxas says where wgmma waits for each other
+
+
+def test_it_says_what_it_needs() -> None:
+    assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it is for Hopper GPUs, not for cpu"]
+
+
+def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    """In float64, rounded where the product rounds."""
+    out = x.double() @ weight.double().T
+    out = (out if bias is None else out + bias.double()).bfloat16()
+    if not gated:
+        return out.double()
+    gate, up = out.chunk(2, -1)
+    return (F.silu(gate.float()).bfloat16().float() * up.float()).double()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+class TestOnHopper:
+    """Against float64, on memory that was NaN."""
+
+    @pytest.mark.parametrize(("rows", "inputs", "gated", "has_bias"), MATRICES)
+    def test_products(self, rows: int, inputs: int, gated: bool, has_bias: bool) -> None:
+        device = torch.device("cuda")
+        weight = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
+        bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
+        scratch = StreamScratch(device)
+        assert fits(weight, gated=gated)
+        product = HopperProduct(weight, bias, scratch, gated=gated)
+        for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, MAX_ROWS):
+            x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
+            assert product.takes(x)
+            wanted = reference(x, weight, bias, gated=gated)
+            results = []
+            for _ in range(3):  # what a product leaves behind is fit for the next
+                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely the memory of the result
+                results.append(product(x))
+            assert all(torch.equal(result, results[0]) for result in results)
+            error = (results[0].double() - wanted).norm() / wanted.norm()
+            assert error < 5e-3, (num_rows, float(error))
+        assert not scratch.arrived.any()
+
+    def test_a_chain_in_a_graph_equals_the_same_without_overlap(self) -> None:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        ops = HopperOps(device, dtype)
+        gain = torch.rand(2048, device=device, dtype=dtype)
+        scale = 2048**-0.5
+        matrices = [
+            torch.randn(rows, cols, device=device, dtype=dtype) * scale for rows, cols in ((12288, 2048), (2048, 6144))
+        ]
+        gate_up, down = ops.prepare_gated(matrices[0], None), ops.prepare_linear(matrices[1], None)
+        x = torch.randn(72, 2048, device=device, dtype=dtype)
+
+        def run(*, apart: bool) -> torch.Tensor:
+            hidden, residual = x.clone(), torch.zeros_like(x)
+            for _ in range(20):
+                hidden, residual = ops.add_rms_norm(hidden, residual, gain, 1e-6)
+                if apart:
+                    torch.cuda.synchronize()
+                hidden = gate_up(hidden)
+                if apart:
+                    torch.cuda.synchronize()
+                hidden = down(hidden)
+                if apart:
+                    torch.cuda.synchronize()
+            return hidden
+
+        wanted = run(apart=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = run(apart=False)
+        for _ in range(50):
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+class TestHopperOps(OpsTests):
+    provider = HopperOps
+    device = "cuda"
+    dtypes = (torch.bfloat16,)
+    fp8_dtypes = (torch.bfloat16,)
+    shapes = ((70, 96), (64, 512), (4096, 1024))
+    num_rows = (1, 16, 17, 100, 161)
