@@ -1,0 +1,91 @@
+"""Greedy tokens on one GPU: recorded and not, in float32 those of transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_core import LLM, SamplingParams
+
+DEVICE = "cuda"
+NUM_TOKENS = 24
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+LENGTHS = (1, 5, 17, 64, 130, 300, 9, 33)
+TIE = 1e-3
+"""Two tokens whose logits are closer may change places with the order of a sum."""
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random checkpoint whose matrices every provider of products takes."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[request.param]
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "vocab_size": 304,
+        "hidden_size": 512,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 1024,
+        "initializer_range": 0.1,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    path = tmp_path_factory.mktemp(request.param)
+    model(config(**shape)).save_pretrained(path)
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(304)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(path)
+    return path
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randint(0, 304, (LENGTHS[i % 8],), generator=generator).tolist() for i in range(count)]
+
+
+def generate(folder: Path, count: int, **options: Any) -> list[list[int]]:
+    """Prompts are cut into chunks; what decodes is `count` requests at a time."""
+    with LLM(
+        str(folder), max_prefill_length=64, max_running_requests=64, num_pages=2048, page_size=16, **options
+    ) as llm:
+        outputs = llm.generate(prompts(count), GREEDY)
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("graphs", [0, 16])
+def test_float32_tokens_are_those_of_transformers(folder: Path, graphs: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
+    found = generate(folder, 8, dtype="float32", cuda_graph_max_bs=graphs)
+    for prompt, tokens in zip(prompts(8), found, strict=True):
+        with torch.inference_mode():
+            ids = torch.tensor([prompt + tokens[:-1]], device=DEVICE)
+            logits = reference(ids).logits[0, len(prompt) - 1 :]
+        taken = logits.gather(-1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
+        assert len(tokens) == NUM_TOKENS
+        assert (logits.max(-1).values - taken).max() < TIE
+
+
+@pytest.mark.parametrize("ops", ["triton", "hopper"])
+@pytest.mark.parametrize("count", [1, 8, 40])
+def test_recorded_steps_give_the_tokens_of_others(folder: Path, ops: str, count: int) -> None:
+    if ops == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs a Hopper GPU")
+    wanted = generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=0)
+    for _ in range(3):  # a race would not always be lost
+        assert generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=64) == wanted
