@@ -26,9 +26,12 @@ class Policy(ABC):
 
     @abstractmethod
     def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
-        """Return `waiting`, first to admit first. Must be deterministic and a permutation of its input.
+        """Return `waiting`, first to admit first.
+
+        The order is a permutation of its input, lower priorities first, and depends on nothing but the arguments.
 
         Args:
             waiting: by priority, then arrival; a copy.
-            num_cached: tokens of a request's prompt that the prefix cache holds now; costs a cache match a call.
+            num_cached: tokens of a request's prompt that the prefix cache holds now; costs a cache match a call, so a request
+                is asked about once.
         """

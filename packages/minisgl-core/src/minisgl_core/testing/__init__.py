@@ -10,7 +10,8 @@ A plugin author subclasses the kit of the contract, says how to make the provide
 
 The kits: `attention_kit.AttentionBackendTests`, `communicator_kit.CommunicatorTests`, `grammar_kit.GrammarTests`,
 `model_kit.ModelTests`, `moe_kit.MoeKernelTests`, `ops_kit.OpsTests`, `platform_kit.PlatformTests`,
-`prefix_cache_kit.PrefixCacheTests`, `quantization_kit.QuantizationTests`, `weights_kit.WeightSourceTests`.
+`policy_kit.PolicyTests`, `prefix_cache_kit.PrefixCacheTests`, `quantization_kit.QuantizationTests`,
+`weights_kit.WeightSourceTests`.
 `kit_runner.failures` runs one without pytest, for tests of the kits themselves. They need
 ``pip install 'minisgl-core[testing]'``; nothing is re-exported here, so that each costs only what it imports.
 """

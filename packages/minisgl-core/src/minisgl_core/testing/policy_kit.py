@@ -1,0 +1,86 @@
+"""What every scheduling policy must pass."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+
+from minisgl_core.contracts.policy import Policy, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """All that a policy sees of a request, and not to be written to."""
+
+    priority: int
+    arrival: int
+
+
+class Queue:
+    """Who waits, as the scheduler hands it over, and what is cached of their prompts.
+
+    Attributes:
+        waiting: by priority, then arrival.
+        asked: how often a policy asked what is cached of a request, by arrival.
+    """
+
+    def __init__(self, length: int, num_priorities: int, seed: int) -> None:
+        draw = random.Random(seed)
+        requests = [Request(draw.randrange(num_priorities), arrival) for arrival in draw.sample(range(10**6), length)]
+        self.waiting = sorted(requests, key=lambda request: (request.priority, request.arrival))
+        self._cached = {request.arrival: draw.choice((0, 0, 16, 512)) for request in requests}
+        self.asked: Counter[int] = Counter()
+
+    def num_cached(self, request: Waiting) -> int:
+        """Tokens; noted in `asked`."""
+        self.asked[request.arrival] += 1
+        return self._cached[request.arrival]
+
+    def ordered_by(self, policy: Policy) -> Sequence[Waiting]:
+        """The policy has a list of its own, as with the scheduler."""
+        return policy.order(list(self.waiting), self.num_cached)
+
+
+class PolicyTests:
+    """Subclass and set `provider`.
+
+    Attributes:
+        provider: the class.
+    """
+
+    provider: ClassVar[type[Policy]]
+
+    @pytest.mark.parametrize("length", [0, 1, 2, 50, 1000])
+    @pytest.mark.parametrize("num_priorities", [1, 3])
+    def test_orders_all_that_wait(self, length: int, num_priorities: int) -> None:
+        """Each once, and nobody else: who is left out would wait for ever, who comes twice would run twice."""
+        for seed in range(5):
+            queue = Queue(length, num_priorities, seed)
+            found = queue.ordered_by(self.provider())
+            assert sorted(map(id, found)) == sorted(map(id, queue.waiting)), "not a permutation of who waits"
+
+    def test_lower_priorities_run_first(self) -> None:
+        """What a client asks for by ``priority`` holds, whatever the policy prefers among equals."""
+        for seed in range(20):
+            found = Queue(60, 4, seed).ordered_by(self.provider())
+            priorities = [request.priority for request in found]
+            assert priorities == sorted(priorities), f"priorities in the order of admission: {priorities}"
+
+    def test_is_the_same_every_time(self) -> None:
+        """Of one policy and of another one of its class: nothing but the queue and the cache decides."""
+        policy = self.provider()
+        for seed in range(20):
+            queue = Queue(40, 2, seed)
+            orders = [list(queue.ordered_by(each)) for each in (policy, policy, self.provider())]
+            assert orders[0] == orders[1] == orders[2], "the order differs from call to call"
+
+    def test_asks_about_a_request_once(self) -> None:
+        """A look into the cache costs as much as a match of the whole prompt, and this runs every step."""
+        queue = Queue(300, 2, seed=0)
+        queue.ordered_by(self.provider())
+        assert not queue.asked or max(queue.asked.values()) == 1, "asks several times about one request"

@@ -1,0 +1,94 @@
+"""The shipped policies pass the kit and do what their names say; the kit finds policies that are broken."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cmp_to_key
+
+import pytest
+
+from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.scheduler.policies import FirstComeFirstServed, LongestPrefixMatch
+from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.policy_kit import PolicyTests, Queue
+
+NumCached = Callable[[Waiting], int]
+
+
+class TestFirstComeFirstServed(PolicyTests):
+    provider = FirstComeFirstServed
+
+
+class TestLongestPrefixMatch(PolicyTests):
+    provider = LongestPrefixMatch
+
+
+def test_first_come_first_served() -> None:
+    queue = Queue(50, 3, seed=1)
+    assert list(queue.ordered_by(FirstComeFirstServed())) == queue.waiting
+    assert not queue.asked
+
+
+def test_longest_prefix_first_among_those_that_it_looks_at() -> None:
+    queue = Queue(500, 1, seed=2)
+    found = queue.ordered_by(LongestPrefixMatch())
+    window = LongestPrefixMatch.window
+    assert set(queue.asked) == {request.arrival for request in queue.waiting[:window]}
+    cached = [queue.num_cached(request) for request in found]
+    assert cached[:window] == sorted(cached[:window], reverse=True)
+    assert list(found[window:]) == queue.waiting[window:]
+
+
+class LeavesOneOut(Policy):
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        return waiting[:49]
+
+
+class TakesOneTwice(Policy):
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        return [*waiting, *waiting[:1]]
+
+
+class ForgetsPriorities(Policy):
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        return sorted(waiting, key=lambda request: request.arrival)
+
+
+class ThrowsDice(Policy):
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        return sorted(waiting, key=lambda request: (request.priority, random.random()))
+
+
+class RemembersCalls(Policy):
+    def __init__(self) -> None:
+        self._calls = 0
+
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        self._calls += 1
+        return sorted(waiting, key=lambda request: (request.priority, request.arrival * (-1) ** self._calls))
+
+
+class ComparesByTheCache(Policy):
+    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+        def compare(one: Waiting, other: Waiting) -> int:
+            first = (one.priority, -num_cached(one), one.arrival)
+            return -1 if first < (other.priority, -num_cached(other), other.arrival) else 1
+
+        return sorted(waiting, key=cmp_to_key(compare))
+
+
+@pytest.mark.parametrize(
+    ("broken", "caught_by"),
+    [
+        (LeavesOneOut, "test_orders_all_that_wait"),
+        (TakesOneTwice, "test_orders_all_that_wait"),
+        (ForgetsPriorities, "test_lower_priorities_run_first"),
+        (ThrowsDice, "test_is_the_same_every_time"),
+        (RemembersCalls, "test_is_the_same_every_time"),
+        (ComparesByTheCache, "test_asks_about_a_request_once"),
+    ],
+)
+def test_the_kit_catches_broken_policies(broken: type[Policy], caught_by: str) -> None:
+    kit = type("Kit", (PolicyTests,), {"provider": broken})()
+    assert any(name.startswith(caught_by) for name in failures(kit))
