@@ -43,3 +43,22 @@ def test_a_token_before_the_prompt_counts_where_the_text_has_it(
     )
     first = 0 if skips_special else len("</s>")
     assert logprobs.push(output)["text_offset"] == [end, end + first, end + first + 2]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("prompt_text", "offsets"), [("you you", [0, 0, 3]), (" you you", [0, 0, 4])])
+def test_a_space_that_the_tokenizer_puts_before_a_text_is_not_in_it(prompt_text: str, offsets: list[int]) -> None:
+    """As SentencePiece's do; the text may begin with one of its own, too."""
+    prompt = Text(
+        request_id="a",
+        text="",
+        token_ids=[],
+        prompt_text=prompt_text,
+        prompt_token_ids=[BOS, YOU, YOU],
+        prompt_logprobs=[None, *places(YOU, YOU)],
+        token_bytes=BYTES,
+        special_ids={BOS, EOS},
+    )
+    found = CompletionLogprobs(skips_special=True).push(prompt)
+    assert found is not None
+    assert found["text_offset"] == offsets
+    assert [prompt_text[at:] for at in offsets[1:]] == [prompt_text, " you"]

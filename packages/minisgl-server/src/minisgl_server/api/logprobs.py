@@ -46,8 +46,12 @@ class CompletionLogprobs:
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if text.prompt_logprobs is not None and text.prompt_token_ids is not None:
             for token_id, prompt_place in zip(text.prompt_token_ids, text.prompt_logprobs, strict=True):
-                is_shown = token_id not in text.special_ids or self._is_next(text.token_bytes[token_id], text)
+                token = text.token_bytes[token_id]
+                is_shown = token_id not in text.special_ids or self._is_next(token, text)
+                is_first = is_shown and self._offset == 0
                 self._add(result, token_id, prompt_place, text.token_bytes, is_shown)
+                if is_first and token.startswith(b" ") and not self._is_next(b" ", text, 0):
+                    self._offset -= 1  # some tokenizers put a space before a text, and take it away again
         elif text.logprobs is None:
             return None
         for place in text.logprobs or ():
@@ -56,9 +60,9 @@ class CompletionLogprobs:
             self._add(result, token_id, place, text.token_bytes, is_shown)
         return result
 
-    def _is_next(self, token: bytes, text: Text) -> bool:
-        """Whether a special token of the prompt is part of its text: one that the tokenizer adds, or decoding skips, is not."""
-        return (text.prompt_text or "").startswith(token.decode(), self._offset)
+    def _is_next(self, token: bytes, text: Text, offset: int | None = None) -> bool:
+        """Whether a token of the prompt is part of its text: one that the tokenizer adds, or decoding skips, is not."""
+        return (text.prompt_text or "").startswith(token.decode(), self._offset if offset is None else offset)
 
     def _add(
         self,
