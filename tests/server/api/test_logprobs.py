@@ -13,6 +13,19 @@ def places(*token_ids: int) -> list[TokenLogprobs]:
     return [TokenLogprobs(Logprob(each, -1.0, 1), []) for each in token_ids]
 
 
+def echoed(prompt_text: str, first: int, *others: int) -> Text:
+    return Text(
+        request_id="a",
+        text="",
+        token_ids=[],
+        prompt_text=prompt_text,
+        prompt_token_ids=[first, *others],
+        prompt_logprobs=[None, *places(*others)],
+        token_bytes=BYTES,
+        special_ids={BOS, EOS},
+    )
+
+
 @pytest.mark.parametrize("skips_special", [True, False])
 @pytest.mark.parametrize(
     ("prompt_text", "offsets"), [("Hi you", [0, 0, 2]), ("<s>Hi you", [0, 3, 5])], ids=["added", "written"]
@@ -22,16 +35,7 @@ def test_a_token_before_the_prompt_counts_where_the_text_has_it(
 ) -> None:
     """Whatever is skipped in the output."""
     logprobs, end = CompletionLogprobs(skips_special), len(prompt_text)
-    prompt = Text(
-        request_id="a",
-        text="",
-        token_ids=[],
-        prompt_text=prompt_text,
-        prompt_token_ids=[BOS, HI, YOU],
-        prompt_logprobs=[None, *places(HI, YOU)],
-        token_bytes=BYTES,
-        special_ids={BOS, EOS},
-    )
+    prompt = echoed(prompt_text, BOS, HI, YOU)
     assert logprobs.push(prompt)["text_offset"] == offsets  # type: ignore[index]
     output = Text(
         request_id="a",
@@ -48,17 +52,7 @@ def test_a_token_before_the_prompt_counts_where_the_text_has_it(
 @pytest.mark.parametrize(("prompt_text", "offsets"), [("you you", [0, 0, 3]), (" you you", [0, 0, 4])])
 def test_a_space_that_the_tokenizer_puts_before_a_text_is_not_in_it(prompt_text: str, offsets: list[int]) -> None:
     """As SentencePiece's do; the text may begin with one of its own, too."""
-    prompt = Text(
-        request_id="a",
-        text="",
-        token_ids=[],
-        prompt_text=prompt_text,
-        prompt_token_ids=[BOS, YOU, YOU],
-        prompt_logprobs=[None, *places(YOU, YOU)],
-        token_bytes=BYTES,
-        special_ids={BOS, EOS},
-    )
-    found = CompletionLogprobs(skips_special=True).push(prompt)
+    found = CompletionLogprobs(skips_special=True).push(echoed(prompt_text, BOS, YOU, YOU))
     assert found is not None
     assert found["text_offset"] == offsets
     assert [prompt_text[at:] for at in offsets[1:]] == [prompt_text, " you"]
