@@ -87,15 +87,16 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
     made = {"device": "cuda", "dtype": torch.bfloat16}
     count = max(3, COLD_BYTES // (2 * shape[0] * shape[1]))
     weights = [torch.randn(shape, **made) / shape[1] ** 0.5 for _ in range(count)]
-    if not fits(weights[0], gated=gated):
+    if not fits(weights[0], None, gated=gated):
         raise click.UsageError(f"the kernel takes no matrix of {shape[0]}x{shape[1]}{' gated' if gated else ''}")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     found: dict[Cut, list[HopperProduct]] = {}
-    for way in dict.fromkeys(ways(*shape, processors)):
+    chosen_ways = [cut(rows, *shape, processors) for rows in all_rows]
+    for way in dict.fromkeys([*chosen_ways, *ways(*shape, processors)]):
         options = {"gated": gated, "choose": lambda *_, way=way: way}
         found[way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
     all_right = True
-    for rows in all_rows:
+    for rows, chosen in zip(all_rows, chosen_ways, strict=True):
         x = torch.randn(rows, shape[1], **made)
         cublas = [partial(activated if gated else F.linear, x, weight) for weight in weights]
         times = []
@@ -105,7 +106,6 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
                 all_right = False
             else:
                 times.append((microseconds([partial(product, x) for product in products]), str(way)))
-        chosen = cut(rows, *shape, processors)
         own = next((time for time, way in times if way == str(chosen)), float("nan"))
         best = "; ".join(f"{time:.1f} {way}" for time, way in sorted(times)[:3])
         name = f"{shape[0]}x{shape[1]}{' gated' if gated else ''}"

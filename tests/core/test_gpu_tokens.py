@@ -8,15 +8,18 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backends.cuda.product import cut
 from minisgl_core import LLM, SamplingParams
 
 DEVICE = "cuda"
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 5, 17, 64, 130, 300, 9, 33)
+VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 304, 1024, 4608, 40, 20
+COUNTS = (1, 8, 40, 88)
 TIE = 1e-3
 """Two tokens whose logits are closer may change places with the order of a sum."""
-pytestmark = [
+needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
     pytest.mark.timeout(300),
@@ -25,7 +28,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint whose matrices every provider of products takes."""
+    """A random checkpoint; its matrices are cut in all the ways that `--ops hopper` has, see `test_the_model_needs_every_cut`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -33,39 +36,46 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}[request.param]
     torch.manual_seed(0)
     shape: dict[str, Any] = {
-        "vocab_size": 304,
-        "hidden_size": 512,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 3,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
         "head_dim": 64,
         "max_position_embeddings": 1024,
-        "initializer_range": 0.1,
+        "initializer_range": 0.05,
         "bos_token_id": None,
         "eos_token_id": None,
     }
     path = tmp_path_factory.mktemp(request.param)
     model(config(**shape)).save_pretrained(path)
-    words = Tokenizer(WordLevel({f"t{token}": token for token in range(304)}, unk_token="t0"))
+    words = Tokenizer(WordLevel({f"t{token}": token for token in range(VOCAB)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words, unk_token="t0").save_pretrained(path)
     return path
 
 
 def prompts(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(count)
-    return [torch.randint(0, 304, (LENGTHS[i % 8],), generator=generator).tolist() for i in range(count)]
+    return [torch.randint(0, VOCAB, (LENGTHS[i % 8],), generator=generator).tolist() for i in range(count)]
 
 
 def generate(folder: Path, count: int, **options: Any) -> list[list[int]]:
     """Prompts are cut into chunks; what decodes is `count` requests at a time."""
     with LLM(
-        str(folder), max_prefill_length=64, max_running_requests=64, num_pages=2048, page_size=16, **options
+        str(folder), max_prefill_length=64, max_running_requests=96, num_pages=4096, page_size=16, **options
     ) as llm:
         outputs = llm.generate(prompts(count), GREEDY)
     return [output.token_ids for output in outputs]
 
 
+def on_gpu(test: Any) -> Any:
+    for mark in needs_gpu:
+        test = mark(test)
+    return test
+
+
+@on_gpu
 @pytest.mark.parametrize("graphs", [0, 16])
 def test_float32_tokens_are_those_of_transformers(folder: Path, graphs: int) -> None:
     from transformers import AutoModelForCausalLM
@@ -81,11 +91,24 @@ def test_float32_tokens_are_those_of_transformers(folder: Path, graphs: int) -> 
         assert (logits.max(-1).values - taken).max() < TIE
 
 
+@on_gpu
 @pytest.mark.parametrize("ops", ["triton", "hopper"])
-@pytest.mark.parametrize("count", [1, 8, 40])
+@pytest.mark.parametrize("count", COUNTS)
 def test_recorded_steps_give_the_tokens_of_others(folder: Path, ops: str, count: int) -> None:
     if ops == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
     wanted = generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=0)
     for _ in range(3):  # a race would not always be lost
-        assert generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=64) == wanted
+        assert generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=96) == wanted
+
+
+def test_the_model_needs_every_cut() -> None:
+    """Tiles of either size, whole and cut by Stream-K; clusters that share x, and clusters that share a tile."""
+    qkv, both = (HEADS + 2 * KV_HEADS) * 64, 2 * INNER
+    matrices = ((qkv, HIDDEN), (HIDDEN, HEADS * 64), (both, HIDDEN), (HIDDEN, INNER))
+    ways = {cut(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
+    assert {way.outputs for way in ways} == {64, 128}
+    assert {way.cluster for way in ways} == {1, 2}
+    assert max(way.splits for way in ways) > 1
+    assert any(way.num_blocks is None and way.splits == 1 for way in ways)
+    assert any(way.num_blocks is not None for way in ways)

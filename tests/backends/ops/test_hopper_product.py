@@ -20,7 +20,15 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0]
 DEPTH = 64
 MATRICES = [
     (rows, inputs, gated, bias)
-    for rows, inputs in ((4096, 1024), (1024, 3072), (5120, 5120), (336, 1024), (144, 192), (17408 * 2, 512))
+    for rows, inputs in (
+        (4096, 1024),
+        (1024, 3072),
+        (5120, 5120),
+        (336, 1024),
+        (144, 192),
+        (17408 * 2, 512),
+        (16_976, 512),
+    )
     for gated in (False, True)
     for bias in (False, True)
 ]
@@ -56,7 +64,7 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(row
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant(192, 128, 2, 1, gated=True, has_bias=False),
+        Variant(MAX_ROWS, 128, 2, 1, gated=True, has_bias=False),
         Variant(96, 128, 1, 1, gated=False, has_bias=True),
         Variant(16, 64, 1, 1, gated=True, has_bias=True),
         Variant(128, 64, 1, 3, gated=False, has_bias=True),
@@ -106,7 +114,7 @@ class TestOnHopper:
         weight = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
         bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
         scratch = StreamScratch(device)
-        assert fits(weight, gated=gated)
+        assert fits(weight, bias, gated=gated)
         product = HopperProduct(weight, bias, scratch, gated=gated)
         for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, MAX_ROWS):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]

@@ -1,4 +1,4 @@
-// out = x @ weight.T + bias of few rows, for Hopper: what a decode of up to some 200 requests is made of.
+// out = x @ weight.T + bias of few rows, for Hopper: what a decode of up to 160 requests is made of.
 //
 // All that matters is how fast the weights come in, so they go through the tensor cores as the larger operand: a thread block
 // holds OUTPUTS of them (columns of `out`) and all ROWS of x, and walks along the inputs 64 at a time. A warp has the copy
@@ -120,7 +120,8 @@ __device__ __forceinline__ void store_rows(u32 waiting, bf16* out, int row, int 
                          : "=r"(up.x), "=r"(up.y), "=r"(up.z), "=r"(up.w) : "r"(from + COLUMNS * 2) : "memory");
             values = make_uint4(gated(values.x, up.x), gated(values.y, up.y), gated(values.z, up.z), gated(values.w, up.w));
         }
-        *(uint4*)(out + (long long)(row + m) * N + column + n) = values;
+        asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(out + (long long)(row + m) * N + column + n),
+                     "r"(values.x), "r"(values.y), "r"(values.z), "r"(values.w) : "memory");  // plainly written, it may be 4 stores
     }
 }
 

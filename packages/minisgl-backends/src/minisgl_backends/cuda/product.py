@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 
@@ -131,26 +133,38 @@ def _multiply(rows: int) -> str:
 
 
 @cache
-def _builders() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="nvrtc")
+def _builders() -> SimpleQueue[tuple[Variant, Future[bytes]]]:
+    """What is put in is compiled, by threads that a process does not wait for when it ends."""
+    queue: SimpleQueue[tuple[Variant, Future[bytes]]] = SimpleQueue()
+    for _ in range(min(8, os.cpu_count() or 1)):
+        Thread(target=_build_all, args=(queue,), name="nvrtc", daemon=True).start()
+    return queue
+
+
+def _build_all(queue: SimpleQueue[tuple[Variant, Future[bytes]]]) -> None:
+    while True:
+        variant, built = queue.get()
+        try:
+            built.set_result(compile_for_hopper(variant.source()))
+        except Exception as error:
+            built.set_exception(error)
 
 
 @cache
 def _build(variant: Variant) -> Future[bytes]:
-    return _builders().submit(compile_for_hopper, variant.source())
+    built: Future[bytes] = Future()
+    _builders().put((variant, built))
+    return built
 
 
 @cache
-def _kernel(variant: Variant, device: int) -> tuple[Kernel, int]:
+def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
     """And how many thread blocks the device holds."""
-    kernel = Kernel(
-        _build(variant).result(),
-        "product",
-        num_threads=_THREADS,
-        shared_bytes=_SHARED_BYTES,
-        cluster=variant.cluster * variant.splits,
-    )
-    return kernel, kernel.most_blocks()
+    size = variant.cluster * variant.splits
+    with torch.cuda.device(device):
+        cubin = _build(variant).result()
+        kernel = Kernel(cubin, "product", num_threads=_THREADS, shared_bytes=_SHARED_BYTES, cluster=size)
+        return kernel, kernel.most_blocks()
 
 
 class StreamScratch:
@@ -205,11 +219,14 @@ class HopperProduct:
         return Variant(rows, way.outputs, way.cluster, way.splits, self._gated, self._bias is not None), way
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether x, [M, K], is of a kind that the kernel reads."""
+        """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""
         return (
             0 < len(x) <= MAX_ROWS
+            and x.shape[1] == self._num_inputs
             and x.dtype == torch.bfloat16
+            and x.device == self._weight.device
             and x.stride(1) == 1
+            and x.stride(0) >= self._num_inputs
             and x.stride(0) % 8 == 0
             and x.data_ptr() % 16 == 0
         )
@@ -218,7 +235,7 @@ class HopperProduct:
         """x that it takes, [M, K] to [M, N]."""
         rows = next(rows for rows in _ROWS if len(x) <= rows)
         variant, way = self._ways[rows]
-        kernel, most = _kernel(variant, x.device.index)
+        kernel, most = _kernel(variant, x.device)
         columns = way.outputs // (1 + self._gated) * way.cluster
         tiles, group = -(-self._num_outputs // columns), way.cluster * way.splits
         if way.splits > 1:
@@ -235,10 +252,11 @@ class HopperProduct:
         return out
 
 
-def fits(weight: torch.Tensor, *, gated: bool) -> bool:
-    """Whether `HopperProduct` takes this matrix."""
+def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
+    """Whether `HopperProduct` takes this matrix, with this bias."""
     return (
         weight.is_cuda
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
         and weight.dtype == torch.bfloat16
         and weight.is_contiguous()
         and weight.shape[1] % _DEPTH == 0

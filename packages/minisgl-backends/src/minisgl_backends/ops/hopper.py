@@ -10,9 +10,10 @@ from minisgl_core.contracts.ops import LinearOp
 
 
 class HopperOps(TritonOps):
-    """`TritonOps`, with products of up to some 200 rows that read weights as fast as memory gives them.
+    """`TritonOps`, with products of up to 160 rows that read weights as fast as memory gives them.
 
-    They begin to do so while the kernel in front of them ends.
+    They, and the norms between them, begin to do so while the kernel in front of them ends; so what that kernel writes can be
+    no weight.
     """
 
     @classmethod
@@ -55,7 +56,7 @@ class HopperOps(TritonOps):
     def _with_product(
         self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._product.fits(weight, gated=gated):
+        if not self._product.fits(weight, bias, gated=gated):
             return other
         own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

@@ -1,0 +1,107 @@
+"""What becomes of a CUDA program, with a compiler that only notes what it is given."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backends.cuda import compiler
+from minisgl_backends.cuda.compiler import CudaBuildError, compile_for_hopper
+
+CUBIN, LOG = b"\x7fELF of a kernel", b'kernel.cu(1): warning: dull\nkernel.cu(2): error: identifier "x" is undefined\n'
+
+
+class Nvrtc:
+    """As NVRTC's library.
+
+    Attributes:
+        sources: what was compiled.
+        version: of the library.
+    """
+
+    def __init__(self) -> None:
+        self.sources: list[bytes] = []
+        self.version = 13
+
+    def nvrtcVersion(self, major: Any, minor: Any) -> int:
+        major._obj.value, minor._obj.value = self.version, 0
+        return 0
+
+    def nvrtcCreateProgram(self, program: Any, source: bytes, *_: Any) -> int:
+        self.sources.append(source)
+        return 0
+
+    def nvrtcCompileProgram(self, program: Any, count: int, flags: Any) -> int:
+        assert b"--gpu-architecture=sm_90a" in list(flags)[:count]
+        return 6 if b"broken" in self.sources[-1] else 0
+
+    def nvrtcGetProgramLogSize(self, program: Any, size: Any) -> int:
+        size._obj.value = len(LOG) + 1
+        return 0
+
+    def nvrtcGetProgramLog(self, program: Any, log: Any) -> int:
+        log.value = LOG
+        return 0
+
+    def nvrtcGetCUBINSize(self, program: Any, size: Any) -> int:
+        size._obj.value = len(CUBIN)
+        return 0
+
+    def nvrtcGetCUBIN(self, program: Any, cubin: Any) -> int:
+        cubin.raw = CUBIN
+        return 0
+
+    def nvrtcDestroyProgram(self, program: Any) -> int:
+        return 0
+
+
+@pytest.fixture
+def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Nvrtc:
+    fake = Nvrtc()
+    monkeypatch.setattr(compiler, "load_nvrtc", lambda: fake)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return fake
+
+
+def test_a_program_is_compiled_once_a_compiler(nvrtc: Nvrtc) -> None:
+    assert [compile_for_hopper(source) for source in ("one", "two", "one")] == [CUBIN] * 3
+    assert nvrtc.sources == [b"one", b"two"]
+    nvrtc.version = 14
+    compile_for_hopper("one")
+    assert nvrtc.sources == [b"one", b"two", b"one"]
+
+
+def test_an_error_names_the_lines_and_is_not_kept(nvrtc: Nvrtc) -> None:
+    for _ in range(2):
+        with pytest.raises(CudaBuildError, match=r'ended with 6: kernel.cu\(2\): error: identifier "x".*--ops triton'):
+            compile_for_hopper("broken")
+    assert len(nvrtc.sources) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_no_obstacle(
+    nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        assert compile_for_hopper("one") == CUBIN
+    assert f"not kept in {tmp_path}" in caplog.text
+    assert list((tmp_path / "minisgl" / "cuda").iterdir()) == []
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
+    assert compile_for_hopper("one") == CUBIN
+    assert nvrtc.sources == [b"one", b"one"]
+
+
+def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise OSError("libnvrtc.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(compiler, "load_nvrtc", missing)
+    with pytest.raises(CudaBuildError, match=r"libnvrtc.so.13.*--ops triton"):
+        compile_for_hopper("one")
