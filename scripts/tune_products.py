@@ -3,7 +3,7 @@
     python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128]
 
 Microseconds of one product among many in a CUDA graph, its weights not in the cache: by cuBLAS (and the activation's kernel), by
-what `minisgl_backends.cuda.product.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step.
+what `minisgl_backends.cuda.cut.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import click
 import torch
 import torch.nn.functional as F
 
-from minisgl_backends.cuda.product import MAX_ROWS, Cut, HopperProduct, StreamScratch, cut, fits
+from minisgl_backends.cuda.cut import Cut, cut
+from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, fits
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backends.cuda.product import cut
+from minisgl_backends.cuda.cut import cut
 from minisgl_core import LLM, SamplingParams
 
 DEVICE = "cuda"

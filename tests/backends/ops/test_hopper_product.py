@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, Variant, cut, fits
+from minisgl_backends.cuda.cut import DEPTH, cut
+from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, Variant, fits
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-DEPTH = 64
 MATRICES = [
     (rows, inputs, gated, bias)
     for rows, inputs in (

@@ -1,4 +1,4 @@
-"""Which way product.cu cuts a product, and its launch.
+"""Products of few rows by product.cu: what it is compiled for, and its launch.
 
 Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate above up.
 """
@@ -17,56 +17,16 @@ from threading import Thread
 import torch
 
 from minisgl_backends.cuda.compiler import compile_for_hopper
+from minisgl_backends.cuda.cut import DEPTH, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 
 MAX_ROWS = 160
 """More are bound by arithmetic, which cuBLAS does faster."""
 _ROWS = range(16, MAX_ROWS + 1, 16)
-_DEPTH = 64
-_THREADS, _CONSUMERS = 288, 256
+_THREADS = 288
 _SHARED_BYTES = 232_448 - 1024
 """A thread block's on Hopper, but for its barriers."""
 _MOST_STAGES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How a product is shared out over thread blocks; see product.cu.
-
-    Attributes:
-        outputs: of a tile, 64 or 128.
-        cluster: neighbouring tiles that share x.
-        splits: thread blocks of a tile, each with a part of the inputs; 1 for Stream-K.
-        num_blocks: thread blocks; None for as many as the device holds.
-    """
-
-    outputs: int
-    cluster: int = 1
-    splits: int = 1
-    num_blocks: int | None = None
-
-
-def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -> Cut:
-    """The way that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B and of 32B's ranks.
-
-    Args:
-        num_rows: of x.
-        matrix_rows: N, or 2 * N of a gated MLP.
-        num_inputs: K.
-        num_processors: of the device.
-    """
-    tiles, depth = -(-matrix_rows // 64), num_inputs // _DEPTH
-    if tiles > num_processors:
-        return Cut(128, cluster=1 if num_rows <= 64 else 2)
-    if tiles >= 0.48 * num_processors:
-        if depth < 64 or tiles > 0.8 * num_processors:
-            return Cut(64, num_blocks=tiles)
-        if num_rows <= 64:
-            return Cut(64)
-        pairs = -(-tiles // 2)
-        return Cut(128, num_blocks=max(num_processors // pairs, 1) * pairs)
-    splits = min(8, int(0.53 * num_processors / tiles + 0.5), depth // 8)
-    return Cut(64, splits=splits) if splits > 1 else Cut(64, num_blocks=tiles)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +52,7 @@ class Variant:
     @property
     def stages(self) -> int:
         """Of the ring, as many as fit."""
-        stage = (self.outputs + self.rows) * _DEPTH * 2
+        stage = (self.outputs + self.rows) * DEPTH * 2
         # Rows that wait to be stored, 32 at a time for each that store apart.
         waiting = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
         return int(min(_MOST_STAGES, (_SHARED_BYTES - 1024 - waiting) // stage))
@@ -210,7 +170,7 @@ class HopperProduct:
         for variant, _ in self._ways.values():
             _build(variant)
         self._maps = {
-            outputs: TensorMap(weight, (outputs // (1 + gated), _DEPTH))
+            outputs: TensorMap(weight, (outputs // (1 + gated), DEPTH))
             for outputs in {way.outputs for _, way in self._ways.values()}
         }
 
@@ -241,10 +201,10 @@ class HopperProduct:
         if way.splits > 1:
             num_blocks = tiles * way.splits
         else:
-            steps = tiles * (self._num_inputs // _DEPTH)
+            steps = tiles * (self._num_inputs // DEPTH)
             num_blocks = min((way.num_blocks or most) // group, most // group, steps) * group
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x_map = TensorMap(x, (rows // way.cluster, _DEPTH))
+        x_map = TensorMap(x, (rows // way.cluster, DEPTH))
         bias = out if self._bias is None else self._bias
         scratch = self._scratch
         sizes = len(x), self._num_outputs, self._num_inputs
@@ -259,7 +219,7 @@ def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> boo
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
         and weight.dtype == torch.bfloat16
         and weight.is_contiguous()
-        and weight.shape[1] % _DEPTH == 0
+        and weight.shape[1] % DEPTH == 0
         and len(weight) % (8 * (1 + gated)) == 0
         and weight.data_ptr() % 16 == 0
     )
