@@ -11,11 +11,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
-from statistics import median
 
 import click
 import torch
 import torch.nn.functional as F
+from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.cuda.cut import Cut, cut
 from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, fits
@@ -63,24 +63,8 @@ def activated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def microseconds(calls: list[Callable[[], torch.Tensor]]) -> float:
-    """Of one call; the median of 5 replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        _outputs = [call() for call in calls]
-    times = []
-    for _ in range(6):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return median(times[1:])
+    """Of one call, the median."""
+    return float(do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")) * 1000 / len(calls)
 
 
 def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:

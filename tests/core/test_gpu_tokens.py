@@ -11,7 +11,6 @@ import torch
 from minisgl_backends.cuda.cut import cut
 from minisgl_core import LLM, SamplingParams
 
-DEVICE = "cuda"
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = (1, 5, 17, 64, 130, 300, 9, 33)
@@ -19,11 +18,6 @@ VOCAB, HIDDEN, INNER, HEADS, KV_HEADS = 304, 1024, 4608, 40, 20
 COUNTS = (1, 8, 40, 88)
 TIE = 1e-3
 """Two tokens whose logits are closer may change places with the order of a sum."""
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-    pytest.mark.timeout(300),
-]
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
@@ -69,37 +63,32 @@ def generate(folder: Path, count: int, **options: Any) -> list[list[int]]:
     return [output.token_ids for output in outputs]
 
 
-def on_gpu(test: Any) -> Any:
-    for mark in needs_gpu:
-        test = mark(test)
-    return test
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.timeout(300)
+class TestOnOneGpu:
+    @pytest.mark.parametrize("graphs", [0, 16])
+    def test_float32_tokens_are_those_of_transformers(self, folder: Path, graphs: int) -> None:
+        from transformers import AutoModelForCausalLM
 
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to("cuda")
+        found = generate(folder, 8, dtype="float32", cuda_graph_max_bs=graphs)
+        for prompt, tokens in zip(prompts(8), found, strict=True):
+            with torch.inference_mode():
+                ids = torch.tensor([prompt + tokens[:-1]], device="cuda")
+                logits = reference(ids).logits[0, len(prompt) - 1 :]
+            taken = logits.gather(-1, torch.tensor(tokens, device="cuda")[:, None])[:, 0]
+            assert len(tokens) == NUM_TOKENS
+            assert (logits.max(-1).values - taken).max() < TIE
 
-@on_gpu
-@pytest.mark.parametrize("graphs", [0, 16])
-def test_float32_tokens_are_those_of_transformers(folder: Path, graphs: int) -> None:
-    from transformers import AutoModelForCausalLM
-
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
-    found = generate(folder, 8, dtype="float32", cuda_graph_max_bs=graphs)
-    for prompt, tokens in zip(prompts(8), found, strict=True):
-        with torch.inference_mode():
-            ids = torch.tensor([prompt + tokens[:-1]], device=DEVICE)
-            logits = reference(ids).logits[0, len(prompt) - 1 :]
-        taken = logits.gather(-1, torch.tensor(tokens, device=DEVICE)[:, None])[:, 0]
-        assert len(tokens) == NUM_TOKENS
-        assert (logits.max(-1).values - taken).max() < TIE
-
-
-@on_gpu
-@pytest.mark.parametrize("ops", ["triton", "hopper"])
-@pytest.mark.parametrize("count", COUNTS)
-def test_recorded_steps_give_the_tokens_of_others(folder: Path, ops: str, count: int) -> None:
-    if ops == "hopper" and torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("needs a Hopper GPU")
-    wanted = generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=0)
-    for _ in range(3):  # a race would not always be lost
-        assert generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=96) == wanted
+    @pytest.mark.parametrize("ops", ["triton", "hopper"])
+    @pytest.mark.parametrize("count", COUNTS)
+    def test_recorded_steps_give_the_tokens_of_others(self, folder: Path, ops: str, count: int) -> None:
+        if ops == "hopper" and torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("needs a Hopper GPU")
+        wanted = generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=0)
+        for _ in range(3):  # a race would not always be lost
+            assert generate(folder, count, dtype="bfloat16", ops=ops, cuda_graph_max_bs=96) == wanted
 
 
 def test_the_model_needs_every_cut() -> None:

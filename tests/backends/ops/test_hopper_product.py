@@ -71,8 +71,7 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(row
     ],
 )
 def test_a_variant_compiles_without_spilling(variant: Variant, tmp_path: Path) -> None:
-    source = tmp_path / "product.cu"
-    source.write_text(variant.source())
+    (tmp_path / "product.cu").write_text(variant.source())
     command = [
         "nvcc",
         "-cubin",
@@ -81,7 +80,7 @@ def test_a_variant_compiles_without_spilling(variant: Variant, tmp_path: Path) -
         "-v",
         "-o",
         "product.cubin",
-        source,
+        "product.cu",
     ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -141,17 +140,15 @@ class TestOnHopper:
         x = torch.randn(72, 2048, device=device, dtype=dtype)
 
         def run(*, apart: bool) -> torch.Tensor:
+            between = torch.cuda.synchronize if apart else lambda: None
             hidden, residual = x.clone(), torch.zeros_like(x)
             for _ in range(20):
                 hidden, residual = ops.add_rms_norm(hidden, residual, gain, 1e-6)
-                if apart:
-                    torch.cuda.synchronize()
+                between()
                 hidden = gate_up(hidden)
-                if apart:
-                    torch.cuda.synchronize()
+                between()
                 hidden = down(hidden)
-                if apart:
-                    torch.cuda.synchronize()
+                between()
             return hidden
 
         wanted = run(apart=True)

@@ -97,7 +97,7 @@ class Kernel:
         """Thread blocks that the device holds at once, one a processor."""
         if self._cluster == 1:
             return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
-        count, (config, _) = c_int(), self._config(self._cluster, 0)
+        count, config = c_int(), self._config(self._cluster, 0)
         call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(config))
         return count.value * self._cluster
 
@@ -108,7 +108,7 @@ class Kernel:
             num_blocks: a multiple of a cluster's.
             arguments: tensors are passed as their addresses, integers as ``int``.
         """
-        config, _attributes = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
+        config = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
         values: list[Any] = [
             c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else c_int(each) if isinstance(each, int) else each
             for each in arguments
@@ -116,20 +116,13 @@ class Kernel:
         places = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
         call("cuLaunchKernelEx", ctypes.byref(config), self._function, (c_void_p * len(places))(*places), None)
 
-    def _config(self, num_blocks: int, stream: int) -> tuple[_LaunchConfig, Any]:
-        """The launch, and its attributes, which it refers to."""
+    def _config(self, num_blocks: int, stream: int) -> _LaunchConfig:
+        """The launch; ctypes keeps the attributes as long as it."""
         attributes = (_Attribute * 2)()
         attributes[0].id, attributes[0].value[0] = _DEPENDENT_LAUNCH, 1
         attributes[1].id, attributes[1].value[:3] = _CLUSTER_DIMENSION, (self._cluster, 1, 1)
-        config = _LaunchConfig(
-            (num_blocks, 1, 1),
-            (self._num_threads, 1, 1),
-            self._shared_bytes,
-            stream,
-            attributes,
-            1 + (self._cluster > 1),
-        )
-        return config, attributes
+        grid, block = (num_blocks, 1, 1), (self._num_threads, 1, 1)
+        return _LaunchConfig(grid, block, self._shared_bytes, stream, attributes, 1 + (self._cluster > 1))
 
 
 class TensorMap:

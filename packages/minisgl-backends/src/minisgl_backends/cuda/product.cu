@@ -46,7 +46,7 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
     asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
                  ::"r"(at), "r"(parity) : "memory");
 }
-// Without .release.cluster: sums are not memory, and its fence would take a microsecond.
+// Without .release.cluster: a stage was read, not written, and the fence would take a microsecond.
 __device__ __forceinline__ void barrier_arrive(u32 at, u32 block) {
     if (CLUSTER == 1)
         asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
@@ -91,7 +91,7 @@ __device__ __forceinline__ u32 gated(u32 gate, u32 up) {
     return rounded(silu(low_of(gate)) * low_of(up), silu(high_of(gate)) * high_of(up));
 }
 
-// What a thread of a warp group holds: of outputs `output` and `output + 8` of the tile.
+// Of the 16 outputs of a tile that a warp has.
 __device__ __forceinline__ int first_output() {
     return (OUTPUTS == 128 ? (threadIdx.x >> 7) * 64 : 0) + (threadIdx.x >> 5 & 3) * 16;
 }
@@ -189,7 +189,7 @@ __device__ __forceinline__ void store_shared_sums(float (&sums)[SUMS], u32 ring,
     store_rows(waiting, out, (OUTPUTS == 64 ? group * GROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
 }
 
-// Where `block` begins, of `total` steps cut into equal parts.
+// Where a part begins, of `total` steps cut into equal ones.
 __device__ __forceinline__ int part_begin(int total, int part, int parts) { return (int)((long long)total * part / parts); }
 
 // weight [N, K], or [2 N, K] where GATED; x [M, K]; out [M, N]; bias as weight has rows. parts: float32 [thread blocks, SUMS / 4, 256, 4].

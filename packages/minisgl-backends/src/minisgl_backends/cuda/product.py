@@ -164,19 +164,16 @@ class HopperProduct:
         """
         self._weight, self._bias, self._scratch, self._gated = weight, bias, scratch, gated
         self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
-        self._processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-        self._choose = choose
-        self._ways = {rows: self._way(rows) for rows in _ROWS}
-        for variant, _ in self._ways.values():
+        processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        self._ways: dict[int, tuple[Variant, Cut]] = {}
+        self._maps: dict[int, TensorMap] = {}
+        for rows in _ROWS:
+            way = choose(rows, len(weight), self._num_inputs, processors)
+            variant = Variant(rows, way.outputs, way.cluster, way.splits, gated, bias is not None)
             _build(variant)
-        self._maps = {
-            outputs: TensorMap(weight, (outputs // (1 + gated), DEPTH))
-            for outputs in {way.outputs for _, way in self._ways.values()}
-        }
-
-    def _way(self, rows: int) -> tuple[Variant, Cut]:
-        way = self._choose(rows, len(self._weight), self._num_inputs, self._processors)
-        return Variant(rows, way.outputs, way.cluster, way.splits, self._gated, self._bias is not None), way
+            self._ways[rows] = variant, way
+            if way.outputs not in self._maps:
+                self._maps[way.outputs] = TensorMap(weight, (way.outputs // (1 + gated), DEPTH))
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""

@@ -19,11 +19,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # a Triton for other devices, where nothing overlaps
-    gdc_launch_dependents = gdc_wait = None
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit

@@ -50,7 +50,7 @@ class CompletionLogprobs:
                 is_shown = token_id not in text.special_ids or self._is_next(token, text)
                 is_first = is_shown and self._offset == 0
                 self._add(result, token_id, prompt_place, text.token_bytes, is_shown)
-                if is_first and token.startswith(b" ") and not self._is_next(b" ", text, 0):
+                if is_first and token.startswith(b" ") and not (text.prompt_text or "").startswith(" "):
                     self._offset -= 1  # some tokenizers put a space before a text, and take it away again
         elif text.logprobs is None:
             return None
@@ -60,9 +60,9 @@ class CompletionLogprobs:
             self._add(result, token_id, place, text.token_bytes, is_shown)
         return result
 
-    def _is_next(self, token: bytes, text: Text, offset: int | None = None) -> bool:
-        """Whether a token of the prompt is part of its text: one that the tokenizer adds, or decoding skips, is not."""
-        return (text.prompt_text or "").startswith(token.decode(), self._offset if offset is None else offset)
+    def _is_next(self, token: bytes, text: Text) -> bool:
+        """Whether a special token of the prompt is part of its text: one that the tokenizer adds, or decoding skips, is not."""
+        return (text.prompt_text or "").startswith(token.decode(), self._offset)
 
     def _add(
         self,
