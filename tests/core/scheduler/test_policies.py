@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cmp_to_key
+from itertools import pairwise
 
 import pytest
 
 from minisgl_core.contracts.policy import Policy, Waiting
-from minisgl_core.scheduler.policies import FirstComeFirstServed, LongestPrefixMatch
+from minisgl_core.scheduler.policies import FirstComeFirstServed, LongestOutputFirst, LongestPrefixMatch
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.policy_kit import PolicyTests, Queue
 
@@ -22,6 +23,10 @@ class TestFirstComeFirstServed(PolicyTests):
 
 class TestLongestPrefixMatch(PolicyTests):
     provider = LongestPrefixMatch
+
+
+class TestLongestOutputFirst(PolicyTests):
+    provider = LongestOutputFirst
 
 
 def test_first_come_first_served() -> None:
@@ -38,6 +43,16 @@ def test_longest_prefix_first_among_those_that_it_looks_at() -> None:
     cached = [queue.num_cached(request) for request in found]
     assert cached[:window] == sorted(cached[:window], reverse=True)
     assert list(found[window:]) == queue.waiting[window:]
+
+
+def test_longest_output_first_and_the_older_of_equals() -> None:
+    queue = Queue(200, 2, seed=3)
+    found = queue.ordered_by(LongestOutputFirst())
+    for one, next_one in pairwise(found):
+        if one.priority == next_one.priority:
+            assert one.max_tokens_left >= next_one.max_tokens_left
+            assert one.max_tokens_left > next_one.max_tokens_left or one.arrival < next_one.arrival
+    assert not queue.asked
 
 
 class LeavesOneOut(Policy):

@@ -194,6 +194,18 @@ def test_longest_prefix_match_prefers_what_is_cached() -> None:
     assert orders == {"fcfs": ["cold", "cached"], "lpm": ["cached", "cold"]}
 
 
+def test_longest_output_first_counts_what_a_preempted_request_has_left() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1, policy="lof")
+    tiny.submit(loop, "long", prompt(1, 4), greedy(20))
+    for _ in range(17):
+        loop.step()
+    scheduler = loop.scheduler
+    scheduler._preempt(scheduler.running[0])
+    for name, num_tokens in (("short", 2), ("middle", 8)):
+        tiny.submit(loop, name, prompt(2, 4), greedy(num_tokens))
+    assert list(tiny.run(loop)) == ["middle", "long", "short"]
+
+
 class LastComeFirstServed(Policy):
     """Sorts what it is given in place."""
 

@@ -18,6 +18,10 @@ class Waiting(Protocol):
     def arrival(self) -> int:
         """A counter that grows with each arrival; a preempted request keeps its own."""
 
+    @property
+    def max_tokens_left(self) -> int:
+        """Output tokens that it may still get: its max_tokens, less those that it got before it was preempted."""
+
 
 class Policy(ABC):
     """Orders the waiting requests. The scheduler admits from the front while tokens and pages last."""

@@ -27,3 +27,15 @@ class LongestPrefixMatch(Policy):
             waiting[: self.window], key=lambda request: (request.priority, -num_cached(request), request.arrival)
         )
         return [*head, *waiting[self.window :]]
+
+
+class LongestOutputFirst(Policy):
+    """By priority, then the most output tokens that a request may still ask for (SGLang's ``lof``), then arrival.
+
+    For batches whose outputs' lengths are known: the longest start first, as in Graham's rule for tasks of known length (SIAM
+    J. Appl. Math. 17(2), 1969), so that few steps at the end have few requests. With a small ``--max-prefill-length`` later
+    prompts share steps with decodes, which read the same weights. Not for serving: short requests wait for all longer ones.
+    """
+
+    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+        return sorted(waiting, key=lambda request: (request.priority, -request.max_tokens_left, request.arrival))

@@ -118,6 +118,11 @@ class Request:
         return len(self.tokens) - self.num_prompt
 
     @property
+    def max_tokens_left(self) -> int:
+        """Output tokens that the host does not know yet, at most."""
+        return self.max_length - len(self.tokens)
+
+    @property
     def length(self) -> int:
         """Tokens of the sequence, those in flight included."""
         return len(self.tokens) + self.num_pending

@@ -19,6 +19,7 @@ class Request:
 
     priority: int
     arrival: int
+    max_tokens_left: int
 
 
 class Queue:
@@ -31,7 +32,10 @@ class Queue:
 
     def __init__(self, length: int, num_priorities: int, seed: int) -> None:
         draw = random.Random(seed)
-        requests = [Request(draw.randrange(num_priorities), arrival) for arrival in draw.sample(range(10**6), length)]
+        requests = [
+            Request(draw.randrange(num_priorities), arrival, draw.randint(1, 40))
+            for arrival in draw.sample(range(10**6), length)
+        ]
         self.waiting = sorted(requests, key=lambda request: (request.priority, request.arrival))
         self._cached = {request.arrival: draw.choice((0, 0, 16, 512)) for request in requests}
         self.asked: Counter[int] = Counter()
