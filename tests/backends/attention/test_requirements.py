@@ -158,7 +158,7 @@ def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # version 3 is for 9.0
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
-    [reason] = FlashAttention.unsupported(SPEC)
+    [reason] = [each for each in FlashAttention.unsupported(SPEC) if "version 3" not in each]  # which may be here
     assert "version 2 (flash_attn) takes page sizes that are multiples of 256" in reason
     assert FlashAttention.unsupported(replace(SPEC, page_size=512)) == []
 

@@ -60,6 +60,7 @@ class GatheredGroup:
         past: places in ``[0, B * Hkv * L)`` of gathered keys past their request's end, int64; None where there are none. What
             lies there is somebody else's, or was: not even a NaN of theirs may get through.
         first: position of each request's first query, int64 [B], on the host.
+        last: position of its last one, likewise.
         blocks: by sliding window; the layers share them.
     """
 
@@ -71,6 +72,7 @@ class GatheredGroup:
     gather: torch.Tensor
     past: torch.Tensor | None
     first: np.ndarray
+    last: np.ndarray
     blocks: dict[int | None, list[_Block]]
 
 
@@ -141,6 +143,7 @@ class TorchAttention(AttentionBackend):
             gather=(self._offsets + pages[None, :, None]).view(-1),
             past=torch.from_numpy(past).to(device) if len(past) else None,
             first=(seq_lens - q_lens).astype(np.int64),
+            last=seq_lens.astype(np.int64) - 1,
             blocks={},
         )
 
@@ -221,7 +224,7 @@ class TorchAttention(AttentionBackend):
     def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
         """Cut the queries into blocks, and say what each may see."""
         heads, lowest, highest = self.spec.num_kv_heads, int(group.first.min()), int(group.first.max())
-        first = torch.from_numpy(group.first).to(self.spec.device)
+        first, last = (torch.from_numpy(each).to(self.spec.device)[:, None, None] for each in (group.first, group.last))
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
@@ -233,7 +236,8 @@ class TorchAttention(AttentionBackend):
                 if group.num_queries == 1:  # then one flat addition is quicker than a shorter one in pieces
                     masked_from = 0
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
-                positions = first[:, None, None] + torch.arange(start, stop, device=self.spec.device)[:, None]
+                # Queries that fill up repeat the last: one that saw no key would be NaN, and some products spread it.
+                positions = torch.minimum(first + torch.arange(start, stop, device=self.spec.device)[:, None], last)
                 hidden = keys > positions
                 if window is not None:
                     hidden |= keys <= positions - window
