@@ -13,6 +13,7 @@ import torch
 from minisgl_backends.attention.flash_backend import FlashAttention
 from minisgl_backends.attention.flash_versions import VERSIONS
 from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
+from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
@@ -60,6 +61,20 @@ class TestTriton(OnGpu):
     def test_other_sizes(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype, is_fp8: bool) -> None:
         spec = replace(self.spec(shape, page_size, dtype), kv_dtype=FP8 if is_fp8 else dtype)
         self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+
+
+class TestHopper(OnGpu):
+    backend = HopperAttention
+    page_sizes = (8, 16, 64)
+
+    @pytest.mark.parametrize(
+        ("shape", "page_size"),
+        [((9, 3, 64), 256), ((5, 1, 64), 8), ((40, 8, 128), 64), ((64, 8, 128), 32), ((14, 2, 128), 128)],
+    )
+    def test_other_sizes(self, shape: tuple[int, int, int], page_size: int) -> None:
+        spec = self.spec(shape, page_size, torch.bfloat16)
+        self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
+        self.run(spec, decodes=[1 + 37 * i % 900 for i in range(100)])
 
 
 class TestFlashInfer(OnGpu):
@@ -129,7 +144,7 @@ class TestFlashThenFlashInfer(OnGpu):
 
 
 EACH_BACKEND = pytest.mark.parametrize(
-    "backend", [TritonAttention, FlashInferAttention, FlashAttention3, FlashAttention4]
+    "backend", [TritonAttention, HopperAttention, FlashInferAttention, FlashAttention3, FlashAttention4]
 )
 
 

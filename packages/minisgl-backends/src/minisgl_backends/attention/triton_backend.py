@@ -67,6 +67,7 @@ class TritonAttention(AttentionBackend):
         from minisgl_backends.kernels import paged, paged_decode, paged_prefill
 
         self._store_kv, self._prefills, self._decodes = paged.store_kv, paged_prefill, paged_decode
+        self._num_programs = paged_decode.num_programs(spec.device)
 
     def plan(self, batch: AttentionBatch) -> _Plan:
         """Cut the prefills' queries into tiles; make room for the decodes' parts."""
@@ -87,7 +88,7 @@ class TritonAttention(AttentionBackend):
     def _scratch(self, num_requests: int) -> DecodeScratch:
         spec = self.spec
         heads = (spec.num_q_heads, spec.num_kv_heads)
-        return self._decodes.DecodeScratch.make(num_requests, *heads, spec.head_dim, spec.device)
+        return self._decodes.DecodeScratch.make(num_requests, *heads, spec.head_dim, spec.device, self._num_programs)
 
     def _tiles(self, prefills: AttentionBatch) -> torch.Tensor:
         size, _ = self._prefills.prefill_tile(self.spec.head_dim, self.spec.dtype)
@@ -116,9 +117,21 @@ class TritonAttention(AttentionBackend):
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.batch.num_decodes
         if plan.scratch is not None:
-            of_decodes = (self.page_table, plan.batch.rows, plan.batch.seq_lens, out, plan.scratch)
-            self._decodes.decode(q[:n], k_pages, v_pages, *of_decodes, layer, self.spec.max_batch)
+            self._decode(q[:n], layer, plan.batch, plan.scratch, out)
         if plan.prefills is not None and plan.tiles is not None:
             of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
             self._prefills.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
         return out
+
+    def _decode(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        batch: AttentionBatch,
+        scratch: DecodeScratch,
+        out: torch.Tensor,
+    ) -> None:
+        """A batch's decodes, q of them alone, to the first rows of `out`."""
+        pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        requests = self.page_table, batch.rows, batch.seq_lens
+        self._decodes.decode(q, *pages, *requests, out, scratch, layer, self.spec.max_batch)

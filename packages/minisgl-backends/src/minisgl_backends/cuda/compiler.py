@@ -5,8 +5,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import os
+from concurrent.futures import Future
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -49,6 +53,32 @@ def load_nvrtc() -> ctypes.CDLL:
     return library
 
 
+@cache
+def compiled_later(source: str) -> Future[bytes]:
+    """The cubin of a program, as `compile_for_hopper` makes it, from a thread beside; the same for all who ask for it."""
+    built: Future[bytes] = Future()
+    _builders().put((source, built))
+    return built
+
+
+@cache
+def _builders() -> SimpleQueue[tuple[str, Future[bytes]]]:
+    """What is put in is compiled, by threads that a process does not wait for when it ends."""
+    queue: SimpleQueue[tuple[str, Future[bytes]]] = SimpleQueue()
+    for _ in range(min(8, os.cpu_count() or 1)):
+        Thread(target=_build_all, args=(queue,), name="nvrtc", daemon=True).start()
+    return queue
+
+
+def _build_all(queue: SimpleQueue[tuple[str, Future[bytes]]]) -> None:
+    while True:
+        source, built = queue.get()
+        try:
+            built.set_result(compile_for_hopper(source))
+        except Exception as error:
+            built.set_exception(error)
+
+
 def compile_for_hopper(source: str) -> bytes:
     """The cubin of a program for compute capability 9.0a, from the cache or compiled now; any thread may call it.
 
@@ -58,7 +88,9 @@ def compile_for_hopper(source: str) -> bytes:
     try:
         nvrtc = load_nvrtc()
     except OSError as error:
-        raise CudaBuildError(f"CUDA kernels cannot be compiled: {error} (--ops triton needs none)") from error
+        raise CudaBuildError(
+            f"CUDA kernels cannot be compiled: {error} (--ops triton and --attn triton need none)"
+        ) from error
     version = c_int(), c_int()
     nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
     key = repr((source, _FLAGS, [number.value for number in version]))
@@ -85,7 +117,9 @@ def _compile(nvrtc: ctypes.CDLL, source: str) -> bytes:
             log = ctypes.create_string_buffer(size.value)
             nvrtc.nvrtcGetProgramLog(program, log)
             errors = [line for line in log.value.decode(errors="replace").splitlines() if "error" in line]
-            raise CudaBuildError(f"NVRTC ended with {status}: {'; '.join(errors[:3])} (--ops triton needs none of it)")
+            raise CudaBuildError(
+                f"NVRTC ended with {status}: {'; '.join(errors[:3])} (--ops triton and --attn triton need none of it)"
+            )
         _check(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
         cubin = ctypes.create_string_buffer(size.value)
         _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")

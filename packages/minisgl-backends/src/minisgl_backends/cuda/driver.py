@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_int, c_uint, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, c_char_p, c_float, c_int, c_uint, c_uint32, c_uint64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -101,16 +101,19 @@ class Kernel:
         call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(config))
         return count.value * self._cluster
 
-    def launch(self, num_blocks: int, arguments: Sequence[torch.Tensor | TensorMap | int]) -> None:
+    def launch(self, num_blocks: int, arguments: Sequence[torch.Tensor | TensorMap | int | float]) -> None:
         """Enqueue on the current stream. The kernel may start while the one before it ends, so it waits for that itself.
 
         Args:
             num_blocks: a multiple of a cluster's.
-            arguments: tensors are passed as their addresses, integers as ``int``.
+            arguments: tensors are passed as their addresses, numbers as ``int`` or ``float``.
         """
         config = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
         values: list[Any] = [
-            c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor) else c_int(each) if isinstance(each, int) else each
+            c_uint64(each.data_ptr()) if isinstance(each, torch.Tensor)
+            else c_int(each) if isinstance(each, int)
+            else c_float(each) if isinstance(each, float)
+            else each
             for each in arguments
         ]  # fmt: skip
         places = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
@@ -126,26 +129,29 @@ class Kernel:
 
 
 class TensorMap:
-    """How the copy engine of Hopper's processors finds boxes of a matrix of bfloat16; they land swizzled by 128 bytes.
+    """How the copy engine of Hopper's processors finds boxes of a tensor of bfloat16; they land swizzled by 128 bytes.
 
     Attributes:
         address: of the 128 bytes that a kernel takes as an argument.
     """
 
-    _BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+    _BFLOAT16, _SWIZZLE_128 = 9, 3
+    _PROMOTIONS: ClassVar = {128: 2, 256: 3}
 
-    def __init__(self, matrix: torch.Tensor, box: tuple[int, int]) -> None:
-        """Rows of the box that lie outside of the matrix are read as zeros.
+    def __init__(self, tensor: torch.Tensor, box: Sequence[int], *, promote: int = 256) -> None:
+        """What of a box lies outside of the tensor is read as zeros.
 
         Args:
-            matrix: [rows, columns], the last dimension contiguous; rows and the address are multiples of 16 bytes.
-            box: its rows and columns, 64 columns at most.
+            tensor: the last dimension contiguous; the others' strides and the address are multiples of 16 bytes.
+            box: how much of each dimension, at most 64 of the last.
+            promote: bytes that the L2 cache fetches at once, 128 or 256.
         """
         self._bytes = ctypes.create_string_buffer(128 + 64)
         self.address = -(-ctypes.addressof(self._bytes) // 64) * 64
-        (rows, columns), pitch = matrix.shape, matrix.stride(0) * matrix.element_size()
+        num, size = tensor.dim(), tensor.element_size()
+        pitches = [stride * size for stride in tensor.stride()[-2::-1]]
         call(
-            "cuTensorMapEncodeTiled", self.address, self._BFLOAT16, 2, matrix.data_ptr(), (c_uint64 * 2)(columns, rows),
-            (c_uint64 * 1)(pitch), (c_uint32 * 2)(box[1], box[0]), (c_uint32 * 2)(1, 1), 0, self._SWIZZLE_128,
-            self._PROMOTE_256, 0,
+            "cuTensorMapEncodeTiled", self.address, self._BFLOAT16, num, tensor.data_ptr(), (c_uint64 * num)(*tensor.shape[::-1]),
+            (c_uint64 * (num - 1))(*pitches), (c_uint32 * num)(*box[::-1]), (c_uint32 * num)(*[1] * num), 0, self._SWIZZLE_128,
+            self._PROMOTIONS[promote], 0,
         )  # fmt: skip

@@ -5,18 +5,14 @@ Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from queue import SimpleQueue
-from threading import Thread
 
 import torch
 
-from minisgl_backends.cuda.compiler import compile_for_hopper
+from minisgl_backends.cuda.compiler import compiled_later
 from minisgl_backends.cuda.cut import DEPTH, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 
@@ -93,36 +89,11 @@ def _multiply(rows: int) -> str:
 
 
 @cache
-def _builders() -> SimpleQueue[tuple[Variant, Future[bytes]]]:
-    """What is put in is compiled, by threads that a process does not wait for when it ends."""
-    queue: SimpleQueue[tuple[Variant, Future[bytes]]] = SimpleQueue()
-    for _ in range(min(8, os.cpu_count() or 1)):
-        Thread(target=_build_all, args=(queue,), name="nvrtc", daemon=True).start()
-    return queue
-
-
-def _build_all(queue: SimpleQueue[tuple[Variant, Future[bytes]]]) -> None:
-    while True:
-        variant, built = queue.get()
-        try:
-            built.set_result(compile_for_hopper(variant.source()))
-        except Exception as error:
-            built.set_exception(error)
-
-
-@cache
-def _build(variant: Variant) -> Future[bytes]:
-    built: Future[bytes] = Future()
-    _builders().put((variant, built))
-    return built
-
-
-@cache
 def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
     """And how many thread blocks the device holds."""
     size = variant.cluster * variant.splits
     with torch.cuda.device(device):
-        cubin = _build(variant).result()
+        cubin = compiled_later(variant.source()).result()
         kernel = Kernel(cubin, "product", num_threads=_THREADS, shared_bytes=_SHARED_BYTES, cluster=size)
         return kernel, kernel.most_blocks()
 
@@ -170,7 +141,7 @@ class HopperProduct:
         for rows in _ROWS:
             way = choose(rows, len(weight), self._num_inputs, processors)
             variant = Variant(rows, way.outputs, way.cluster, way.splits, gated, bias is not None)
-            _build(variant)
+            compiled_later(variant.source())
             self._ways[rows] = variant, way
             if way.outputs not in self._maps:
                 self._maps[way.outputs] = TensorMap(weight, (way.outputs // (1 + gated), DEPTH))

@@ -189,16 +189,22 @@ class DecodeScratch:
     arrived: torch.Tensor
 
     @classmethod
-    def make(cls, batch: int, num_q_heads: int, num_kv_heads: int, dim: int, device: torch.device) -> DecodeScratch:
-        """For B requests: as many programs as a GPU can hold at once."""
-        programs = 4
-        if device.type == "cuda":
-            processors = torch.cuda.get_device_properties(device).multi_processor_count
-            programs = processors * (_PROGRAMS if has_large_shared_memory(device) else 1)
+    def make(
+        cls, batch: int, num_q_heads: int, num_kv_heads: int, dim: int, device: torch.device, programs: int
+    ) -> DecodeScratch:
+        """For B requests, cut for so many programs."""
         num_shares = max(programs // num_kv_heads, 1)
         part = torch.empty(num_shares, 2, num_q_heads, dim, dtype=torch.float32, device=device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
         return cls(part, lse, torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device))
+
+
+def num_programs(device: torch.device) -> int:
+    """As many as a GPU can hold at once."""
+    if device.type != "cuda":
+        return 4
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(processors) * (_PROGRAMS if has_large_shared_memory(device) else 1)
 
 
 def decode(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backends.cuda.compiler import load_nvrtc
+from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_core.contracts.ops import LinearOp
 
@@ -20,20 +20,8 @@ class HopperOps(TritonOps):
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
         """Needs a Hopper GPU, bfloat16, and what compiles CUDA C++."""
         if device.type != "cuda":
-            return [f"it is for Hopper GPUs, not for {device.type}"]
-        reasons = super().unsupported(device, dtype)
-        if not torch.cuda.is_available():
-            return [*reasons, "torch finds no NVIDIA GPU or no driver for it"]
-        major, minor = torch.cuda.get_device_capability(device)
-        if major != 9:
-            reasons.append(f"it is for Hopper GPUs (compute capability 9.0), and this one has {major}.{minor}")
-        if dtype != torch.bfloat16:
-            reasons.append(f"it computes in bfloat16, not in {str(dtype).removeprefix('torch.')}")
-        try:
-            load_nvrtc()
-        except OSError as error:
-            reasons.append(f"NVRTC's library does not load ({error})")
-        return reasons
+            return hopper_missing(device, dtype)
+        return [*super().unsupported(device, dtype), *hopper_missing(device, dtype)]
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)

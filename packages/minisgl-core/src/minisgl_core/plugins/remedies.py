@@ -10,7 +10,7 @@ _REQUIREMENTS = {
     ("attention", "fa"): "minisgl-backends[fa]",
     ("attention", "fa4"): "minisgl-backends[fa4]",
     ("attention", "torch"): "minisgl-backends",
-    ("ops", "hopper"): "minisgl-backends[triton]",
+    **{(kind, "hopper"): "minisgl-backends[triton]" for kind in ("attention", "ops")},
     **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
     ("moe", "torch"): "minisgl-backends",
     ("quantization", "fp8"): "minisgl-backends",

@@ -1,0 +1,398 @@
+// Decode attention over the paged KV pool, for Hopper: one query a request, up to 8 query heads a KV head, at the memory's speed.
+//
+// The keys of a batch, in tiles of 64, are cut into shares of equal length, as the work of Stream-K products is cut (arXiv
+// 2301.03598); a thread block has one share of one KV head, and each processor two thread blocks. A warp has the copy engine
+// fill a ring of tiles, one request's after the other's without a pause; four warps attend, each to 16 keys of a tile, and keep
+// sums of their own, which they bring together where a request ends. A request that lies in several shares is merged by its
+// log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding), by whoever is done with it last.
+//
+// Scores and sums are computed with rows and columns exchanged, keys @ queries and then values^T @ weights, since tensor cores
+// take 16 rows but only 8 columns, and a KV head has few queries. Softmax runs over tiles as they come (arXiv 2205.14135).
+//
+// Programmatic dependent launch: lengths, page table and K and V of earlier steps are read before the kernel in front has
+// ended; queries, and the tiles that hold this step's keys, after.
+//
+// To be defined: GROUP (query heads of a KV head, 1 to 8), DIM (64 or 128), PAGE (tokens a page: 8, 16, 32 or a multiple of
+// 64), STAGES.
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef unsigned short bf16;
+struct alignas(64) TensorMap { char bytes[128]; };
+
+constexpr int KEYS = 64, KEYS_OF_WARP = 16, CONSUMERS = 128, LEAST_TILES = 2;
+constexpr int LINES = DIM / 64;                   // of a key, 128 bytes each, which a swizzle takes
+constexpr int TILE_BYTES = KEYS * LINES * 128, STAGE_BYTES = 2 * TILE_BYTES;
+constexpr int UNIT = PAGE < KEYS ? PAGE : KEYS;   // keys that are surely neighbours
+constexpr int UNITS = KEYS / UNIT;                // of a tile
+constexpr int SMALL_BOX = 8;                      // keys that a request's last tile is fetched by
+constexpr int PITCH = DIM + 4;                    // of a head's sums, in floats: no two threads of a warp meet in a bank
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count));
+}
+__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(u32 at) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
+    asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
+                 ::"r"(at), "r"(parity) : "memory");
+}
+__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
+__device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int line, int token, u32 barrier) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
+                 ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(token), "r"(barrier) : "memory");
+}
+
+struct Matrix { u32 a, b, c, d; };
+__device__ __forceinline__ Matrix load_matrix(u32 at) {
+    Matrix m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
+    return m;
+}
+__device__ __forceinline__ Matrix load_matrix_exchanged(u32 at) {
+    Matrix m;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
+    return m;
+}
+__device__ __forceinline__ u32 exchanged(u32 x) {
+    u32 y;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+    return y;
+}
+__device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrix& m, u32 low, u32 high) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+        : "r"(m.a), "r"(m.b), "r"(m.c), "r"(m.d), "r"(low), "r"(high));
+}
+__device__ __forceinline__ u32 rounded(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+constexpr u32 ALL = 0xFFFFFFFFu;
+// Over the 8 threads of a warp that have the same queries.
+__device__ __forceinline__ float most(float x) {
+    for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
+    return x;
+}
+__device__ __forceinline__ float total(float x) {
+    for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(ALL, x, i);
+    return x;
+}
+
+// What is in a stage, for those who attend to it.
+struct alignas(16) Tile {
+    int request, keys;              // its first `keys` keys are there; 0: no more tiles come
+    int begins, ends;               // the request's part of this share
+    int next;                       // the request after it, or -1
+    int others;                     // how many other shares have parts of the request
+    int one;                        // the first of those shares
+    int unused;
+};
+
+// q: [requests, heads * GROUP, DIM]; out the same, contiguous; maps: of K and V as [tokens, heads * LINES, 64], their boxes
+// are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. part, lse and arrived as in kernels/paged_decode.py.
+// Thread blocks: heads times the number of shares.
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
+decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
+       const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
+       const bf16* __restrict__ q, const int* __restrict__ page_table, const int* __restrict__ rows,
+       const int* __restrict__ seq_lens, bf16* __restrict__ out, float* __restrict__ part, float* __restrict__ part_lse,
+       int* __restrict__ arrived, float scale, int num_requests, int heads, int row_stride, int q_stride_t, int q_stride_h) {
+    extern __shared__ __align__(1024) char memory[];
+    char* const after_ring = memory + STAGES * STAGE_BYTES;
+    float* const sums = (float*)after_ring;                              // [4 warps, GROUP, PITCH]
+    float2* const stats = (float2*)(sums + 4 * GROUP * PITCH);           // [4 warps, GROUP]: largest score, sum of weights
+    Tile* const tiles = (Tile*)(stats + 4 * GROUP);                      // [STAGES]
+    u64* const barriers = (u64*)(tiles + STAGES);
+    int* const is_last = (int*)(barriers + 2 * STAGES);
+    const u32 ring = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    const int head = blockIdx.x % heads, share = blockIdx.x / heads, num_shares = gridDim.x / heads;
+
+    if (thread == 0) {
+        if (ring & 1023) __trap();
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CONSUMERS / 32);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+    if (warp == CONSUMERS / 32) {
+        // Where the share begins: each thread counts the tiles of some requests.
+        const int each = (num_requests + 31) / 32;
+        auto tiles_of = [&](int request) {
+            return request < num_requests ? (seq_lens[request] + KEYS - 1) / KEYS : 0;
+        };
+        int mine = 0;
+        for (int i = 0; i < each; i++) mine += tiles_of(lane * each + i);
+        int until_mine = mine;
+        for (int i = 1; i < 32; i *= 2) {
+            int other = __shfl_up_sync(ALL, until_mine, i);
+            if (lane >= i) until_mine += other;
+        }
+        const int num_tiles = __shfl_sync(ALL, until_mine, 31);
+        const int size = max((num_tiles + num_shares - 1) / num_shares, LEAST_TILES);
+        int tile = share * size;
+        const int last = min(tile + size, num_tiles);
+        bool has_waited = false;
+        int s = 0, parity = 1;  // an empty stage's barrier has its phase before the first behind it
+        if (tile < last) {
+            int request = lane * each, first = until_mine - mine;  // and its first tile
+            const bool is_here = first <= tile && tile < until_mine;
+            if (is_here)
+                for (int count; first + (count = tiles_of(request)) <= tile; request++) first += count;
+            const int finder = __ffs(__ballot_sync(ALL, is_here)) - 1;
+            request = __shfl_sync(ALL, request, finder);
+            first = __shfl_sync(ALL, first, finder);
+
+            int known = request, length_of = 0, row_of = 0;  // of requests from `known` on, one a thread
+            auto look_up = [&] {
+                int index = min(known + lane, num_requests - 1);
+                length_of = seq_lens[index];
+                row_of = rows[index];
+            };
+            look_up();
+            // Pages of a request's units from `unit` on, one a thread.
+            auto pages_of = [&](int row, int length, int unit) {
+                int page = (unit + lane) * UNIT / PAGE;
+                return page * PAGE < length ? page_table[(long long)row * row_stride + page] : 0;
+            };
+            int pages = 0, unit = -1, next_pages = 0, next_request = -1, next_unit = -1;
+            while (tile < last) {
+                if (request - known == 32) {
+                    known = request;
+                    look_up();
+                }
+                const int length = __shfl_sync(ALL, length_of, request - known), row = __shfl_sync(ALL, row_of, request - known);
+                const int count = (length + KEYS - 1) / KEYS, after = first + count, until = min(after, last);
+                const int one = first / size, other = (after - 1) / size;
+                unit = -1;
+                for (const int from = tile; tile < until; tile++) {
+                    const int place = tile - first, keys = min(KEYS, length - place * KEYS);
+                    if (unit < 0 || place * UNITS >= unit + 32) {
+                        unit = place * UNITS & ~31;
+                        pages = next_request == request && next_unit == unit ? next_pages : pages_of(row, length, unit);
+                        // What comes next, a block of pages ahead.
+                        next_request = request;
+                        next_unit = unit + 32;
+                        if (next_unit < (until - first) * UNITS) {
+                            next_pages = pages_of(row, length, next_unit);
+                        } else if (until < last && request + 1 - known < 32) {
+                            const int next_length = __shfl_sync(ALL, length_of, request + 1 - known);
+                            const int next_row = __shfl_sync(ALL, row_of, request + 1 - known);
+                            next_request = request + 1;
+                            next_unit = 0;
+                            next_pages = pages_of(next_row, next_length, 0);
+                        }
+                    }
+                    if (place == count - 1 && !has_waited) {
+                        previous_kernel_wait();  // it writes this step's key
+                        has_waited = true;
+                    }
+                    barrier_wait(empty + 8 * s, parity);
+                    const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
+                    const u32 barrier = full + 8 * s;
+                    if (lane == 0) {
+                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, one, 0};
+                        barrier_expect(barrier, copies * box * LINES * 128);
+                    }
+                    __syncwarp();
+                    const int is_v = lane & 1, key = (lane >> 1) * box;
+                    const int page = __shfl_sync(ALL, pages, (place * UNITS + key / UNIT - unit) & 31);
+                    if (lane < copies) {
+                        const u32 to = ring + s * STAGE_BYTES + is_v * TILE_BYTES + key * LINES * 128;
+                        const TensorMap* map = keys == KEYS ? (is_v ? &v_map : &k_map) : (is_v ? &v_small_map : &k_small_map);
+                        fetch(to, map, head * LINES, page * PAGE + (place * KEYS + key) % PAGE, barrier);
+                    }
+                    if (++s == STAGES) { s = 0; parity ^= 1; }
+                }
+                first = after;
+                request++;
+            }
+        }
+        if (!has_waited) previous_kernel_wait();
+        barrier_wait(empty + 8 * s, parity);
+        if (lane == 0) {
+            tiles[s].keys = 0;
+            barrier_arrive(full + 8 * s);
+        }
+        return;
+    }
+
+    const int row = lane >> 2, pair = lane & 3;  // of a fragment: of 8 rows one, of 8 columns two
+    previous_kernel_wait();
+    u32 queries[DIM / 8], next_queries[DIM / 8];
+    auto load_queries = [&](u32 (&to)[DIM / 8], int request) {
+        const bf16* from = q + (long long)request * q_stride_t + (long long)(head * GROUP + row) * q_stride_h + pair * 2;
+        #pragma unroll
+        for (int i = 0; i < DIM / 8; i++) to[i] = row < GROUP ? *(const u32*)(from + i * 8) : 0;
+    };
+    float found[DIM / 16][4], top[2], norm[2];
+    bool is_first = true;
+    // Of a warp's fragments in a stage. A line's 16-byte pieces are exchanged by the last 3 bits of its number.
+    const int k_row = warp * KEYS_OF_WARP + (lane & 15), k_piece = lane >> 4;
+    const int v_row = warp * KEYS_OF_WARP + (lane & 7) + (lane >> 4) * 8, v_piece = lane >> 3 & 1;
+    for (int s = 0, parity = 0;;) {
+        barrier_wait(full + 8 * s, parity);
+        const Tile tile = tiles[s];
+        if (tile.keys == 0) return;
+        if (tile.begins) {
+            if (is_first) {
+                load_queries(queries, tile.request);
+            } else {
+                #pragma unroll
+                for (int i = 0; i < DIM / 8; i++) queries[i] = next_queries[i];
+            }
+            is_first = false;
+            if (tile.next >= 0) load_queries(next_queries, tile.next);
+            top[0] = top[1] = -__int_as_float(0x7F800000);
+            norm[0] = norm[1] = 0.f;
+            #pragma unroll
+            for (int i = 0; i < DIM / 16; i++)
+                #pragma unroll
+                for (int j = 0; j < 4; j++) found[i][j] = 0.f;
+        }
+        const int keys = tile.keys - warp * KEYS_OF_WARP;  // of this warp
+        if (keys > 0) {
+            const u32 k_at = ring + s * STAGE_BYTES + k_row * LINES * 128, v_at = ring + s * STAGE_BYTES + TILE_BYTES + v_row * LINES * 128;
+            float scores[2][4] = {};
+            #pragma unroll
+            for (int i = 0; i < DIM / 16; i++) {
+                const Matrix k = load_matrix(k_at + i / 4 * 128 + ((i % 4 * 2 + k_piece ^ k_row * LINES & 7 ^ i / 4) << 4));
+                multiply_add(scores[i & 1], k, queries[2 * i], queries[2 * i + 1]);
+            }
+            #pragma unroll
+            for (int j = 0; j < 4; j++) {
+                scores[0][j] = (scores[0][j] + scores[1][j]) * scale;
+                if (row + (j >> 1) * 8 >= keys) scores[0][j] = -__int_as_float(0x7F800000);
+            }
+            float weights[4], kept[2];
+            #pragma unroll
+            for (int j = 0; j < 2; j++) {
+                const float new_top = fmaxf(top[j], most(fmaxf(scores[0][j], scores[0][j + 2])));
+                kept[j] = exp2_of(top[j] - new_top);
+                weights[j] = exp2_of(scores[0][j] - new_top);
+                weights[j + 2] = exp2_of(scores[0][j + 2] - new_top);
+                top[j] = new_top;
+                norm[j] = norm[j] * kept[j] + weights[j] + weights[j + 2];
+            }
+            if (__any_sync(ALL, kept[0] != 1.f || kept[1] != 1.f)) {
+                #pragma unroll
+                for (int i = 0; i < DIM / 16; i++)
+                    #pragma unroll
+                    for (int j = 0; j < 4; j++) found[i][j] *= kept[j & 1];
+            }
+            const u32 low = exchanged(rounded(weights[0], weights[1])), high = exchanged(rounded(weights[2], weights[3]));
+            // What lies behind a request's last key may be anything, even no number.
+            auto inside = [&](int key) { return (key < keys ? 0xFFFFu : 0u) | (key + 1 < keys ? 0xFFFF0000u : 0u); };
+            const u32 low_inside = inside(pair * 2), high_inside = inside(pair * 2 + 8);
+            #pragma unroll
+            for (int i = 0; i < DIM / 16; i++) {
+                Matrix v = load_matrix_exchanged(v_at + i / 4 * 128 + ((i % 4 * 2 + v_piece ^ v_row * LINES & 7 ^ i / 4) << 4));
+                v.a &= low_inside;
+                v.b &= low_inside;
+                v.c &= high_inside;
+                v.d &= high_inside;
+                multiply_add(found[i], v, low, high);
+            }
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(empty + 8 * s);
+        if (++s == STAGES) { s = 0; parity ^= 1; }
+        if (!tile.ends) continue;
+
+        #pragma unroll
+        for (int j = 0; j < 2; j++) {
+            norm[j] = total(norm[j]);
+            const int query = 2 * pair + j;
+            if (query >= GROUP) continue;
+            if (row == 0) stats[warp * GROUP + query] = make_float2(top[j], norm[j]);
+            float* to = sums + (warp * GROUP + query) * PITCH + row;
+            #pragma unroll
+            for (int i = 0; i < DIM / 16; i++) {
+                to[i * 16] = found[i][j];
+                to[i * 16 + 8] = found[i][j + 2];
+            }
+        }
+        sync_consumers();
+        bf16* const to = out + ((long long)tile.request * heads + head) * GROUP * DIM;
+        #pragma unroll
+        for (int i = thread; i < GROUP * DIM; i += CONSUMERS) {
+            const int query = i / DIM, dim = i % DIM;
+            float2 of[4];
+            #pragma unroll
+            for (int w = 0; w < 4; w++) of[w] = stats[w * GROUP + query];
+            const float largest = fmaxf(fmaxf(of[0].x, of[1].x), fmaxf(of[2].x, of[3].x));
+            float sum = 0.f, weight = 0.f;
+            #pragma unroll
+            for (int w = 0; w < 4; w++) {
+                const float factor = exp2_of(of[w].x - largest);
+                weight += of[w].y * factor;
+                sum += sums[(w * GROUP + query) * PITCH + dim] * factor;
+            }
+            if (tile.others == 0) {
+                to[i] = rounded(sum / weight, 0.f);
+            } else {
+                const int place = ((2 * share + (share == tile.one)) * heads + head) * GROUP + query;
+                __stcg(part + (long long)place * DIM + dim, sum / weight);
+                if (dim == 0) __stcg(part_lse + place, largest + __log2f(weight));
+            }
+        }
+        if (tile.others > 0) {
+            __threadfence();
+            sync_consumers();
+            if (thread == 0) {
+                int* counter = arrived + tile.request * heads + head;
+                *is_last = atomicAdd(counter, 1) == tile.others;
+                if (*is_last) *counter = 0;  // for the next layer
+                __threadfence();
+            }
+            sync_consumers();
+            if (*is_last) {
+                constexpr int EACH = (GROUP * DIM + CONSUMERS - 1) / CONSUMERS, AT_ONCE = EACH > 5 ? 1 : 2;
+                float all[EACH], weight[EACH], largest[EACH];
+                #pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    all[j] = weight[j] = 0.f;
+                    largest[j] = -__int_as_float(0x7F800000);
+                }
+                #pragma unroll AT_ONCE
+                for (int other = tile.one; other <= tile.one + tile.others; other++) {
+                    const int place = ((2 * other + (other == tile.one)) * heads + head) * GROUP;
+                    #pragma unroll
+                    for (int j = 0; j < EACH; j++) {
+                        const int i = min(thread + j * CONSUMERS, GROUP * DIM - 1);
+                        const float lse = __ldcg(part_lse + place + i / DIM), value = __ldcg(part + (long long)place * DIM + i);
+                        const float new_largest = fmaxf(largest[j], lse);
+                        const float kept = exp2_of(largest[j] - new_largest), factor = exp2_of(lse - new_largest);
+                        all[j] = all[j] * kept + value * factor;
+                        weight[j] = weight[j] * kept + factor;
+                        largest[j] = new_largest;
+                    }
+                }
+                #pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    const int i = thread + j * CONSUMERS;
+                    if (i < GROUP * DIM) to[i] = rounded(all[j] / weight[j], 0.f);
+                }
+            }
+        }
+        sync_consumers();  // all have read the sums
+    }
+}

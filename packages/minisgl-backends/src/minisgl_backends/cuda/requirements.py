@@ -1,0 +1,26 @@
+"""What kernels in CUDA C++ for Hopper need."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.cuda.compiler import load_nvrtc
+
+
+def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """One sentence for each of a Hopper GPU, bfloat16 and NVRTC that is missing."""
+    if device.type != "cuda":
+        return [f"it is for Hopper GPUs, not for {device.type}"]
+    if not torch.cuda.is_available():
+        return ["torch finds no NVIDIA GPU or no driver for it"]
+    reasons = []
+    major, minor = torch.cuda.get_device_capability(device)
+    if major != 9:
+        reasons.append(f"it is for Hopper GPUs (compute capability 9.0), and this one has {major}.{minor}")
+    if dtype != torch.bfloat16:
+        reasons.append(f"it computes in bfloat16, not in {str(dtype).removeprefix('torch.')}")
+    try:
+        load_nvrtc()
+    except OSError as error:
+        reasons.append(f"NVRTC's library does not load ({error})")
+    return reasons

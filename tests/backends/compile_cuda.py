@@ -1,0 +1,24 @@
+"""CUDA C++ through nvcc, which needs no GPU."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def compile_by_nvcc(source: str, folder: Path) -> str:
+    """What ptxas says of a program for Hopper; fails where it does not compile."""
+    (folder / "kernel.cu").write_text(source)
+    command = [
+        "nvcc",
+        "-cubin",
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-Xptxas",
+        "-v",
+        "-o",
+        "kernel.cubin",
+        "kernel.cu",
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
