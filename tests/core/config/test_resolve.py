@@ -34,9 +34,9 @@ MODEL = model_config(
     }
 )
 INSTALLED = {
-    "attention": {"torch", "native", "triton", "fi", "fa", "theirs"},
+    "attention": {"torch", "native", "triton", "hopper", "fi", "fa", "theirs"},
     "prefix_cache": {"radix", "naive"},
-    "ops": {"torch", "native", "onednn", "triton"},
+    "ops": {"torch", "native", "onednn", "triton", "hopper"},
     "communicator": {"torch"},
     "quantization": {"fp8", "none"},
     "platform": {"cpu", "cuda"},
@@ -61,7 +61,7 @@ def test_nothing_is_left_open() -> None:
     for hardware in (H200, LAPTOP):
         flat = choose(hardware).config.flat()
         left = [name for name, value in flat.items() if value == AUTO]
-        assert left == ["cuda_graph_max_bs", "moe", "communicator"], (
+        assert left == ["cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
             "a model without experts, one rank, graphs asked later"
         )
 
@@ -81,18 +81,20 @@ def test_a_laptop_without_a_compiler_gets_the_next() -> None:
 
 
 def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
-    assert choose(H200).config.backends.attn == "fa,triton"
-    resolved = choose(H200, refused=["fa"])
-    assert resolved.config.backends.attn == "fi,triton"
+    assert choose(H200).config.backends.attn == "fa,hopper"
+    assert choose(H200).config.backends.ops == "hopper"
+    resolved = choose(H200, refused=["fa", "hopper"])
+    assert (resolved.config.backends.attn, resolved.config.backends.ops) == ("fi,triton", "triton")
     reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
     assert "fa is not for this" in reason
-    assert choose(H200, refused=["fa", "fi"]).config.backends.attn == "triton"
+    assert choose(H200, refused=["fa", "fi"]).config.backends.attn == "hopper"
+    assert choose(H200, refused=["fa", "fi", "hopper"]).config.backends.attn == "triton"
     assert choose(H200).config.scheduler.disable_overlap is False
 
 
 def test_a_plugin_may_prefer_its_own() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
-    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,triton"
+    assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,hopper"
 
 
 def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:

@@ -90,12 +90,15 @@ class MeasuresNothing(CpuPlatform):
 class HasGraphsThatStandStill(CpuPlatform):
     supports_graphs = True
 
-    def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
+    def capture_pieces(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
         class Graph:
             def replay(self) -> None: ...
             def reset(self) -> None: ...
 
-        return Graph(), run()
+        graphs = [Graph()]
+        return graphs, run(lambda: graphs.append(Graph()))
 
 
 def broken() -> list[type[CpuPlatform]]:

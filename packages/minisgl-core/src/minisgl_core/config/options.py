@@ -116,6 +116,9 @@ class SchedulerOptions:
     cuda_graph_max_bs: int | str = option(
         AUTO, "Largest decode batch that is recorded as a graph; 0 records none.", low=0
     )
+    piecewise_cuda_graph_max_tokens: int | str = option(
+        AUTO, "Most tokens of a step with prompts that is recorded between attention calls; 0 records none.", low=0
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

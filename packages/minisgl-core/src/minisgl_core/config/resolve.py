@@ -26,9 +26,9 @@ Unsupported = Callable[..., list[str]]
 """``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("attention", "cuda"): ("fa,triton", "fi,triton", "triton", "torch"),
+    ("attention", "cuda"): ("fa,hopper", "fa,triton", "fi,hopper", "fi,triton", "hopper", "triton", "torch"),
     ("attention", "cpu"): ("native", "torch"),
-    ("ops", "cuda"): ("triton", "torch"),
+    ("ops", "cuda"): ("hopper", "triton", "torch"),
     ("ops", "cpu"): ("native", "onednn", "torch"),
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
@@ -44,8 +44,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
 """What ``auto`` tries, best first, by kind and platform. A hook may put another name before them.
 
 Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill, FlashInfer comes
-next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host. On four of them
-the one-shot sums take a third of NCCL's time for the messages of a decode.
+next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host, and the one for
+Hopper begins and ends faster. On four of them the one-shot sums take a third of NCCL's time for the messages of a decode.
 """
 
 

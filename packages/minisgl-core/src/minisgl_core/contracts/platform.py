@@ -98,12 +98,34 @@ class Platform(ABC):
         return nullcontext()
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        """Record `run` as a graph; returns (graph with ``replay()`` and ``reset()``, which frees it; `run`'s output tensor).
+        """Record `run` as one graph; see `capture_pieces`.
+
+        Raises:
+            NotImplementedError: where `supports_graphs` is False.
+        """
+        [graph], output = self.capture_pieces(lambda between: run(), pool)
+        return graph, output
+
+    def capture_pieces(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
+        """Record `run` as several graphs, so that something else can be done between their replays.
+
+        Args:
+            run: is given a function that ends a graph and begins the next.
+            pool: what a graph's ``pool()`` returned, to share its memory; graphs that share it are replayed one after another.
+
+        Returns:
+            Graphs with ``replay()``, ``pool()`` and ``reset()``, which frees it; and `run`'s output tensor.
 
         Raises:
             NotImplementedError: where `supports_graphs` is False.
         """
         raise NotImplementedError(f"the platform {self.name!r} has no graphs")
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory as a tensor that does not keep it from being used again, for what graphs pass on; or `tensor` itself."""
+        return tensor
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

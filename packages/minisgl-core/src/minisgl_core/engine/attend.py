@@ -10,18 +10,20 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, S
 from minisgl_core.contracts.ops import Ops, Rotation
 
 
-class BoundAttention:
-    """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`.
+def stores_apart(backend: AttentionBackend, ops: Ops) -> StoresApart | None:
+    """The backend, where it can leave the storing of K and V to others and `ops` does it together with the rotation."""
+    fuses = ops.fuses_store and backend.pool.spec.layout == "NHD"
+    return backend if fuses and isinstance(backend, StoresApart) else None
 
-    Where the backend can leave the storing of K and V to others and `ops` does it together with the rotation, it is left.
-    """
+
+class BoundAttention:
+    """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`."""
 
     __slots__ = ("_apart", "_backend", "_ops", "_plan")
 
     def __init__(self, backend: AttentionBackend, plan: Any, ops: Ops) -> None:
         self._backend, self._plan, self._ops = backend, plan, ops
-        fuses = ops.fuses_store and backend.pool.spec.layout == "NHD"
-        self._apart = backend if fuses and isinstance(backend, StoresApart) else None
+        self._apart = stores_apart(backend, ops)
 
     def __call__(
         self,

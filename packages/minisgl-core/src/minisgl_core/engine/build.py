@@ -153,14 +153,18 @@ def build_engine(
             phases.done("loaded the weights")
             parts = EngineParts(config, checkpoint.config, platform, communicator, model, ops, registry)
             graphs = parts.graph_sizes()
-            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_largest_step, len(graphs))
+            pieces = parts.piece_sizes(bool(graphs))
+            num_recorded = len(graphs) + len(pieces)
+            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_largest_step, num_recorded)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
             if graphs:
                 engine.record_graphs(graphs, progress and rank == 0)
+            if pieces:
+                engine.record_pieces(pieces, progress and rank == 0)
             platform.synchronize()
-            phases.done(f"recorded {len(graphs)} graphs")
+            phases.done(f"recorded {len(graphs)} graphs, and pieces of {len(pieces)} sizes")
         except BaseException:
             if engine is not None:
                 engine.free_graphs()

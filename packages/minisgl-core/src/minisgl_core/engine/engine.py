@@ -25,6 +25,7 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
 from minisgl_core.engine.graphs import DecodeGraphs
+from minisgl_core.engine.pieces import StepPieces
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, token_logprobs
 from minisgl_core.engine.step import PendingStep, update_table, upload
 from minisgl_core.kv.page_table import PageTable
@@ -69,6 +70,7 @@ class Engine:
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops)
         self._graphs: DecodeGraphs | None = None
+        self._pieces: StepPieces | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def record_graphs(self, sizes: Sequence[int], progress: bool) -> None:
@@ -77,6 +79,11 @@ class Engine:
             self._graphs = DecodeGraphs(
                 self.platform, self.model, self.attention, self._ops, self._table, self._last_tokens, sizes, progress
             )
+
+    def record_pieces(self, sizes: Sequence[int], progress: bool) -> None:
+        """Record steps of these numbers of tokens in pieces; steps that fit, and have no graph, are replayed from now on."""
+        with self.platform.stream(), torch.inference_mode():
+            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, progress)
 
     def launch(self, plan: BatchPlan) -> PendingStep:
         """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""
@@ -90,8 +97,11 @@ class Engine:
                 hidden, rows = self._graphs.run(plan)
                 return BegunStep(plan, hidden, rows, self.model.compute_logits(hidden))
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
-            attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
-            hidden = self.model(inputs.input_ids, inputs.positions, attend)
+            if self._pieces is not None and self._pieces.fits(plan):
+                hidden = self._pieces.run(inputs)
+            else:
+                attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
+                hidden = self.model(inputs.input_ids, inputs.positions, attend)
             num_sampled = len(plan.sample.index)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self.model.compute_logits(sampled) if num_sampled else None
@@ -144,13 +154,15 @@ class Engine:
 
     def free_graphs(self) -> None:
         """Forget the recorded steps; they run as any other from now on."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
+        recorded = self._graphs, self._pieces
+        self._graphs = self._pieces = None
+        for each in recorded:
+            if each is not None:
+                each.close()
 
     def close(self) -> None:
         """Leave the tensor-parallel group and drop the tensors."""
         self.free_graphs()
         self.platform.synchronize()
         self.communicator.close()
-        del self.model, self.attention, self._graphs, self._table, self._sampler, self._last_tokens
+        del self.model, self.attention, self._table, self._sampler, self._last_tokens

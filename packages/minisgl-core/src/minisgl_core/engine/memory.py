@@ -30,7 +30,7 @@ CPU_CACHED_SEQUENCES = 64
 """Longest sequences that a CPU's pool has room for besides those that run at once."""
 MAX_IMBALANCE_BYTES = 2 * _GIB
 GRAPH_BYTES = 16 * 2**20
-"""Set aside for each recorded batch size."""
+"""Set aside for each recorded size of a step."""
 
 
 def size_pool(
@@ -49,7 +49,7 @@ def size_pool(
         platform: tells how much memory there is; the weights are loaded.
         communicator: the ranks.
         run_largest_step: run where the platform measures the memory that it takes.
-        num_graphs: batch sizes that will be recorded.
+        num_graphs: sizes of steps that will be recorded.
 
     Raises:
         OutOfMemoryError: the pages asked for do not fit, or not even a page of tokens does, or the ranks' free memory differs

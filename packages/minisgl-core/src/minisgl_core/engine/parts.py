@@ -14,10 +14,24 @@ from minisgl_core.engine.combined_attention import combine
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.largest_step import largest_step
+from minisgl_core.engine.pieces import piece_sizes
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVLayout, KVPool, KVPoolSpec
 from minisgl_core.plugins.registry import Registry
+
+_LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
+"""What it takes to launch a layer's kernels one by one, and what a device computes meanwhile, both measured on an H200."""
+_LEAST_PIECES = 512
+
+
+def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
+    """Tokens up to which a layer's products take the device less time than its launches take the host."""
+    moe = shape.moe
+    width = shape.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    attention = 2 * (shape.num_q_heads + shape.num_kv_heads) * shape.head_dim
+    per_token = 2 * shape.hidden_size * (attention + 3 * width) / tp
+    return int(_LAUNCHES_S * _FLOPS / per_token)
 
 
 class EngineParts:
@@ -85,6 +99,26 @@ class EngineParts:
         if reasons or wanted == 0:
             return []
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
+
+    def piece_sizes(self, records_graphs: bool) -> list[int]:
+        """Numbers of tokens of steps to record in pieces; with auto, none where there are no graphs of decodes, and otherwise
+        as long as launches would be what a step waits for.
+
+        Raises:
+            InvalidValueError: pieces were asked for, and cannot be recorded.
+        """
+        platform, limits = self._platform, self._config.scheduler
+        wanted, largest = (
+            limits.piecewise_cuda_graph_max_tokens,
+            int(limits.max_prefill_length) + limits.max_running_requests,
+        )
+        if not platform.supports_graphs and wanted not in (AUTO, 0):
+            remedy = f"0 here: the platform {platform.name} has no graphs"
+            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, remedy)
+        if wanted == AUTO:
+            most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
+            return piece_sizes(min(most, largest)) if records_graphs else []
+        return piece_sizes(min(int(wanted), largest))
 
 
 def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:

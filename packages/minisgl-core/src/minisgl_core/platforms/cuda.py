@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
 
 import numpy.typing as npt
@@ -85,12 +85,53 @@ class CudaPlatform(Platform):
     def stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
-    def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # NCCL's watchdog thread asks for events meanwhile, which must not end the capture.
-        with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-            output = run()
-        return graph, output
+    def capture_pieces(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
+        graphs: list[torch.cuda.CUDAGraph] = []
+        shared = torch.cuda.graph_pool_handle() if pool is None else pool
+
+        def begin() -> None:
+            graphs.append(torch.cuda.CUDAGraph())
+            # NCCL's watchdog thread asks for events meanwhile, which must not end the capture.
+            graphs[-1].capture_begin(pool=shared, capture_error_mode="thread_local")
+
+        def between() -> None:
+            graphs[-1].capture_end()
+            begin()
+
+        self.synchronize()
+        if pool is None:  # what garbage holds is better free for the first, which takes the most
+            gc.collect()
+            torch.cuda.empty_cache()
+        with self.stream():
+            begin()
+            try:
+                output = run(between)
+            except BaseException:
+                with suppress(RuntimeError):  # a capture that has failed says so again
+                    graphs[-1].capture_end()
+                raise
+            graphs[-1].capture_end()
+        return list(graphs), output
+
+    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+        integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        return torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+class _Memory:
+    """A tensor's, by NVIDIA's array interface, which torch reads; what is made of it keeps this alive and not the tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": "|u1" if size == 1 else f"<i{size}",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }

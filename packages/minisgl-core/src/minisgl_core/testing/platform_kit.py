@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,6 +115,18 @@ class PlatformTests:
         assert calls == ([] if peak is None else [3])
         assert peak is None or peak >= 3 * 4 * _NUM_WORDS
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn])
+    def test_borrowed_memory(self, dtype: torch.dtype) -> None:
+        """It is the tensor's own, with its shape, strides and dtype."""
+        platform = self.make()
+        whole = torch.arange(24, device=platform.device).view(2, 3, 4).to(dtype)
+        part = whole[:, 1:, ::2]
+        borrowed = platform.borrow(part)
+        assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (dtype, part.shape, part.stride())
+        assert borrowed.data_ptr() == part.data_ptr()
+        whole.zero_()
+        assert not borrowed.float().any()
+
     def test_graphs(self) -> None:
         """A graph computes anew from what its inputs hold; a platform that has none says so."""
         platform = self.make()
@@ -135,6 +148,40 @@ class PlatformTests:
                 assert _values(platform, output) == [number * 2 + 1] * 8
         platform.synchronize()
         graph.reset()
+
+    def test_graphs_in_pieces(self) -> None:
+        """What is done between two graphs is done between their replays, and of what they hold by then."""
+        platform = self.make()
+        if not self.platform.supports_graphs:
+            with pytest.raises(NotImplementedError):
+                platform.capture_pieces(lambda between: torch.zeros(1))
+            return
+        x = torch.zeros(8, device=platform.device)
+        seen: list[torch.Tensor] = []
+
+        def run(between: Callable[[], None]) -> torch.Tensor:
+            first = x * 2
+            seen.append(first)
+            between()
+            second = first + x
+            between()
+            return second * 3
+
+        with platform.stream():
+            run(lambda: None)
+            pieces, output = platform.capture_pieces(run)
+            assert len(pieces) == 3
+            for number in (3.0, 4.0):
+                x.fill_(number)
+                pieces[0].replay()
+                seen[-1].add_(1)
+                x.fill_(0.5)
+                pieces[1].replay()
+                pieces[2].replay()
+                assert _values(platform, output) == [(2 * number + 1.5) * 3] * 8
+        platform.synchronize()
+        for piece in pieces:
+            piece.reset()
 
 
 def _values(platform: Platform, tensor: torch.Tensor) -> Any:

@@ -1,0 +1,191 @@
+"""Steps with prompts, recorded as device graphs for all that lies between attention calls.
+
+A model's kernels between two attention calls depend on nothing but the number of tokens, so they are recorded once for each of
+a ladder of them, and what is left over is padded. Attention is planned for each step, and called between the pieces:
+
+    host    | upload | plan | replay 0 | attend | replay 1 | attend | ...         a launch a piece instead of one a kernel
+    device           | embed, norm, qkv, rotate, store | attention | o, norm, MLP, norm, qkv, ... | attention | ...
+
+So a step with few prompt tokens takes the device's time and not the host's. Other engines call such graphs piecewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from minisgl_core.batch import BatchPlan
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.attend import stores_apart
+from minisgl_core.engine.step import StepInputs
+
+
+def piece_sizes(max_tokens: int) -> list[int]:
+    """The ladder up to `max_tokens`: in steps of 16, from 256 on of 32, from 512 on of 64, and so on."""
+    sizes, size = [], 0
+    while size < max_tokens:
+        size += max(16, (1 << size.bit_length()) // 16)
+        sizes.append(min(size, max_tokens))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An attention call between two pieces: q, k and v as the first leaves them, and whether k and v are stored by then.
+
+    They are borrowed: the second may write over them.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    layer: AttentionLayer
+    is_stored: bool
+
+
+class _Recording:
+    """Stands in for attention while a piece is recorded; see `minisgl_core.contracts.model.Attend`."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        backend: AttentionBackend,
+        ops: Ops,
+        slots: torch.Tensor,
+        out: torch.Tensor,
+        between: Callable[[], None],
+    ) -> None:
+        self._platform, self._backend, self._ops = platform, backend, ops
+        self._slots, self._out, self._between = slots, out, between
+        self._apart = stores_apart(backend, ops)
+        self.calls: list[_Call] = []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        is_stored = rotation is not None and self._apart is not None
+        if rotation is not None:
+            if is_stored:
+                pages = self._backend.pool.k(layer.index), self._backend.pool.v(layer.index)
+                q = self._ops.rotate_and_store(q, k, v, rotation, *pages, self._slots, layer.kv_scales)
+            else:
+                q, k = self._ops.rotate(q, k, rotation)
+        borrow = self._platform.borrow
+        self.calls.append(_Call(borrow(q), borrow(k), borrow(v), layer, is_stored))
+        self._between()
+        return self._out
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """Pieces of one size; a call comes after each but the last, which gives the hidden states [size, hidden_size]."""
+
+    pieces: list[Any]
+    calls: list[_Call]
+    hidden: torch.Tensor
+
+
+class StepPieces:
+    """Records steps in pieces at start-up and replays them.
+
+    All sizes read the same inputs, and each attention call leaves its output in the same place. Padding is stored at slot 0, in
+    the padding page.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        model: Model,
+        attention: AttentionBackend,
+        ops: Ops,
+        sizes: Sequence[int],
+        progress: bool,
+    ) -> None:
+        """Record for each of `sizes`, largest first, so that the smaller ones fit in its memory.
+
+        With `progress`, a bar is drawn on stderr where that is a terminal.
+        """
+        self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
+        self._apart = stores_apart(attention, ops)
+        self._sizes = np.array(sorted(sizes))
+        spec, device, most = attention.spec, platform.device, max(sizes)
+        self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
+        self._slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self._out = torch.zeros(most, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
+        self._recorded: dict[int, _Recorded] = {}
+        pool: Any = None
+        console = Console(stderr=True)
+        disable = not (progress and console.is_terminal)
+        largest_first = sorted(sizes, reverse=True)
+        try:
+            for size in track(largest_first, "Recording pieces", console=console, disable=disable, transient=True):
+                self._run(size, lambda: None)  # compiles kernels, and lets libraries allocate their workspaces
+                self._recorded[size] = self._record(size, pool)
+                pool = pool or self._recorded[size].pieces[0].pool()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Free the graphs, whoever still refers to them; see `DecodeGraphs.close`."""
+        for recorded in self._recorded.values():
+            for piece in recorded.pieces:
+                piece.reset()
+        self._recorded.clear()
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Whether there are pieces for so many tokens."""
+        return plan.num_tokens <= int(self._sizes[-1])
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Run a step that `fits`: hidden states [T, hidden_size], valid until the next step."""
+        count = len(inputs.input_ids)
+        size = int(self._sizes[np.searchsorted(self._sizes, count)])
+        recorded = self._recorded[size]
+        plan = self._attention.plan(inputs.batch)
+        self._ids[:count].copy_(inputs.input_ids)
+        self._positions[:count].copy_(inputs.positions)
+        self._slots[:count].copy_(inputs.batch.slots)
+        self._slots[count:size].zero_()
+        for piece, call in zip(recorded.pieces, recorded.calls, strict=False):
+            piece.replay()
+            q, k, v = call.q[:count], call.k[:count], call.v[:count]
+            if call.is_stored and self._apart is not None:
+                found = self._apart.attend_stored(q, call.layer, plan)
+            else:
+                found = self._attention.forward(q, k, v, call.layer, plan)
+            self._out[:count].copy_(found)
+        recorded.pieces[-1].replay()
+        return recorded.hidden[:count]
+
+    def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
+        inputs = self._slots[:size], self._out[:size]
+        attend = _Recording(self._platform, self._attention, self._ops, *inputs, between)
+        hidden: torch.Tensor = self._model(self._ids[:size], self._positions[:size], attend)
+        return hidden, attend.calls
+
+    def _record(self, size: int, pool: Any) -> _Recorded:
+        calls: list[_Call] = []
+
+        def run(between: Callable[[], None]) -> torch.Tensor:
+            hidden, found = self._run(size, between)
+            calls.extend(found)
+            return hidden
+
+        self._platform.synchronize()
+        pieces, hidden = self._platform.capture_pieces(run, pool)
+        return _Recorded(pieces, calls, self._platform.borrow(hidden))

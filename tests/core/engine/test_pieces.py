@@ -1,0 +1,123 @@
+"""Steps recorded in pieces give the tokens of others, whatever ran in the same buffers before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from recording_cpu import RecordingCpu
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.loop import EngineLoop
+from minisgl_core.engine.pieces import StepPieces, piece_sizes
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.testing.attention_rig import dense_attention
+from minisgl_core.testing.platform_kit import PlatformTests
+
+OPTIONS = {"page_size": 2, "num_pages": 151}
+SIZES = [4, 8, 24]
+OF_TINY = torch.device("cpu"), torch.float32
+
+
+class TestRecordingCpu(PlatformTests):
+    platform = RecordingCpu
+
+
+class FusesStore(Ops):
+    fuses_store = True
+
+
+class Apart(AttentionBackend):
+    """Leaves the storing of K and V to others; plain otherwise."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def kv_slots(self, plan: AttentionBatch) -> torch.Tensor:
+        return plan.slots
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch
+    ) -> torch.Tensor:
+        raise AssertionError("K and V were to be stored with the rotation")
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch) -> torch.Tensor:
+        size, out = self.spec.page_size, torch.empty_like(q)
+        k, v = (each.flatten(0, 1) for each in (self.pool.k(layer.index), self.pool.v(layer.index)))
+        ends = np.cumsum(plan.q_lens_host)
+        for row, start, end, length in zip(plan.rows, ends - plan.q_lens_host, ends, plan.seq_lens_host, strict=True):
+            places = torch.arange(length)
+            slots = self.page_table[row, places // size] * size + places % size
+            out[start:end] = dense_attention(q[start:end], k[slots], v[slots], layer.scale, None)
+        return out
+
+
+@pytest.fixture(params=["storing", "stored apart"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = tiny.built(**OPTIONS).engine
+    was = engine.platform, engine.attention, engine._ops
+    engine.platform = RecordingCpu()
+    if request.param == "stored apart":
+        pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
+        engine.attention, engine._ops = Apart(engine.attention.spec, pool, engine._table.data), FusesStore(*OF_TINY)
+    engine.record_pieces(SIZES, progress=False)
+    yield engine
+    engine.free_graphs()
+    engine.platform, engine.attention, engine._ops = was
+
+
+def generate(loop: EngineLoop, seed: int) -> None:
+    """Random prompts, in chunks beside decodes; checks every token against transformers'."""
+    draw = random.Random(seed)
+    prompts = {str(i): tuple(draw.randrange(3, 60) for _ in range(draw.randrange(1, 30))) for i in range(12)}
+    for name, prompt in prompts.items():
+        sampling = SamplingParams(temperature=0.0, max_tokens=draw.randrange(1, 12), ignore_eos=True)
+        tiny.submit(loop, name, prompt, sampling)
+    for name, found in tiny.run(loop).items():
+        assert tuple(found.tokens) == tiny.greedy(prompts[name], len(found.tokens)), name
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize("max_prefill_length", [3, 7, 16, 40])
+def test_tokens_are_those_of_transformers(
+    engine: Engine, cache: str, max_prefill_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    run = StepPieces.run
+    monkeypatch.setattr(
+        StepPieces, "run", lambda self, inputs: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
+    )
+    loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, max_running_requests=6, **OPTIONS)
+    assert loop.engine is engine
+    for seed in range(3):
+        generate(loop, seed)
+    assert {size > SIZES[0] for size in sizes} == {True, False}  # more than one of them was needed
+    assert max(sizes) <= SIZES[-1]
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 17, 100, 512, 8448])
+def test_the_ladder(most: int) -> None:
+    sizes = piece_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == most
+    below = [0, *sizes]
+    assert all(size - before <= max(16, before / 8) for before, size in zip(below, sizes, strict=False))
+    assert len(sizes) <= 64
+
+
+def test_a_platform_without_graphs_says_so() -> None:
+    with pytest.raises(InvalidValueError, match="--piecewise-cuda-graph-max-tokens=64 is not valid: must be 0 here"):
+        tiny.built(piecewise_cuda_graph_max_tokens=64)
