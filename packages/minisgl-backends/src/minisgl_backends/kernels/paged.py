@@ -54,7 +54,7 @@ def store_kv(
     _store_kv[(num_tokens,)](k, v, *strides, k_pages, v_pages, slots, *scales, heads, **blocks)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "seq_lens"])
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _list_pages(
     page_table, row_stride, rows, seq_lens, out, num_requests,
     PAGE_SIZE: tl.constexpr, R_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,

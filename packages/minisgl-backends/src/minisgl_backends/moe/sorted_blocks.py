@@ -29,7 +29,7 @@ class SortedBlocks:
     block_size: int
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_rows", "num_blocks"])  # type: ignore[untyped-decorator]
 def _sort(  # type: ignore[no-untyped-def]
     ids,  # [R]
     rows,

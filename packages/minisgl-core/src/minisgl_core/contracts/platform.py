@@ -124,7 +124,7 @@ class Platform(ABC):
         raise NotImplementedError(f"the platform {self.name!r} has no graphs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory as a tensor that does not keep it from being used again, for what graphs pass on; or `tensor` itself."""
+        """The same memory in a tensor that does not keep it from being used again, for what graphs pass on; or `tensor`."""
         return tensor
 
     def synchronize(self) -> None:

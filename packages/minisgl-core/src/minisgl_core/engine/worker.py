@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import psutil
 
@@ -12,6 +13,7 @@ from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.engine.build import BuiltEngine, build_engine
+from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
@@ -57,14 +59,27 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
         if hooks.engine_started is not None:
             hooks.engine_started(info=built.info)
         report(Ready(process="scheduler rank 0", engine=built.info))
-        try:
-            _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
-        finally:
-            send_all(followers, Stop())
-            if hooks.engine_stopped is not None:
-                hooks.engine_stopped()
-            for sender in followers:
-                sender.close()
+        with in_use(built.engine):
+            try:
+                _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
+            finally:
+                send_all(followers, Stop())
+                if hooks.engine_stopped is not None:
+                    hooks.engine_stopped()
+                for sender in followers:
+                    sender.close()
+
+
+@contextmanager
+def in_use(engine: Engine) -> Iterator[None]:
+    """Close the engine at the end; where that is an error, leave the other ranks without waiting for them."""
+    try:
+        yield
+    except BaseException:
+        engine.free_graphs()
+        engine.communicator.abort()
+        raise
+    engine.close()
 
 
 def rendezvous(endpoints: Endpoints) -> str:
@@ -111,7 +126,7 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
     One step's result is waited for before the step after next is launched, so that a rank never runs ahead without bound.
     """
     pending = None
-    try:
+    with in_use(built.engine):
         while isinstance(plan := inbox.receive(), BatchPlan):
             begun = built.engine.begin(plan)
             masks = inbox.receive() if len(plan.sample.masked) else None
@@ -121,11 +136,6 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
             if pending is not None:
                 pending.result()
             pending = launched
-    except BaseException:
-        built.engine.free_graphs()
-        built.engine.communicator.abort()
-        raise
-    built.engine.close()
 
 
 def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
