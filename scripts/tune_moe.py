@@ -51,8 +51,8 @@ def calls(given: dict, gate_up: torch.Tensor, down: torch.Tensor, experts: int, 
     blocks = sort_into_blocks(given["ids"], experts, block_size)
     top_k = given["ids"].shape[1]
     return [
-        lambda: gate_up_silu(given["x"], gate_up, given["hidden"], blocks, top_k, tiles),
-        lambda: weighted_down(given["hidden"], down, given["weights"], given["rows"], blocks, tiles),
+        lambda: gate_up_silu(given["x"], None, gate_up, None, given["hidden"], blocks, top_k, tiles),
+        lambda: weighted_down(given["hidden"], None, down, None, given["weights"], given["rows"], blocks, tiles),
     ]
 
 

@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 class TestNone(QuantizationTests):
     provider = Quantization
     test_the_matrix_is_given_away = None  # type: ignore[assignment]
+    test_the_experts_are_given_away = None  # type: ignore[assignment]
     loss = 0.01
 
 
@@ -33,7 +34,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     assert Fp8.unsupported(spec()) == Fp8.unsupported(spec(torch.float32, "cpu")) == []
     assert "bfloat16, not float16" in Fp8.unsupported(spec(torch.float16))[0]
-    assert "the model has 8 in a layer" in Fp8.unsupported(spec(num_experts=8))[0]
+    assert Fp8.unsupported(spec(num_experts=8)) == Fp8.unsupported(spec())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     assert "8.9 or later, and this GPU has 8.0" in Fp8.unsupported(spec())[0]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.contracts.quantization import Quantization
+from minisgl_core.contracts.quantization import ExpertsOp, Quantization
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
@@ -58,16 +59,29 @@ class FourBits(Fp8):
         return super().prepare_linear((weight / step).round() * step, bias)
 
 
+class ForgetsTheScalesOfExperts(Fp8):
+    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
+        wide = [self._quantize_experts(each)[0].to(self.spec.dtype) for each in (gate_up, down)]
+        return lambda x, weights, ids: kernel.forward(x, wide[0], wide[1], weights, ids)
+
+
+class KeepsTheExperts(Fp8):
+    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
+        return lambda x, weights, ids: kernel.forward(x, gate_up, down, weights, ids)
+
+
+BROKEN = [
+    ForgetsTheBias, SwapsGateAndUp, OneScaleForAllTokens, DividesByZero, KeepsTheMatrix, ReadsFlat, FourBits,
+    ForgetsTheScalesOfExperts, KeepsTheExperts,
+]  # fmt: skip
+
+
 class Kit(QuantizationTests):
     shapes = ((64, 128),)
     dtypes = (torch.float32,)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [ForgetsTheBias, SwapsGateAndUp, OneScaleForAllTokens, DividesByZero, KeepsTheMatrix, ReadsFlat, FourBits],
-    ids=lambda broken: broken.__name__,
-)
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_provider_fails_the_kit(broken: type[Quantization]) -> None:
     class TestBroken(Kit):
         provider = broken

@@ -15,10 +15,11 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.engine.build import build_engine
-from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.testing.references import DenseAttention
 from minisgl_models.weights.safetensors_folder import SafetensorsWeights
 
 BLOCK = (16, 32)
@@ -166,9 +167,19 @@ def test_what_does_not_fit(change: dict[str, torch.Tensor | None], message: str,
         read()
 
 
-def test_experts_are_refused_by_name_and_left_by_auto() -> None:
+def test_experts_are_quantised() -> None:
+    """Then nothing but embeddings, norms, routers and the output matrix is in the model's dtype."""
     config = EngineConfig.from_flat(
         model=tiny_folder.qwen3_moe(), dtype="float32", platform="cpu", num_pages=8, quantization="fp8"
     )
-    with pytest.raises(ProviderUnsupportedError, match="matrices of experts are not quantised"):
-        build_engine(config, Registry.from_environment(), Hooks(), progress=False)
+    model = build_engine(config, Registry.from_environment(), Hooks(), progress=False).engine.model
+    assert not [name for name, _ in model.named_parameters() if "gate_up" in name or "down" in name]
+    prompt = torch.arange(1, 20)
+    with torch.inference_mode():
+        logits = model.compute_logits(model(prompt, torch.arange(19), DenseAttention()))
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(tiny_folder.qwen3_moe(), dtype=torch.float32)
+    with torch.inference_mode():
+        expected = reference(prompt[None]).logits[0]
+    assert 0 < (logits - expected).norm() < 0.3 * expected.norm()

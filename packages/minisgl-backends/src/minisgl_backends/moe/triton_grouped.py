@@ -25,7 +25,9 @@ def _load(place, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-d
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _gate_up_silu(  # type: ignore[no-untyped-def]
     x,  # [T, H]
+    x_scales,  # [T], float32
     weights,  # [E, 2 * I, H], gate above up
+    scales,  # [E, 2 * I], float32
     out,  # [R, I]
     block_rows,
     block_experts,
@@ -38,6 +40,7 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -60,6 +63,11 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
             gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN
         )
         up = add_product(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
+    if SCALED:
+        of_rows = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
+        of_cols = scales + expert * 2 * intermediate_size + cols
+        gate *= of_rows * tl.load(of_cols, mask=col_mask, other=0.0)[None, :]
+        up *= of_rows * tl.load(of_cols + intermediate_size, mask=col_mask, other=0.0)[None, :]
     result = gate * tl.sigmoid(gate) * up
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
@@ -68,7 +76,9 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _weighted_down(  # type: ignore[no-untyped-def]
     hidden,  # [R, I]
+    hidden_scales,  # [R], float32
     weights,  # [E, H, I]
+    scales,  # [E, H], float32
     row_weights,  # [R], float32
     out,  # [R, H]
     block_rows,
@@ -81,6 +91,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
+    SCALED: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -99,19 +110,31 @@ def _weighted_down(  # type: ignore[no-untyped-def]
         left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
         right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         result = add_product(result, left, right, WIDEN)
+    if SCALED:
+        of_rows = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
+        result *= of_rows * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
     result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
     out_rows = out + rows[:, None] * hidden_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
 def gate_up_silu(
-    x: torch.Tensor, gate_up: torch.Tensor, out: torch.Tensor, blocks: SortedBlocks, top_k: int, tiles: Tiles
+    x: torch.Tensor,
+    x_scales: torch.Tensor | None,
+    gate_up: torch.Tensor,
+    scales: torch.Tensor | None,
+    out: torch.Tensor,
+    blocks: SortedBlocks,
+    top_k: int,
+    tiles: Tiles,
 ) -> None:
     """``out[row] = silu(gate @ x[token]) * (up @ x[token])``, for every row.
 
     Args:
         x: [T, H].
+        x_scales: what a token is multiplied by, float32, T of them, where it is float8.
         gate_up: [E, 2 * I, H].
+        scales: what a row of it is multiplied by, float32 [E, 2 * I], where it is float8.
         out: [R, I].
         blocks: rows by expert.
         top_k: K.
@@ -120,13 +143,17 @@ def gate_up_silu(
     num_experts, _, hidden_size = gate_up.shape
     grid = (len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, out.shape[1])
-    options = _options(x, hidden_size, blocks, tiles)
-    _gate_up_silu[grid](x, gate_up, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **options)
+    options = _options(x, scales, hidden_size, blocks, tiles)
+    left = x, x if x_scales is None else x_scales
+    right = gate_up, gate_up if scales is None else scales
+    _gate_up_silu[grid](*left, *right, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **options)
 
 
 def weighted_down(
     hidden: torch.Tensor,
+    hidden_scales: torch.Tensor | None,
     down: torch.Tensor,
+    scales: torch.Tensor | None,
     row_weights: torch.Tensor,
     out: torch.Tensor,
     blocks: SortedBlocks,
@@ -136,7 +163,9 @@ def weighted_down(
 
     Args:
         hidden: [R, I].
+        hidden_scales: what a row is multiplied by, float32, R of them, where it is float8.
         down: [E, H, I].
+        scales: what a row of it is multiplied by, float32 [E, H], where it is float8.
         row_weights: float32, R of them.
         out: [R, H].
         blocks: rows by expert.
@@ -145,16 +174,21 @@ def weighted_down(
     num_experts, hidden_size, intermediate_size = down.shape
     grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, intermediate_size)
-    options = _options(hidden, intermediate_size, blocks, tiles)
-    _weighted_down[grid](hidden, down, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
+    options = _options(hidden, scales, intermediate_size, blocks, tiles)
+    left = hidden, hidden if hidden_scales is None else hidden_scales
+    right = down, down if scales is None else scales
+    _weighted_down[grid](*left, *right, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
 
 
-def _options(x: torch.Tensor, inner_size: int, blocks: SortedBlocks, tiles: Tiles) -> dict[str, int | bool]:
+def _options(
+    x: torch.Tensor, scales: torch.Tensor | None, inner_size: int, blocks: SortedBlocks, tiles: Tiles
+) -> dict[str, int | bool]:
     return {
         "BLOCK_ROWS": blocks.block_size,
         "BLOCK_COLS": tiles.cols,
         "BLOCK_DEPTH": tiles.depth,
         "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as if it were integers
+        "SCALED": scales is not None,
         "EVEN": inner_size % tiles.depth == 0,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,

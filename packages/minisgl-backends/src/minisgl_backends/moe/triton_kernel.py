@@ -33,10 +33,10 @@ class TritonMoe(MoeKernel):
 
     def __init__(self, spec: MoeSpec) -> None:
         super().__init__(spec)
-        from minisgl_backends.kernels import device  # not before: listing providers must not need triton
+        from minisgl_backends.kernels import device, quantize  # not before: listing providers must not need triton
         from minisgl_backends.moe import sorted_blocks, triton_grouped
 
-        self._blocks, self._grouped = sorted_blocks, triton_grouped
+        self._blocks, self._grouped, self._quantize_rows = sorted_blocks, triton_grouped, quantize.quantize_rows
         self._large_memory = device.has_large_shared_memory(spec.device)
 
     def forward(
@@ -48,18 +48,53 @@ class TritonMoe(MoeKernel):
         expert_ids: torch.Tensor,
     ) -> torch.Tensor:
         """See `MoeKernel.forward`; weights must be contiguous."""
+        return self._forward(x, gate_up, None, down, None, expert_weights, expert_ids)
+
+    def forward_fp8(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        gate_up_scales: torch.Tensor,
+        down: torch.Tensor,
+        down_scales: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `MoeKernel.forward_fp8`: tokens become float8, too, and so does what lies between the products."""
+        return self._forward(x, gate_up, gate_up_scales, down, down_scales, expert_weights, expert_ids)
+
+    def _forward(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        gate_up_scales: torch.Tensor | None,
+        down: torch.Tensor,
+        down_scales: torch.Tensor | None,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
         num_tokens, top_k = expert_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
         block_size = choose_block_size(num_rows, num_experts)
         blocks = self._blocks.sort_into_blocks(expert_ids.contiguous(), num_experts, block_size)
-        first, second = choose_tiles(num_rows, block_size, x.element_size(), self._large_memory)
+        first, second = choose_tiles(num_rows, block_size, gate_up.element_size(), self._large_memory)
         hidden = x.new_empty(num_rows, self.spec.intermediate_size)
-        self._grouped.gate_up_silu(x.contiguous(), gate_up, hidden, blocks, top_k, first)
+        self._grouped.gate_up_silu(
+            *self._inputs(x.contiguous(), gate_up_scales), gate_up, gate_up_scales, hidden, blocks, top_k, first
+        )
         rows = x.new_empty(num_rows, self.spec.hidden_size)
-        self._grouped.weighted_down(hidden, down, expert_weights.contiguous(), rows, blocks, second)
+        self._grouped.weighted_down(
+            *self._inputs(hidden, down_scales), down, down_scales, expert_weights.contiguous(), rows, blocks, second
+        )
         out = x.new_empty(num_tokens, self.spec.hidden_size)
         self._grouped.sum_choices(rows, out)
         return out
+
+    def _inputs(
+        self, x: torch.Tensor, scales_of_weights: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Rows as they are multiplied, and their scales, where weights have scales."""
+        return (x, None) if scales_of_weights is None else self._quantize_rows(x)
 
 
 def _interpreted() -> bool:

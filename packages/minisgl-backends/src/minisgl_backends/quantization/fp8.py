@@ -6,8 +6,9 @@ import logging
 
 import torch
 
+from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
 from minisgl_core.fp8 import FP8
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ class Fp8(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """A GPU without float8, or another dtype than its products have; experts."""
+        """A GPU without float8, or another dtype than its products have."""
         reasons = []
         if spec.device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)
@@ -37,8 +38,6 @@ class Fp8(Quantization):
             if spec.dtype != torch.bfloat16:
                 name = str(spec.dtype).removeprefix("torch.")
                 reasons.append(f"its products have results in bfloat16, not {name} (--dtype bfloat16)")
-        if spec.num_experts:
-            reasons.append(f"matrices of experts are not quantised, and the model has {spec.num_experts} in a layer")
         return reasons
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
@@ -52,6 +51,15 @@ class Fp8(Quantization):
         if not _fits(weight):
             return super().prepare_gated(weight, bias)
         return self.ops.prepare_fp8_gated(*self._quantize(weight), bias)
+
+    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
+        """Quantise each expert's matrices; see `MoeKernel.forward_fp8`."""
+        experts = *self._quantize_experts(gate_up), *self._quantize_experts(down)
+        return lambda x, expert_weights, expert_ids: kernel.forward_fp8(x, *experts, expert_weights, expert_ids)
+
+    def _quantize_experts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = self._quantize(weight.flatten(0, 1))
+        return codes.view_as(weight), scales.view(weight.shape[:2])
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Float8 like `weight`, and the scale of each row, float32 [out]."""

@@ -65,3 +65,28 @@ class MoeKernel(ABC):
             The weighted sum over the chosen experts, [T, H], in `x`'s dtype. Products and the sum are accumulated in
             float32.
         """
+
+    def forward_fp8(
+        self,
+        x: torch.Tensor,
+        gate_up: torch.Tensor,
+        gate_up_scales: torch.Tensor,
+        down: torch.Tensor,
+        down_scales: torch.Tensor,
+        expert_weights: torch.Tensor,
+        expert_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """`forward` with experts in float8. Override it: here all of them become numbers of `x`'s dtype in each call.
+
+        Args:
+            x: see `forward`; a kernel may turn each token into float8, too, with a scale of its own.
+            gate_up: float8_e4m3fn, [E, 2 * I, H], contiguous.
+            gate_up_scales: what a row of it is multiplied by, float32 [E, 2 * I].
+            down: float8_e4m3fn, [E, H, I], contiguous.
+            down_scales: float32 [E, H].
+            expert_weights: see `forward`.
+            expert_ids: see `forward`.
+        """
+        wide_gate_up = (gate_up.float() * gate_up_scales[..., None]).to(x.dtype)
+        wide_down = (down.float() * down_scales[..., None]).to(x.dtype)
+        return self.forward(x, wide_gate_up, wide_down, expert_weights, expert_ids)

@@ -7,12 +7,17 @@ routers never come here. `Quantization` is itself the provider ``none``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
+
+ExpertsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""x, expert_weights and expert_ids to what `MoeKernel.forward` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +69,13 @@ class Quantization:
             bias: [2 * I] or None.
         """
         return self.ops.prepare_gated(weight, bias)
+
+    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
+        """Like `prepare_linear`, for a layer's experts: returns what computes about ``kernel.forward(x, gate_up, down, ...)``.
+
+        Args:
+            kernel: of the layer.
+            gate_up: [E, 2 * I, H], this rank's part; rows and columns that are padding are zero.
+            down: [E, H, I].
+        """
+        return lambda x, expert_weights, expert_ids: kernel.forward(x, gate_up, down, expert_weights, expert_ids)

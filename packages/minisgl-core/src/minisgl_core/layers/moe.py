@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
+from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.layers.base import Layer, Shard, SumOverRanks, check_activation, empty_parameter
 from minisgl_core.layers.linear import Linear, Targets
@@ -36,24 +38,37 @@ class SparseMoeMLP(Layer):
         if reasons := build.moe_kernel.unsupported(spec):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
         self._kernel = build.moe_kernel(spec)
+        plain = QuantizationSpec(build.dtype, build.device, num_experts)
+        self._quantization = build.quantization or Quantization(plain, build.ops)
+        self._experts: ExpertsOp = _not_prepared
         self._sum = SumOverRanks.of(build)
         padded = self._inner.is_padded
         self.router = Linear(hidden, num_experts, build)
-        self.gate_up = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
-        self.down = empty_parameter(num_experts, hidden, inner, build=build, zero=padded)
+        self.gate_up: nn.Parameter | None = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
+        self.down: nn.Parameter | None = empty_parameter(num_experts, hidden, inner, build=build, zero=padded)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H] to the same."""
         weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
-        out = self._kernel.forward(x, self.gate_up, self.down, weights, ids)
+        out = self._experts(x, weights, ids)
         return out if self._sum is None else self._sum(out)
 
     def last_sum(self) -> SumOverRanks | None:
         """Of each rank's part of every expert. See `Layer`."""
         return self._sum
 
+    def prepare(self) -> None:
+        """Hand the experts' matrices to the kernels."""
+        assert self.gate_up is not None
+        assert self.down is not None
+        gate_up, down = self.gate_up.detach(), self.down.detach()
+        self.gate_up = self.down = None
+        self._experts = self._quantization.prepare_experts(self._kernel, gate_up, down)
+
     def weight_targets(self, name: str) -> Targets:
         """Under Hugging Face's names: a matrix an expert."""
+        assert self.gate_up is not None, "the weights were given away by prepare()"
+        assert self.down is not None
         yield from self.router.weight_targets(f"{name}.gate")
         part = self._inner
         for expert in range(self._moe.num_experts):
@@ -61,3 +76,7 @@ class SparseMoeMLP(Layer):
             yield f"{prefix}.gate_proj.weight", part.target(gate_up[: part.size])
             yield f"{prefix}.up_proj.weight", part.target(gate_up[part.size :])
             yield f"{prefix}.down_proj.weight", part.target(self.down[expert], dim=1)
+
+
+def _not_prepared(x: torch.Tensor, expert_weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("Model.finalize() has not been called")

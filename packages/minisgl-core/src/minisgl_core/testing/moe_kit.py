@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.moe import MoeKernel, MoeSpec
+from minisgl_core.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
 
 SHAPES = (
     # tokens, experts, experts a token, hidden size, intermediate size
@@ -49,6 +50,9 @@ ROUTINGS: dict[str, Callable[[int, int, int, torch.Generator], torch.Tensor]] = 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 """Largest error allowed, as a share of the largest value expected."""
 
+FP8_LOSS = 0.1
+"""Largest error allowed where experts are float8, as a share of the result, in root mean squares."""
+
 
 @dataclass(frozen=True, slots=True)
 class MoeCase:
@@ -72,6 +76,14 @@ def expected_output(case: MoeCase) -> torch.Tensor:
     outputs = torch.einsum("etn,ehn->eth", F.silu(gate) * up, down.double())
     share = torch.zeros(len(x), len(gate_up), dtype=torch.float64).scatter_(1, ids, weights.double())
     return torch.einsum("te,eth->th", share, outputs)
+
+
+def _rows_in_float8(weight: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts' matrices whose rows are of very different sizes, and the scale of each row."""
+    sizes = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2().to(weight.device)
+    scaled = weight.float() * sizes
+    scales = scaled.abs().amax(-1, keepdim=True).clamp(min=LEAST_SCALE) / FP8_MAX
+    return to_fp8(scaled, scales), scales.squeeze(-1)
 
 
 class MoeKernelTests:
@@ -129,6 +141,24 @@ class MoeKernelTests:
         wide[:, 7:39] = case.x
         part = MoeCase(wide[:, 7:39], *case.inputs()[1:])
         self.run_and_compare(self.make_kernel(shape, torch.float32), part)
+
+    @pytest.mark.parametrize("routing", list(ROUTINGS))
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_experts_in_float8(self, shape: tuple[int, int, int, int, int], routing: str) -> None:
+        """Scales go with their rows, which are of very different sizes; tokens may be rounded to float8 as well."""
+        for dtype in self.dtypes:
+            kernel, case = self.make_kernel(shape, dtype), self.make_case(shape, dtype, routing)
+            random = torch.Generator().manual_seed(1)
+            (gate_up, gate_up_scales), (down, down_scales) = (
+                _rows_in_float8(weight, random) for weight in (case.gate_up, case.down)
+            )
+            wide_gate_up, wide_down = gate_up.float() * gate_up_scales[..., None], down.float() * down_scales[..., None]
+            routing_of_case = case.expert_weights, case.expert_ids
+            expected = expected_output(MoeCase(case.x, wide_gate_up, wide_down, *routing_of_case))
+            output = kernel.forward_fp8(case.x, gate_up, gate_up_scales, down, down_scales, *routing_of_case)
+            assert (output.shape, output.dtype) == (case.x.shape, dtype)
+            loss = (output.cpu().double() - expected).norm() / expected.norm()
+            assert loss <= FP8_LOSS, f"off by {loss:.2g} of the result, in {dtype}"
 
     def make_kernel(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> MoeKernel:
         """A kernel for these sizes; skips the test where it does not apply."""

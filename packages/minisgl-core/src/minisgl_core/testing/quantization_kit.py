@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl_core.contracts.moe import MoeKernel, MoeSpec
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.testing.moe_kit import MoeCase, expected_output
+from minisgl_core.testing.references import NaiveMoe
 
 Shape = tuple[int, int]
 """Outputs and inputs of a matrix."""
@@ -23,6 +26,7 @@ class QuantizationTests:
     Attributes:
         provider: the class.
         ops: what computes the rest; set it where the provider counts on its kernels.
+        experts: likewise, of experts.
         device: where to run.
         dtypes: of activations, and of matrices before they are quantised.
         shapes: outputs and inputs of the matrices.
@@ -31,6 +35,7 @@ class QuantizationTests:
 
     provider: ClassVar[type[Quantization]]
     ops: ClassVar[type[Ops]] = Ops
+    experts: ClassVar[type[MoeKernel]] = NaiveMoe
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
     shapes: ClassVar[tuple[Shape, ...]] = ((64, 128), (48, 32), (160, 1024), (24, 40))
@@ -67,6 +72,15 @@ class QuantizationTests:
                     x = self.random(num_rows, shape[1], provider)
                     gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
                     self.check(op(x), F.silu(gate) * up, f"{num_rows} rows by {shape}", 2 * self.loss)
+
+    def test_experts(self) -> None:
+        """Each has scales of its own."""
+        for provider in self.providers():
+            kernel = self.experts(MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device))
+            case = self.case_of_experts(provider)
+            op = provider.prepare_experts(kernel, case.gate_up.clone(), case.down.clone())
+            found = op(case.x, case.expert_weights, case.expert_ids)
+            self.check(found, expected_output(case).to(self.device), "experts", 2 * self.loss)
 
     def test_rows_stand_alone(self) -> None:
         """A row beside much larger ones has the result that it has alone."""
@@ -108,6 +122,17 @@ class QuantizationTests:
                 gc.collect()
                 assert kept() is None, f"{op} holds on to the matrix"
 
+    def test_the_experts_are_given_away(self) -> None:
+        """Likewise."""
+        for provider in self.providers():
+            kernel = self.experts(MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device))
+            case = self.case_of_experts(provider)
+            kept = [weakref.ref(case.gate_up), weakref.ref(case.down)]
+            op = provider.prepare_experts(kernel, case.gate_up, case.down)
+            del case
+            gc.collect()
+            assert [each() for each in kept] == [None, None], f"{op} holds on to the matrices"
+
     def providers(self) -> list[Quantization]:
         """One a dtype; skips the test where it does not apply."""
         made = []
@@ -125,6 +150,17 @@ class QuantizationTests:
         bias = torch.randn(shape[0], generator=random) if has_bias else None
         device, dtype = self.device, provider.spec.dtype
         return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+
+    def case_of_experts(self, provider: Quantization) -> MoeCase:
+        """Three experts, each eight times as large as the one before, and its way back as much smaller."""
+        weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(0)).to(self.device)
+        return MoeCase(
+            x=self.random(9, 64, provider),
+            gate_up=torch.stack([self.matrix((96, 64), provider, False)[0] * 8**i for i in range(3)]),
+            down=torch.stack([self.matrix((64, 48), provider, False)[0] * 8 ** (1 - i) for i in range(3)]),
+            expert_weights=weights,
+            expert_ids=torch.tensor([[0, 1], [1, 2], [2, 0]], device=self.device).repeat(3, 1),
+        )
 
     def random(self, num_rows: int, size: int, provider: Quantization) -> torch.Tensor:
         """Activations."""

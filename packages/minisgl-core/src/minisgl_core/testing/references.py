@@ -61,7 +61,7 @@ class NaiveMoe(MoeKernel):
         expert_ids: torch.Tensor,
     ) -> torch.Tensor:
         """See `MoeKernel.forward`."""
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for token, (weights, ids) in enumerate(zip(expert_weights, expert_ids, strict=True)):
             for weight, expert in zip(weights, ids, strict=True):
                 gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
