@@ -66,6 +66,7 @@ class TestTriton(OnGpu):
 class TestHopper(OnGpu):
     backend = HopperAttention
     page_sizes = (8, 16, 64)
+    has_sliding_windows = False
 
     @pytest.mark.parametrize(
         ("shape", "page_size"),

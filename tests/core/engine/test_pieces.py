@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch
 from recording_cpu import RecordingCpu
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.loop import EngineLoop
@@ -108,11 +110,44 @@ def test_tokens_are_those_of_transformers(
     assert max(sizes) <= SIZES[-1]
 
 
+def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two attentions are subtracted from each other."""
+    forward = engine.model.forward
+
+    def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+            first, other = attend(q.clone(), k.clone(), v, *rest), attend(torch.zeros_like(q), k.clone(), v, *rest)
+            return first + 0 * other
+
+        return forward(ids, positions, both)
+
+    monkeypatch.setattr(engine.model, "forward", with_another)
+    engine.record_pieces(SIZES, progress=False)
+    generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
+
+
+class FailsInTheMiddle(RecordingCpu):
+    def capture_pieces(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
+        raise RuntimeError("operation not permitted")
+
+
+def test_a_model_that_cannot_be_recorded_gets_a_remedy(engine: Engine) -> None:
+    engine.platform = FailsInTheMiddle()
+    with pytest.raises(RuntimeError, match="not permitted") as caught:
+        engine.record_pieces(SIZES, progress=False)
+    assert caught.value.__notes__ == ["--piecewise-cuda-graph-max-tokens 0 records no pieces."]
+
+
 @pytest.mark.parametrize("most", [1, 15, 16, 17, 100, 512, 8448])
 def test_the_ladder(most: int) -> None:
     sizes = piece_sizes(most)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == most
+    assert most <= sizes[-1] < most + 16
+    assert all(size % 16 == 0 for size in sizes)
     below = [0, *sizes]
     assert all(size - before <= max(16, before / 8) for before, size in zip(below, sizes, strict=False))
     assert len(sizes) <= 64

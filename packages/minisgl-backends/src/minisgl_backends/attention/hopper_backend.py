@@ -16,10 +16,7 @@ if TYPE_CHECKING:
 
 
 class HopperAttention(TritonAttention):
-    """`TritonAttention`, whose decodes fetch keys without a pause, and before the kernel in front of them ends.
-
-    Layers with a sliding window are Triton's.
-    """
+    """`TritonAttention`, whose decodes fetch keys without a pause, and before the kernel in front of them ends."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -30,6 +27,8 @@ class HopperAttention(TritonAttention):
         from minisgl_backends.cuda import decode
 
         group = spec.num_q_heads // spec.num_kv_heads
+        if spec.sliding_windows:
+            reasons.append("it has no sliding windows (--attn triton has)")
         if spec.kv_dtype != spec.dtype:
             reasons.append(f"it reads K and V in bfloat16, not in {str(spec.kv_dtype).removeprefix('torch.')}")
         if spec.head_dim not in decode.HEAD_DIMS:
@@ -55,8 +54,5 @@ class HopperAttention(TritonAttention):
         scratch: DecodeScratch,
         out: torch.Tensor,
     ) -> None:
-        if layer.sliding_window is not None or q.data_ptr() % 4 or q.stride(0) % 2 or q.stride(1) % 2:
-            super()._decode(q, layer, batch, scratch, out)
-        else:
-            requests = self.page_table, batch.rows, batch.seq_lens
-            self._own(q, layer.index, layer.scale, *requests, out, scratch)
+        requests = self.page_table, batch.rows, batch.seq_lens
+        self._own(q, layer.index, layer.scale, *requests, out, scratch)

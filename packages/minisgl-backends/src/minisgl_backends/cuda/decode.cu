@@ -12,6 +12,8 @@
 // Programmatic dependent launch: lengths, page table and K and V of earlier steps are read before the kernel in front has
 // ended; queries, and the tiles that hold this step's keys, after.
 //
+// q is not __restrict__: it would be read past what keeps caches in step with the kernel in front, which writes it.
+//
 // To be defined: GROUP (query heads of a KV head, 1 to 8), DIM (64 or 128), PAGE (tokens a page: 8, 16, 32 or a multiple of
 // 64), STAGES.
 typedef unsigned int u32;
@@ -108,7 +110,7 @@ struct alignas(16) Tile {
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
-       const bf16* __restrict__ q, const int* __restrict__ page_table, const int* __restrict__ rows,
+       const bf16* q, const int* __restrict__ page_table, const int* __restrict__ rows,
        const int* __restrict__ seq_lens, bf16* __restrict__ out, float* __restrict__ part, float* __restrict__ part_lse,
        int* __restrict__ arrived, float scale, int num_requests, int heads, int row_stride, int q_stride_t, int q_stride_h) {
     extern __shared__ __align__(1024) char memory[];

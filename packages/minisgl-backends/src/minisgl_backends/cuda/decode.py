@@ -5,17 +5,20 @@ Shape legend: as in `kernels.paged_decode`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import TYPE_CHECKING
 
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later
 from minisgl_backends.cuda.driver import Kernel, TensorMap
-from minisgl_backends.kernels.paged_decode import DecodeScratch
-from minisgl_backends.kernels.paged_prefill import LOG2_E
 from minisgl_core.kv.pool import KVPool
+
+if TYPE_CHECKING:  # asking what it takes must not need triton
+    from minisgl_backends.kernels.paged_decode import DecodeScratch
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -116,7 +119,7 @@ class HopperDecode:
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
         addresses = q, page_table, rows, seq_lens, out, scratch.part, scratch.lse, scratch.arrived
         self._kernel.launch(
-            len(scratch.part) * heads, (*self._maps_of(layer), *addresses, float(scale * LOG2_E), *sizes)
+            len(scratch.part) * heads, (*self._maps_of(layer), *addresses, scale * math.log2(math.e), *sizes)
         )
 
     def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:

@@ -12,7 +12,8 @@ from running ahead of what it depends on. So there is one rule for all kernels t
 As all programs wait, a kernel ends after all those before it, and whoever waits for it has waited for them too. That makes
 it safe to let dependents start at once. What may be read before the wait is what was written before the last ordinary launch
 or copy, since that one has waited for whoever wrote it, and this kernel starts no earlier than it ends: weights, and of a
-step what is written before the model runs, which begins by ordinary launches: lengths, rows, page table.
+step what is written before the model runs, which begins by ordinary launches: lengths, rows, page table, K and V of earlier
+steps.
 """
 
 from __future__ import annotations

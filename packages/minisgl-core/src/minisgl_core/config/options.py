@@ -117,7 +117,10 @@ class SchedulerOptions:
         AUTO, "Largest decode batch that is recorded as a graph; 0 records none.", low=0
     )
     piecewise_cuda_graph_max_tokens: int | str = option(
-        AUTO, "Most tokens of a step with prompts that is recorded between attention calls; 0 records none.", low=0
+        AUTO,
+        "Most tokens of a step without a decode graph, such as one with prompts, that is recorded between attention calls;"
+        " 0 records none, and auto none where decodes are not recorded.",
+        low=0,
     )
 
 

@@ -69,7 +69,8 @@ class AttentionBatch:
     """The requests of one step, decodes first; the same for every layer.
 
     A request's queries are its last ``q_lens[i]`` tokens; its keys are all ``seq_lens[i]`` tokens, of which those before the
-    queries lie in the pool already. Attention is causal.
+    queries lie in the pool already. Attention is causal. Prefills may share pages that others of them write in this step; what a
+    decode reads besides its own new token was written in earlier ones.
 
     Attributes:
         num_decodes: requests ``[0, num_decodes)`` have exactly one query.

@@ -98,7 +98,7 @@ class Platform(ABC):
         return nullcontext()
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        """Record `run` as one graph; see `capture_pieces`.
+        """Record `run` as one graph, by `capture_pieces`, which is the one to override.
 
         Raises:
             NotImplementedError: where `supports_graphs` is False.

@@ -79,7 +79,8 @@ class DecodeGraphs:
             for size in track(largest_first, "Recording graphs", console=console, disable=disable, transient=True):
                 self._recorded[size] = self._record(size, pool)
                 pool = pool or self._recorded[size].graph.pool()
-        except BaseException:
+        except BaseException as error:
+            error.add_note("--cuda-graph-max-bs 0 records no decodes.")
             self.close()
             raise
 

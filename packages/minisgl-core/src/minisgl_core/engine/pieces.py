@@ -30,11 +30,11 @@ from minisgl_core.engine.step import StepInputs
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """The ladder up to `max_tokens`: in steps of 16, from 256 on of 32, from 512 on of 64, and so on."""
-    sizes, size = [], 0
-    while size < max_tokens:
+    """The ladder up to `max_tokens`: in steps of 16, from 256 on of 32, from 512 on of 64, and so on; all are multiples of 16."""
+    sizes, size, most = [], 0, -(-max_tokens // 16) * 16
+    while size < most:
         size += max(16, (1 << size.bit_length()) // 16)
-        sizes.append(min(size, max_tokens))
+        sizes.append(min(size, most))
     return sizes
 
 
@@ -42,12 +42,13 @@ def piece_sizes(max_tokens: int) -> list[int]:
 class _Call:
     """An attention call between two pieces: q, k and v as the first leaves them, and whether k and v are stored by then.
 
-    They are borrowed: the second may write over them.
+    They are borrowed, as is where the output goes: later pieces write over them.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    out: torch.Tensor
     layer: AttentionLayer
     is_stored: bool
 
@@ -61,11 +62,10 @@ class _Recording:
         backend: AttentionBackend,
         ops: Ops,
         slots: torch.Tensor,
-        out: torch.Tensor,
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._ops = platform, backend, ops
-        self._slots, self._out, self._between = slots, out, between
+        self._slots, self._between = slots, between
         self._apart = stores_apart(backend, ops)
         self.calls: list[_Call] = []
 
@@ -84,10 +84,11 @@ class _Recording:
                 q = self._ops.rotate_and_store(q, k, v, rotation, *pages, self._slots, layer.kv_scales)
             else:
                 q, k = self._ops.rotate(q, k, rotation)
+        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding attends to nothing
         borrow = self._platform.borrow
-        self.calls.append(_Call(borrow(q), borrow(k), borrow(v), layer, is_stored))
+        self.calls.append(_Call(borrow(q), borrow(k), borrow(v), borrow(out), layer, is_stored))
         self._between()
-        return self._out
+        return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +103,7 @@ class _Recorded:
 class StepPieces:
     """Records steps in pieces at start-up and replays them.
 
-    All sizes read the same inputs, and each attention call leaves its output in the same place. Padding is stored at slot 0, in
-    the padding page.
+    All sizes read the same inputs. Padding is stored at slot 0, in the padding page.
     """
 
     def __init__(
@@ -122,10 +122,9 @@ class StepPieces:
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._apart = stores_apart(attention, ops)
         self._sizes = np.array(sorted(sizes))
-        spec, device, most = attention.spec, platform.device, max(sizes)
+        device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._out = torch.zeros(most, spec.num_q_heads, spec.head_dim, dtype=spec.dtype, device=device)
         self._recorded: dict[int, _Recorded] = {}
         pool: Any = None
         console = Console(stderr=True)
@@ -136,7 +135,8 @@ class StepPieces:
                 self._run(size, lambda: None)  # compiles kernels, and lets libraries allocate their workspaces
                 self._recorded[size] = self._record(size, pool)
                 pool = pool or self._recorded[size].pieces[0].pool()
-        except BaseException:
+        except BaseException as error:
+            error.add_note("--piecewise-cuda-graph-max-tokens 0 records no pieces.")
             self.close()
             raise
 
@@ -168,13 +168,12 @@ class StepPieces:
                 found = self._apart.attend_stored(q, call.layer, plan)
             else:
                 found = self._attention.forward(q, k, v, call.layer, plan)
-            self._out[:count].copy_(found)
+            call.out[:count].copy_(found)
         recorded.pieces[-1].replay()
         return recorded.hidden[:count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
-        inputs = self._slots[:size], self._out[:size]
-        attend = _Recording(self._platform, self._attention, self._ops, *inputs, between)
+        attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], between)
         hidden: torch.Tensor = self._model(self._ids[:size], self._positions[:size], attend)
         return hidden, attend.calls
 

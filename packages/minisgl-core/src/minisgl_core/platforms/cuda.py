@@ -111,6 +111,8 @@ class CudaPlatform(Platform):
             except BaseException:
                 with suppress(RuntimeError):  # a capture that has failed says so again
                     graphs[-1].capture_end()
+                for graph in graphs:  # a communicator whose collectives they hold can be left only then
+                    graph.reset()
                 raise
             graphs[-1].capture_end()
         return list(graphs), output
