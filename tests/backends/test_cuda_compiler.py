@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +107,25 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiler, "load_nvrtc", missing)
     with pytest.raises(CudaBuildError, match=r"libnvrtc.so.13.*--ops triton"):
         compile_for_hopper("one")
+
+
+def test_the_compiler_is_found_in_packages_of_nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "nvidia" / "cuda_nvrtc" / "lib"
+    folder.mkdir(parents=True)
+    (folder / "libnvrtc-builtins.so.99.0").touch()
+    opened: list[str] = []
+
+    def open_library(name: str) -> str:
+        opened.append(name)
+        if "/" not in name:
+            raise OSError(f"{name}: cannot open shared object file")
+        return name
+
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    with pytest.raises(OSError, match=r"libnvrtc\.so\.99"):
+        compiler._open("libnvrtc.so.99")
+    (folder / "libnvrtc.so.99").touch()
+    assert compiler._open("libnvrtc.so.99") == str(folder / "libnvrtc.so.99")  # type: ignore[comparison-overlap]
+    assert opened[-2:] == [str(folder / "libnvrtc-builtins.so.99.0"), str(folder / "libnvrtc.so.99")]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 from concurrent.futures import Future
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
@@ -46,11 +48,26 @@ def load_nvrtc() -> ctypes.CDLL:
     """
     if torch.version.cuda is None:
         raise OSError("this build of torch has no CUDA support")
-    library = ctypes.CDLL(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
+    library = _open(f"libnvrtc.so.{torch.version.cuda.split('.')[0]}")
     for name, arguments in _PROTOTYPES.items():
         function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
     return library
+
+
+def _open(name: str) -> ctypes.CDLL:
+    """A library of CUDA's that the system or NVIDIA's packages for Python have, which torch brings."""
+    try:
+        return ctypes.CDLL(name)
+    except OSError:
+        packages = importlib.util.find_spec("nvidia")
+        folders = [] if packages is None else packages.submodule_search_locations or []
+        found = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
+        if not found:
+            raise
+        for part in sorted(found[0].parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(part))  # which NVRTC asks for by its name alone
+        return ctypes.CDLL(str(found[0]))
 
 
 @cache
