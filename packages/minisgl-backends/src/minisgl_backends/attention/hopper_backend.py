@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_backends.cuda import decode
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVPool
@@ -24,8 +25,6 @@ class HopperAttention(TritonAttention):
         if reasons := hopper_missing(spec.device, spec.dtype):
             return reasons
         reasons = super().unsupported(spec)
-        from minisgl_backends.cuda import decode
-
         group = spec.num_q_heads // spec.num_kv_heads
         if spec.sliding_windows:
             reasons.append("it has no sliding windows (--attn triton has)")
@@ -41,8 +40,6 @@ class HopperAttention(TritonAttention):
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        from minisgl_backends.cuda import decode
-
         self._own = decode.HopperDecode(pool, spec.num_q_heads)
         self._num_programs = torch.cuda.get_device_properties(spec.device).multi_processor_count * decode.BLOCKS
 
