@@ -194,3 +194,14 @@ assert __version__[0].isdigit()
     subprocess.run([sys.executable, "-c", code], check=True)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         minisgl_core.nothing  # noqa: B018
+
+
+def test_bars_of_libraries_stay_out_of_a_pipe():
+    code = """
+from minisgl_core.cli.main import main
+main(["--version"], standalone_mode=False)
+from tqdm.auto import tqdm
+assert list(tqdm(range(3), desc="a bar")) == [0, 1, 2]
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

@@ -73,6 +73,8 @@ class MinisglGroup(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1."""
+        if not sys.stderr.isatty():
+            os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, some of which ask nobody else
         try:
             return super().main(*args, **extra)
         except MinisglError as error:
