@@ -100,8 +100,8 @@ class Model(nn.Module, ABC):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Run the layers.
 
-        Where steps are recorded as device graphs it is called once for a number of tokens, with padding among them, and its kernels
-        are replayed from then on: so nothing on the host may depend on the values of tensors.
+        Where steps are recorded as device graphs it is called once for a number of tokens, with padding among them, and its
+        kernels are replayed from then on: so nothing on the host may depend on the values of tensors.
 
         Args:
             input_ids: int64 [T].
