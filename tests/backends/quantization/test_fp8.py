@@ -17,7 +17,6 @@ CPU = torch.device("cpu")
 class TestNone(QuantizationTests):
     provider = Quantization
     test_the_matrix_is_given_away = None  # type: ignore[assignment]
-    test_the_experts_are_given_away = None  # type: ignore[assignment]
     loss = 0.01
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from minisgl_core.batch import FROM_DEVICE, BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, GraphCapturable
@@ -22,6 +20,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
+from minisgl_core.engine.ladder import free, record_ladder
 from minisgl_core.kv.page_table import PageTable
 
 
@@ -38,14 +37,14 @@ class _Recorded:
         inputs: rows, token ids, positions, sequence lengths; int32 [4 * B].
         batch: views of the inputs, for the attention backend.
         attend: holds the backend's plan, whose buffers the graph reads.
-        graph: replayed with ``replay()``.
+        graphs: one, replayed with ``replay()``.
         hidden: its result, [B, hidden_size].
     """
 
     inputs: torch.Tensor
     batch: AttentionBatch
     attend: BoundAttention
-    graph: Any
+    graphs: list[Any]
     hidden: torch.Tensor
 
 
@@ -63,31 +62,16 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Record a graph for each of `sizes`, largest first, so that the smaller ones fit in its memory.
-
-        `attention` must be `GraphCapturable`. With `progress`, a bar is drawn on stderr where that is a terminal.
-        """
+        """Record a graph for each of `sizes`; see `record_ladder`. `attention` must be `GraphCapturable`."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._sizes = np.array(sorted(sizes))
-        self._recorded: dict[int, _Recorded] = {}
-        pool: Any = None
-        console = Console(stderr=True)
-        disable = not (progress and console.is_terminal)
-        largest_first = sorted(sizes, reverse=True)
-        try:
-            for size in track(largest_first, "Recording graphs", console=console, disable=disable, transient=True):
-                self._recorded[size] = self._record(size, pool)
-                pool = pool or self._recorded[size].graph.pool()
-        except BaseException as error:
-            error.add_note("--cuda-graph-max-bs 0 records no decodes.")
-            self.close()
-            raise
+        remedy = "--cuda-graph-max-bs 0 records no decodes."
+        self._recorded = record_ladder(sizes, self._record, what="graphs", remedy=remedy, progress=progress)
 
     def close(self) -> None:
-        """Free the graphs, whoever still refers to them: a communicator whose collectives they hold can be left only then."""
-        for recorded in self._recorded.values():
-            recorded.graph.reset()
+        """Free the graphs."""
+        free(self._recorded)
         self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
@@ -110,7 +94,7 @@ class DecodeGraphs:
         recorded.batch.seq_lens_host[:] = inputs[3]
         assert isinstance(self._attention, GraphCapturable)
         self._attention.plan_replay(recorded.batch)
-        recorded.graph.replay()
+        recorded.graphs[0].replay()
         return recorded.hidden[:count], recorded.batch.rows[:count]
 
     def _record(self, size: int, pool: Any) -> _Recorded:
@@ -139,4 +123,4 @@ class DecodeGraphs:
         run()  # compiles kernels, and lets libraries allocate their workspaces
         self._platform.synchronize()
         graph, hidden = self._platform.capture_graph(run, pool)
-        return _Recorded(inputs.view(-1), batch, attend, graph, hidden)
+        return _Recorded(inputs.view(-1), batch, attend, [graph], hidden)

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from minisgl_core.batch import BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
@@ -26,6 +24,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import stores_apart
+from minisgl_core.engine.ladder import free, record_ladder
 from minisgl_core.engine.step import StepInputs
 
 
@@ -93,9 +92,9 @@ class _Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Pieces of one size; a call comes after each but the last, which gives the hidden states [size, hidden_size]."""
+    """Graphs of one size; a call comes after each but the last, which gives the hidden states [size, hidden_size]."""
 
-    pieces: list[Any]
+    graphs: list[Any]
     calls: list[_Call]
     hidden: torch.Tensor
 
@@ -115,36 +114,19 @@ class StepPieces:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Record for each of `sizes`, largest first, so that the smaller ones fit in its memory.
-
-        With `progress`, a bar is drawn on stderr where that is a terminal.
-        """
+        """Record for each of `sizes`; see `record_ladder`."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._apart = stores_apart(attention, ops)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._recorded: dict[int, _Recorded] = {}
-        pool: Any = None
-        console = Console(stderr=True)
-        disable = not (progress and console.is_terminal)
-        largest_first = sorted(sizes, reverse=True)
-        try:
-            for size in track(largest_first, "Recording pieces", console=console, disable=disable, transient=True):
-                self._run(size, lambda: None)  # compiles kernels, and lets libraries allocate their workspaces
-                self._recorded[size] = self._record(size, pool)
-                pool = pool or self._recorded[size].pieces[0].pool()
-        except BaseException as error:
-            error.add_note("--piecewise-cuda-graph-max-tokens 0 records no pieces.")
-            self.close()
-            raise
+        remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces."
+        self._recorded = record_ladder(sizes, self._record, what="pieces", remedy=remedy, progress=progress)
 
     def close(self) -> None:
-        """Free the graphs, whoever still refers to them; see `DecodeGraphs.close`."""
-        for recorded in self._recorded.values():
-            for piece in recorded.pieces:
-                piece.reset()
+        """Free the graphs."""
+        free(self._recorded)
         self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
@@ -161,15 +143,15 @@ class StepPieces:
         self._positions[:count].copy_(inputs.positions)
         self._slots[:count].copy_(inputs.batch.slots)
         self._slots[count:size].zero_()
-        for piece, call in zip(recorded.pieces, recorded.calls, strict=False):
-            piece.replay()
+        for graph, call in zip(recorded.graphs, recorded.calls, strict=False):
+            graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
             if call.is_stored and self._apart is not None:
                 found = self._apart.attend_stored(q, call.layer, plan)
             else:
                 found = self._attention.forward(q, k, v, call.layer, plan)
             call.out[:count].copy_(found)
-        recorded.pieces[-1].replay()
+        recorded.graphs[-1].replay()
         return recorded.hidden[:count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
@@ -185,6 +167,7 @@ class StepPieces:
             calls.extend(found)
             return hidden
 
+        self._run(size, lambda: None)  # compiles kernels, and lets libraries allocate their workspaces
         self._platform.synchronize()
-        pieces, hidden = self._platform.capture_pieces(run, pool)
-        return _Recorded(pieces, calls, self._platform.borrow(hidden))
+        graphs, hidden = self._platform.capture_pieces(run, pool)
+        return _Recorded(graphs, calls, self._platform.borrow(hidden))
