@@ -205,3 +205,10 @@ assert list(tqdm(range(3), desc="a bar")) == [0, 1, 2]
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr == ""
+
+
+def test_standard_error_may_be_closed():
+    code = "from minisgl_core.cli.main import main; main(['--version'])"
+    done = subprocess.run(["sh", "-c", f'"{sys.executable}" -c "{code}" 2>&-'], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "minisgl" in done.stdout

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.config.model import ModelConfig, MoeConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Resolved, resolve
 from minisgl_core.contracts.platform import Hardware
@@ -38,6 +38,7 @@ INSTALLED = {
     "prefix_cache": {"radix", "naive"},
     "ops": {"torch", "native", "onednn", "triton", "hopper"},
     "communicator": {"torch"},
+    "moe": {"torch"},
     "quantization": {"fp8", "none"},
     "platform": {"cpu", "cuda"},
 }
@@ -134,6 +135,9 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
         assert "the checkpoint's are fp8, and become --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
+    experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))
+    assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
+    assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"
 
 
 def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:

@@ -38,6 +38,8 @@ class TritonMoe(MoeKernel):
 
         self._blocks, self._grouped, self._quantize_rows = sorted_blocks, triton_grouped, quantize.quantize_rows
         self._large_memory = device.has_large_shared_memory(spec.device)
+        is_gpu = spec.device.type == "cuda"
+        self._multiplies_fp8 = not is_gpu or torch.cuda.get_device_capability(spec.device) >= (8, 9)
 
     def forward(
         self,
@@ -61,6 +63,8 @@ class TritonMoe(MoeKernel):
         expert_ids: torch.Tensor,
     ) -> torch.Tensor:
         """See `MoeKernel.forward_fp8`: tokens become float8, too, and so does what lies between the products."""
+        if not self._multiplies_fp8:
+            return super().forward_fp8(x, gate_up, gate_up_scales, down, down_scales, expert_weights, expert_ids)
         return self._forward(x, gate_up, gate_up_scales, down, down_scales, expert_weights, expert_ids)
 
     def _forward(

@@ -73,7 +73,7 @@ class MinisglGroup(click.Group):
 
     def main(self, *args: Any, **extra: Any) -> Any:
         """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1."""
-        if not sys.stderr.isatty():
+        if sys.stderr is None or not sys.stderr.isatty():  # None where it is closed
             os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, some of which ask nobody else
         try:
             return super().main(*args, **extra)

@@ -126,7 +126,11 @@ def resolve(
         moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
         choices.append(Choice("moe", moe, why))
     quantization = config.backends.quantization
-    if quantization != AUTO or model.quantization:
+    if quantization == AUTO and model.quantization and model.moe is not None:
+        quantization = "none"
+        why = _of_checkpoint(model, quantization, "experts are multiplied in fp8 where that is asked for")
+        choices.append(Choice("quantization", quantization, why))
+    elif quantization != AUTO or model.quantization:
         quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))
         choices.append(Choice("quantization", quantization, _of_checkpoint(model, quantization, why)))
     else:

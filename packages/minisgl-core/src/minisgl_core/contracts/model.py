@@ -30,7 +30,7 @@ class BuildContext:
         dtype: of parameters and activations.
         moe_kernel: the class that runs experts; None where the model has none.
         kv_dtype: of the KV pool; None for `dtype`.
-        quantization: what multiplies by the layers' matrices, those of experts aside; None for `ops`.
+        quantization: what multiplies by the layers' matrices, with `moe_kernel` by those of experts; None for `ops`.
     """
 
     communicator: Communicator

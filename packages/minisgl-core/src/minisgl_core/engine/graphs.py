@@ -66,7 +66,7 @@ class DecodeGraphs:
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._sizes = np.array(sorted(sizes))
-        remedy = "--cuda-graph-max-bs 0 records no decodes."
+        remedy = "--cuda-graph-max-bs 0 records no decodes"
         self._recorded = record_ladder(sizes, self._record, what="graphs", remedy=remedy, progress=progress)
 
     def close(self) -> None:

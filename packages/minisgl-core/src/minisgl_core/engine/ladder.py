@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 from rich.console import Console
 from rich.progress import track
 
+from minisgl_core.errors import MinisglError
+
 
 class RecordedStep(Protocol):
     """A step of one size."""
@@ -29,8 +31,11 @@ def record_ladder(
         sizes: of steps.
         record: is given a size and the memory to share, None for the first.
         what: for the bar that is drawn on stderr, with `progress`, where that is a terminal.
-        remedy: a sentence for whoever meets an error here.
+        remedy: for whoever meets an error here.
         progress: whether to draw it.
+
+    Raises:
+        MinisglError: one cannot be recorded.
     """
     recorded: dict[int, Recorded] = {}
     pool: Any = None
@@ -42,8 +47,10 @@ def record_ladder(
             recorded[size] = record(size, pool)
             pool = pool or recorded[size].graphs[0].pool()
     except BaseException as error:
-        error.add_note(remedy)
         free(recorded)
+        if isinstance(error, Exception):
+            why = " ".join(str(error).split())
+            raise MinisglError(f"{what} cannot be recorded: {type(error).__name__}: {why} ({remedy})") from error
         raise
     return recorded
 

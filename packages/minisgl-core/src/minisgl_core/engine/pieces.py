@@ -121,7 +121,7 @@ class StepPieces:
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces."
+        remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces"
         self._recorded = record_ladder(sizes, self._record, what="pieces", remedy=remedy, progress=progress)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -76,8 +76,9 @@ def in_use(engine: Engine) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        engine.free_graphs()
-        engine.communicator.abort()
+        for leave in (engine.free_graphs, engine.communicator.abort):
+            with suppress(Exception):  # the error that brought it here is the one to tell
+                leave()
         raise
     engine.close()
 
