@@ -7,9 +7,11 @@ import hashlib
 import importlib.util
 import logging
 import os
+from collections.abc import Mapping
 from concurrent.futures import Future
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -68,6 +70,17 @@ def _open(name: str) -> ctypes.CDLL:
         for part in sorted(found[0].parent.glob("libnvrtc-builtins.so.*")):
             ctypes.CDLL(str(part))  # which NVRTC asks for by its name alone
         return ctypes.CDLL(str(found[0]))
+
+
+@cache
+def _text(name: str) -> str:
+    return files(__package__).joinpath(name).read_text()
+
+
+def program(name: str, defined: Mapping[str, int]) -> str:
+    """One of this folder's programs, after what is to be defined for it and what all of them have in common."""
+    lines = [f"#define {each} {value}" for each, value in defined.items()]
+    return "\n".join([*lines, _text("common.cuh"), _text(name)])
 
 
 @cache

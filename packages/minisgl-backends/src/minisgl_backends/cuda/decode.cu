@@ -16,10 +16,6 @@
 //
 // To be defined: GROUP (query heads of a KV head, 1 to 8), DIM (64 or 128), PAGE (tokens a page: 8, 16, 32 or a multiple of
 // 64), STAGES.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef unsigned short bf16;
-struct alignas(64) TensorMap { char bytes[128]; };
 
 constexpr int KEYS = 64, KEYS_OF_WARP = 16, CONSUMERS = 128, LEAST_TILES = 2;
 constexpr int LINES = DIM / 64;                   // of a key, 128 bytes each, which a swizzle takes
@@ -29,22 +25,6 @@ constexpr int UNITS = KEYS / UNIT;                // of a tile
 constexpr int SMALL_BOX = 8;                      // keys that a request's last tile is fetched by
 constexpr int PITCH = DIM + 4;                    // of a head's sums, in floats: no two threads of a warp meet in a bank
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_arrive(u32 at) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-    asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
-                 ::"r"(at), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void sync_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory"); }
-__device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int line, int token, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
                  ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(token), "r"(barrier) : "memory");
@@ -72,11 +52,6 @@ __device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrix& m, 
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(m.a), "r"(m.b), "r"(m.c), "r"(m.d), "r"(low), "r"(high));
-}
-__device__ __forceinline__ u32 rounded(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
 }
 __device__ __forceinline__ float exp2_of(float x) {
     float y;
@@ -332,7 +307,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 to[i * 16 + 8] = found[i][j + 2];
             }
         }
-        sync_consumers();
+        sync<CONSUMERS>(1);
         bf16* const to = out + ((long long)tile.request * heads + head) * GROUP * DIM;
         #pragma unroll
         for (int i = thread; i < GROUP * DIM; i += CONSUMERS) {
@@ -358,14 +333,14 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         }
         if (tile.others > 0) {
             __threadfence();
-            sync_consumers();
+            sync<CONSUMERS>(1);
             if (thread == 0) {
                 int* counter = arrived + tile.request * heads + head;
                 *is_last = atomicAdd(counter, 1) == tile.others;
                 if (*is_last) *counter = 0;  // for the next layer
                 __threadfence();
             }
-            sync_consumers();
+            sync<CONSUMERS>(1);
             if (*is_last) {
                 constexpr int EACH = (GROUP * DIM + CONSUMERS - 1) / CONSUMERS, AT_ONCE = EACH > 5 ? 1 : 2;
                 float all[EACH], weight[EACH], largest[EACH];
@@ -395,6 +370,6 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 }
             }
         }
-        sync_consumers();  // all have read the sums
+        sync<CONSUMERS>(1);  // all have read the sums
     }
 }

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
 from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl_backends.cuda.compiler import compiled_later
+from minisgl_backends.cuda.compiler import compiled_later, program
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 from minisgl_core.kv.pool import KVPool
 
@@ -54,27 +52,27 @@ class Variant:
     @property
     def stages(self) -> int:
         """Of the ring, as many as fit."""
-        stage = 2 * _KEYS * self.dim * 2
-        return (_SHARED_BYTES - self._sums_bytes - 16) // (stage + 48)
-
-    @property
-    def _sums_bytes(self) -> int:
-        return 4 * self.group * ((self.dim + 4) * 4 + 8)
+        return (_SHARED_BYTES - self._other_bytes) // self._stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """What a thread block uses: the ring, sums, and of each stage what is in it and two barriers."""
-        return self.stages * (2 * _KEYS * self.dim * 2 + 48) + self._sums_bytes + 16
+        """What a thread block uses."""
+        return self.stages * self._stage_bytes + self._other_bytes
+
+    @property
+    def _stage_bytes(self) -> int:
+        """K and V of a tile, what is said of it, and two barriers."""
+        return 2 * _KEYS * self.dim * 2 + 32 + 16
+
+    @property
+    def _other_bytes(self) -> int:
+        """Sums and their statistics, of four warps; whether the thread block is a request's last."""
+        return 4 * self.group * ((self.dim + 4) * 4 + 8) + 16
 
     def source(self) -> str:
         """The program."""
         defined = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
-        return "\n".join([*(f"#define {name} {value}" for name, value in defined.items()), _text()])
-
-
-@cache
-def _text() -> str:
-    return files(__package__).joinpath("decode.cu").read_text()
+        return program("decode.cu", defined)
 
 
 class HopperDecode:

@@ -19,10 +19,6 @@
 // silu(gate) * up is stored), HAS_BIAS, and MULTIPLY, a text with multiply(float (&sums)[], u64 weights, u64 rows, int keep): a
 // wgmma of 64 outputs, the rows of a warp group and 16 inputs, added to sums where `keep`.
 
-typedef unsigned short bf16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-struct alignas(64) TensorMap { char bytes[128]; };
 #include MULTIPLY
 
 constexpr int DEPTH = 64;  // inputs of a stage: 128 bytes, what a swizzle takes
@@ -35,21 +31,10 @@ constexpr int STORERS = OUTPUTS == 64 ? 128 : 256; // threads that store the sam
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;
 constexpr int CONSUMERS = 256;
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-__device__ __forceinline__ void barrier_init(u32 at, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(count));
-}
-__device__ __forceinline__ void barrier_expect(u32 at, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
-    asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
-                 ::"r"(at), "r"(parity) : "memory");
-}
 // Without .release.cluster: a stage was read, not written, and the fence would take a microsecond.
 __device__ __forceinline__ void barrier_arrive(u32 at, u32 block) {
     if (CLUSTER == 1)
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+        barrier_arrive(at);
     else
         asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
                      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at), "r"(block) : "memory");
@@ -57,10 +42,6 @@ __device__ __forceinline__ void barrier_arrive(u32 at, u32 block) {
 __device__ __forceinline__ void cluster_sync() {
     asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-template <int THREADS> __device__ __forceinline__ void sync(int id) {
-    asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
-}
-__device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Weights are read once and leave the L2 cache first, x is read by all and stays.
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
@@ -79,11 +60,6 @@ __device__ __forceinline__ void fetch_for_cluster(u32 to, const TensorMap* map, 
 // Of a tile in shared memory, rows of 128 bytes, swizzled; 8 rows are 1,024 bytes.
 __device__ __forceinline__ u64 descriptor(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
 
-__device__ __forceinline__ u32 rounded(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
 __device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
 __device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 __device__ __forceinline__ float silu(float x) { return low_of(rounded(x / (1.f + __expf(-x)), 0.f)); }

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
 import torch
 
-from minisgl_backends.cuda.compiler import compiled_later
+from minisgl_backends.cuda.compiler import compiled_later, program
 from minisgl_backends.cuda.cut import DEPTH, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 
@@ -64,15 +63,8 @@ class Variant:
             "GATED": int(self.gated),
             "HAS_BIAS": int(self.has_bias),
         }
-        lines = [f"#define {name} {value}" for name, value in defined.items()]
         group_rows = self.rows // 2 if self.outputs == 64 else self.rows
-        text = _text().replace("#include MULTIPLY", _multiply(group_rows))
-        return "\n".join([*lines, text])
-
-
-@cache
-def _text() -> str:
-    return files(__package__).joinpath("product.cu").read_text()
+        return program("product.cu", defined).replace("#include MULTIPLY", _multiply(group_rows))
 
 
 def _multiply(rows: int) -> str:

@@ -16,14 +16,45 @@ def stores_apart(backend: AttentionBackend, ops: Ops) -> StoresApart | None:
     return backend if fuses and isinstance(backend, StoresApart) else None
 
 
+def rotate(
+    backend: AttentionBackend,
+    ops: Ops,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    rotation: Rotation | None,
+    slots: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """What comes before attention: q and k, rotated if need be, and whether K and V are stored by then.
+
+    Args:
+        backend: of the pool.
+        ops: rotates.
+        q: see `Attend`.
+        k: likewise.
+        v: likewise.
+        layer: likewise.
+        rotation: likewise.
+        slots: where K and V are to be stored with the rotation; None where the backend stores them (see `stores_apart`).
+    """
+    if rotation is None:
+        return q, k, False
+    if slots is None:
+        return *ops.rotate(q, k, rotation), False
+    pages = backend.pool.k(layer.index), backend.pool.v(layer.index)
+    return ops.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales), k, True
+
+
 class BoundAttention:
     """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_apart", "_backend", "_ops", "_plan")
+    __slots__ = ("_apart", "_backend", "_ops", "_plan", "_slots")
 
     def __init__(self, backend: AttentionBackend, plan: Any, ops: Ops) -> None:
         self._backend, self._plan, self._ops = backend, plan, ops
         self._apart = stores_apart(backend, ops)
+        self._slots = None if self._apart is None else self._apart.kv_slots(plan)
 
     def __call__(
         self,
@@ -33,11 +64,7 @@ class BoundAttention:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        if rotation is not None:
-            if self._apart is not None:
-                pages = self._backend.pool.k(layer.index), self._backend.pool.v(layer.index)
-                slots = self._apart.kv_slots(self._plan)
-                q = self._ops.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales)
-                return self._apart.attend_stored(q, layer, self._plan)
-            q, k = self._ops.rotate(q, k, rotation)
+        q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
+        if is_stored and self._apart is not None:
+            return self._apart.attend_stored(q, layer, self._plan)
         return self._backend.forward(q, k, v, layer, self._plan)

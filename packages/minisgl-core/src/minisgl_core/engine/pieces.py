@@ -23,7 +23,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.attend import stores_apart
+from minisgl_core.engine.attend import rotate, stores_apart
 from minisgl_core.engine.ladder import free, record_ladder
 from minisgl_core.engine.step import StepInputs
 
@@ -64,8 +64,8 @@ class _Recording:
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._ops = platform, backend, ops
-        self._slots, self._between = slots, between
-        self._apart = stores_apart(backend, ops)
+        self._slots = None if stores_apart(backend, ops) is None else slots
+        self._between = between
         self.calls: list[_Call] = []
 
     def __call__(
@@ -76,13 +76,7 @@ class _Recording:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        is_stored = rotation is not None and self._apart is not None
-        if rotation is not None:
-            if is_stored:
-                pages = self._backend.pool.k(layer.index), self._backend.pool.v(layer.index)
-                q = self._ops.rotate_and_store(q, k, v, rotation, *pages, self._slots, layer.kv_scales)
-            else:
-                q, k = self._ops.rotate(q, k, rotation)
+        q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
         out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding attends to nothing
         borrow = self._platform.borrow
         self.calls.append(_Call(borrow(q), borrow(k), borrow(v), borrow(out), layer, is_stored))
