@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from triton.testing import do_bench_cudagraph
 
-from minisgl_backends.cuda.cut import Cut, cut
-from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, fits
+from minisgl_backends.cuda.cut import MAX_ROWS, Cut, cut
+from minisgl_backends.cuda.product import HopperProduct, StreamScratch, fits
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
@@ -38,7 +38,7 @@ def ways(matrix_rows: int, num_inputs: int, processors: int) -> Iterator[Cut]:
             yield Cut(outputs, num_blocks=processors // tiles * tiles)
             yield Cut(outputs, num_blocks=tiles)
         for splits in (2, 3, 4, 5, 6, 8):
-            if 40 <= tiles * splits <= 0.9 * processors and splits <= num_inputs // 64:
+            if 40 <= tiles * splits <= processors and splits <= num_inputs // 64:
                 yield Cut(outputs, splits=splits)
 
 
@@ -111,7 +111,7 @@ def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple
 @click.command()
 @click.option("--matrix", multiple=True, callback=shape_of, help="Outputs x inputs; those of Qwen3-14B and 0.6B.")
 @click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate above up.")
-@click.option("--rows", multiple=True, type=click.IntRange(1, MAX_ROWS), default=(16, 64, 128, MAX_ROWS))
+@click.option("--rows", multiple=True, type=click.IntRange(1, MAX_ROWS), default=(16, 64, 128, 192, MAX_ROWS))
 def main(matrix: list[tuple[int, int]], gated: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Check and time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -46,6 +46,9 @@ class RecordingCpu(CpuPlatform):
 
     supports_graphs = True
 
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
     def capture_pieces(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:

@@ -12,8 +12,8 @@ from compile_cuda import compile_by_nvcc
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.cut import DEPTH, cut
-from minisgl_backends.cuda.product import MAX_ROWS, HopperProduct, StreamScratch, Variant, fits
+from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, cut, worthwhile_rows
+from minisgl_backends.cuda.product import HopperProduct, StreamScratch, Variant, fits
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
@@ -47,6 +47,11 @@ def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth
     assert way.num_blocks is None or way.num_blocks % tiles == 0  # no tile is cut by another one's border
 
 
+def test_large_matrices_are_left_to_cublas_sooner() -> None:
+    assert worthwhile_rows(6144, 1024) == MAX_ROWS
+    assert worthwhile_rows(34816, 5120) < MAX_ROWS
+
+
 @pytest.mark.parametrize("rows", range(16, MAX_ROWS + 1, 16))
 @pytest.mark.parametrize("outputs", [64, 128])
 def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(rows: int, outputs: int) -> None:
@@ -65,6 +70,8 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(row
     "variant",
     [
         Variant(MAX_ROWS, 128, 2, 1, gated=True, has_bias=False),
+        Variant(MAX_ROWS, 64, 1, 6, gated=False, has_bias=False),
+        Variant(160, 64, 1, 1, gated=True, has_bias=True),
         Variant(96, 128, 1, 1, gated=False, has_bias=True),
         Variant(16, 64, 1, 1, gated=True, has_bias=True),
         Variant(128, 64, 1, 3, gated=False, has_bias=True),
@@ -103,7 +110,7 @@ class TestOnHopper:
         scratch = StreamScratch(device)
         assert fits(weight, bias, gated=gated)
         product = HopperProduct(weight, bias, scratch, gated=gated)
-        for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, MAX_ROWS):
+        for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, 160, 190, 224, MAX_ROWS):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
             assert product.takes(x)
             wanted = reference(x, weight, bias, gated=gated)
@@ -157,4 +164,4 @@ class TestHopperOps(OpsTests):
     dtypes = (torch.bfloat16,)
     fp8_dtypes = (torch.bfloat16,)
     shapes = ((70, 96), (64, 512), (4096, 1024))
-    num_rows = (1, 16, 17, 100, 161)
+    num_rows = (1, 16, 17, 100, 161, 257)

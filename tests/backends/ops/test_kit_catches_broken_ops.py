@@ -228,6 +228,35 @@ class SamplesWhatIsRuledOut(Ops):
         return torch.where(temperature > 0, found, logits.argmax(-1))
 
 
+class ForgetsNewPages(Ops):
+    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
+        table = page_table.clone()
+        return super().decode_inputs(rows, token_ids, positions, new_pages, last_tokens, table, page_size)
+
+
+class LooksUpBeforeItWrites(Ops):
+    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
+        known = page_table[rows, positions // page_size].long() * page_size + positions % page_size
+        arguments = rows, token_ids, positions, new_pages, last_tokens, page_table, page_size
+        return super().decode_inputs(*arguments)[0], known
+
+
+class TakesLastTokensByPlace(Ops):
+    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
+        given = torch.where(token_ids < 0, last_tokens[: len(rows)].repeat(2)[: len(rows)], token_ids)
+        return super().decode_inputs(rows, given, positions, new_pages, last_tokens, page_table, page_size)
+
+
+class ReadsTheTableFlat(Ops):
+    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(rows, token_ids, positions, new_pages, last_tokens, flat(page_table), page_size)
+
+
+class TakesRowsByPlace(Ops):
+    def take_rows(self, table, index) -> torch.Tensor:
+        return table[: len(index)].clone()
+
+
 class MasksTheFirstRows(Ops):
     def mask_logits(self, logits, rows, words) -> torch.Tensor:
         return super().mask_logits(logits, torch.arange(len(rows)), words)

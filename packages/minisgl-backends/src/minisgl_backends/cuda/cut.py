@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 DEPTH = 64
 """Inputs that are multiplied in one step."""
+MAX_ROWS = 256
+"""Of x, that product.cu can be compiled for."""
+_SMALL_MATRIX = 8 << 20
+"""Weights of a matrix that is read in so short a time that what overlaps with its neighbours counts for more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +30,18 @@ class Cut:
     cluster: int = 1
     splits: int = 1
     num_blocks: int | None = None
+
+
+def worthwhile_rows(matrix_rows: int, num_inputs: int) -> int:
+    """How many rows product.cu multiplies in less time than cuBLAS, in a decode step on an H200.
+
+    More are bound by arithmetic, of which cuBLAS does more at a time.
+
+    Args:
+        matrix_rows: N, or 2 * N of a gated MLP.
+        num_inputs: K.
+    """
+    return MAX_ROWS if matrix_rows * num_inputs <= _SMALL_MATRIX else 192
 
 
 def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -> Cut:
@@ -49,5 +65,6 @@ def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -
             return Cut(64)
         pairs = -(-tiles // 2)
         return Cut(128, num_blocks=max(num_processors // pairs, 1) * pairs)
-    splits = min(8, int(0.53 * num_processors / tiles + 0.5), depth // 8)
+    share = 0.75 if num_rows > 128 and depth > 32 else 0.53  # of the processors
+    splits = min(8, int(share * num_processors / tiles + 0.5), depth // 8)
     return Cut(64, splits=splits) if splits > 1 else Cut(64, num_blocks=tiles)

@@ -1,4 +1,4 @@
-// out = x @ weight.T + bias of few rows, for Hopper: what a decode of up to 160 requests is made of.
+// out = x @ weight.T + bias of few rows, for Hopper: what a decode of up to 256 requests is made of.
 //
 // All that matters is how fast the weights come in, so they go through the tensor cores as the larger operand: a thread block
 // holds OUTPUTS of them (columns of `out`) and all ROWS of x, and walks along the inputs 64 at a time. A warp has the copy
@@ -111,22 +111,22 @@ __device__ __forceinline__ void put_eight(u32 waiting, float a, float b, float c
 
 // A whole tile's sums to `out`, 32 rows at a time.
 __device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf16* out, const bf16* bias, int column, int M, int N) {
-    constexpr int AT_ONCE = EIGHTS % 4 == 0 ? 4 : EIGHTS % 2 == 0 ? 2 : 1;
     int group = threadIdx.x >> 7, row = OUTPUTS == 64 ? group * GROUP_ROWS : 0, id = OUTPUTS == 64 ? 2 + group : 1;
-    if (OUTPUTS == 64) waiting += group * AT_ONCE * 8 * PITCH;
+    if (OUTPUTS == 64) waiting += group * 32 * PITCH;
     float2 bias_of = biases(bias, column, N);
     #pragma unroll
-    for (int eight = 0; eight < EIGHTS; eight += AT_ONCE) {
+    for (int eight = 0; eight < EIGHTS; eight += 4) {
+        const int count = EIGHTS - eight < 4 ? EIGHTS - eight : 4;
         if (row + eight * 8 >= M) continue;
         sync<STORERS>(id);
         #pragma unroll
-        for (int j = 0; j < AT_ONCE; j++) {
+        for (int j = 0; j < count; j++) {
             const int i = 4 * (eight + j);
             put_eight(waiting + j * 8 * PITCH, sums[i] + bias_of.x, sums[i + 1] + bias_of.x, sums[i + 2] + bias_of.y,
                       sums[i + 3] + bias_of.y);
         }
         sync<STORERS>(id);
-        store_rows(waiting, out, row + eight * 8, AT_ONCE * 8, column, M, N);
+        store_rows(waiting, out, row + eight * 8, count * 8, column, M, N);
     }
 }
 

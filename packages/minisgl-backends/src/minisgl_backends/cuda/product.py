@@ -12,12 +12,11 @@ from functools import cache
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
-from minisgl_backends.cuda.cut import DEPTH, Cut, cut
+from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 
-MAX_ROWS = 160
-"""More are bound by arithmetic, which cuBLAS does faster."""
-_ROWS = range(16, MAX_ROWS + 1, 16)
+_ROWS = (*range(16, 161, 16), 192, 224, MAX_ROWS)
+"""Of x, that there is a kernel for; fewer are padded."""
 _THREADS = 288
 _SHARED_BYTES = 232_448 - 1024
 """A thread block's on Hopper, but for its barriers."""
@@ -114,6 +113,7 @@ class HopperProduct:
         scratch: StreamScratch,
         *,
         gated: bool = False,
+        max_rows: int = MAX_ROWS,
         choose: Callable[[int, int, int, int], Cut] = cut,
     ) -> None:
         """Keep the matrix, and begin to compile for it.
@@ -123,6 +123,7 @@ class HopperProduct:
             bias: as long as the matrix, or None.
             scratch: of the device.
             gated: whether it is a gated MLP's.
+            max_rows: how many x may have at most.
             choose: how to cut it; called with what `cut` takes.
         """
         self._weight, self._bias, self._scratch, self._gated = weight, bias, scratch, gated
@@ -130,7 +131,8 @@ class HopperProduct:
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         self._ways: dict[int, tuple[Variant, Cut]] = {}
         self._maps: dict[int, TensorMap] = {}
-        for rows in _ROWS:
+        self._max_rows = max_rows
+        for rows in (rows for rows in _ROWS if rows <= max_rows):
             way = choose(rows, len(weight), self._num_inputs, processors)
             variant = Variant(rows, way.outputs, way.cluster, way.splits, gated, bias is not None)
             compiled_later(variant.source())
@@ -141,7 +143,7 @@ class HopperProduct:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""
         return (
-            0 < len(x) <= MAX_ROWS
+            0 < len(x) <= self._max_rows
             and x.shape[1] == self._num_inputs
             and x.dtype == torch.bfloat16
             and x.device == self._weight.device
@@ -153,7 +155,7 @@ class HopperProduct:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x that it takes, [M, K] to [M, N]."""
-        rows = next(rows for rows in _ROWS if len(x) <= rows)
+        rows = next(rows for rows in self._ways if len(x) <= rows)
         variant, way = self._ways[rows]
         kernel, most = _kernel(variant, x.device)
         columns = way.outputs // (1 + self._gated) * way.cluster

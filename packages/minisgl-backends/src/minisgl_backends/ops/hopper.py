@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 
+from minisgl_backends.cuda.cut import worthwhile_rows
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_core.contracts.ops import LinearOp
 
 
 class HopperOps(TritonOps):
-    """`TritonOps`, with products of up to 160 rows that read weights as fast as memory gives them.
+    """`TritonOps`, with products of few rows that read weights as fast as memory gives them.
 
     They, and the norms between them, begin to do so while the kernel in front of them ends; so what that kernel writes can be
     no weight.
@@ -28,10 +29,11 @@ class HopperOps(TritonOps):
         from minisgl_backends.cuda import product
 
         self._product, self._stream_scratch = product, product.StreamScratch(device)
+        self._most_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
-        """Where the products in between are its own."""
-        return num_rows <= self._product.MAX_ROWS
+        """Where products in between are its own."""
+        return num_rows <= self._most_rows
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_linear`."""
@@ -46,5 +48,7 @@ class HopperOps(TritonOps):
     ) -> LinearOp:
         if not self._product.fits(weight, bias, gated=gated):
             return other
-        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated)
+        max_rows = worthwhile_rows(*weight.shape)
+        self._most_rows = max(self._most_rows, max_rows)
+        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated, max_rows=max_rows)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

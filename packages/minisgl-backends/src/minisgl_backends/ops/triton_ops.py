@@ -31,9 +31,20 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import activation, mask, norm, quantize, rotary, route, sample, skinny_linear
+        from minisgl_backends.kernels import (
+            activation,
+            inputs,
+            mask,
+            norm,
+            quantize,
+            rotary,
+            route,
+            sample,
+            skinny_linear,
+        )
 
         self._norm, self._activation, self._rotary, self._mask = norm, activation, rotary, mask
+        self._inputs = inputs
         self._route, self._sample, self._skinny, self._quantize = route, sample, skinny_linear, quantize
         self._split_scratch = skinny_linear.SplitScratch(device)
 
@@ -100,6 +111,26 @@ class TritonOps(Ops):
         skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated)
         max_rows = self._skinny.MAX_ROWS
         return lambda x: skinny(x) if len(x) <= max_rows else large(x)
+
+    def decode_inputs(
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        new_pages: torch.Tensor,
+        last_tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Ops.decode_inputs`."""
+        rows, token_ids, positions, new_pages, last_tokens = (
+            each.contiguous() for each in (rows, token_ids, positions, new_pages, last_tokens)
+        )
+        return self._inputs.decode_inputs(rows, token_ids, positions, new_pages, last_tokens, page_table, page_size)
+
+    def take_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """See `Ops.take_rows`."""
+        return self._inputs.take_rows(table, index.contiguous())
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""

@@ -70,6 +70,40 @@ class Ops:
         """
         return lambda x: F.linear(x, weight, bias)
 
+    def decode_inputs(
+        self,
+        rows: torch.Tensor,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        new_pages: torch.Tensor,
+        last_tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a step of decodes begins with: fill in the tokens that only the device knows, and note new pages.
+
+        Args:
+            rows: of the page table, one a token, int32 [T]; one that comes again has the same position and no new page.
+            token_ids: int32 [T]; -1 stands for the row's last token.
+            positions: int32 [T].
+            new_pages: where the token is the first of a page, that page, otherwise -1; int32 [T].
+            last_tokens: of every row, int32 [R].
+            page_table: int32 [R, C]; the new pages are written to it.
+            page_size: tokens of a page.
+
+        Returns:
+            The token ids, int32 [T]; the slot (``page * page_size + offset``) of each, int64 [T].
+        """
+        columns = positions // page_size
+        pages = torch.where(new_pages < 0, page_table[rows, columns], new_pages)
+        page_table.index_put_((rows, columns), pages)
+        slots = pages.long() * page_size + positions % page_size
+        return torch.where(token_ids < 0, last_tokens[rows], token_ids), slots
+
+    def take_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """``table[index]``: rows of [N, D], contiguous, at int32 or int64 [T], to [T, D]."""
+        return table.index_select(0, index)
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm (arXiv 1910.07467) over the last dimension, statistics in float32."""
         x32 = x.float()

@@ -85,8 +85,15 @@ class Platform(ABC):
         """Copy a host array to the device without waiting for it; the array may be reused at once."""
         return torch.from_numpy(np.array(array))
 
+    def fill(self, tensor: torch.Tensor, array: npt.NDArray[Any]) -> None:
+        """Copy a host array into a tensor of its shape on the device, as `to_device` does."""
+        tensor.copy_(torch.from_numpy(array))
+
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start copying a tensor to the host; read the result only after an event recorded later has passed."""
+        """Start copying a tensor to the host; read the result only after an event recorded later has passed.
+
+        A platform with graphs returns no memory that a replay writes to.
+        """
         return tensor
 
     def record_event(self) -> Event:

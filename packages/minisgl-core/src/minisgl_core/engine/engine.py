@@ -26,8 +26,8 @@ from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
 from minisgl_core.engine.graphs import DecodeGraphs
 from minisgl_core.engine.pieces import StepPieces
-from minisgl_core.engine.sampler import LogprobTensors, Sampler, token_logprobs
-from minisgl_core.engine.step import PendingStep, update_table, upload
+from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
+from minisgl_core.engine.step import PendingStep, upload
 from minisgl_core.kv.page_table import PageTable
 
 _LOGITS_ROWS = 256
@@ -43,12 +43,14 @@ class BegunStep:
         hidden: of all its tokens, [T, hidden_size].
         rows: page-table rows of the sampling requests, int32 [N].
         logits: of those, [N, V]; None where N is 0.
+        tokens: sampled already, by temperature alone, and noted as the rows' last ones; int64 [N].
     """
 
     plan: BatchPlan
     hidden: torch.Tensor
     rows: torch.Tensor
     logits: torch.Tensor | None
+    tokens: torch.Tensor | None = None
 
 
 class Engine:
@@ -93,9 +95,8 @@ class Engine:
         """Start a step, up to its logits."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
-                update_table(plan, self.platform, self._table)
-                hidden, rows = self._graphs.run(plan)
-                return BegunStep(plan, hidden, rows, self.model.compute_logits(hidden))
+                found = self._graphs.run(plan)
+                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             if self._pieces is not None and self._pieces.fits(plan):
                 hidden = self._pieces.run(inputs)
@@ -124,8 +125,11 @@ class Engine:
         """Tokens, int64 [N], and what was asked about them."""
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
-        tokens = self._sampler(step.logits, step.plan.sample, step.rows, masks)
-        self._last_tokens.index_copy_(0, step.rows.long(), tokens.int())
+        if step.tokens is not None and not needs_sampler(step.plan.sample):
+            tokens = step.tokens
+        else:
+            tokens = self._sampler(step.logits, step.plan.sample, step.rows, masks)
+            self._last_tokens.index_copy_(0, step.rows.long(), tokens.int())
         num_top = int(step.plan.sample.num_logprobs.max())
         return tokens, token_logprobs(step.logits, tokens, num_top) if num_top >= 0 else None
 

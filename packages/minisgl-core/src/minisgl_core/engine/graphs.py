@@ -1,8 +1,9 @@
 """Decode steps recorded as device graphs, one for each batch size of a ladder.
 
 A replay takes one launch instead of hundreds, so that small models are not bound by the host. Everything between the plan's
-few integers and the hidden states is recorded: filling in the tokens that only the device knows, page-table look-ups, the
-layers. A batch runs in the smallest graph that holds it; what is left over is padded with row 0, which owns page 0.
+few numbers and the sampled tokens is recorded: filling in the tokens that only the device knows, writing the page table, the
+layers, logits, sampling by temperature. Whoever wants more than that (see `needs_sampler`) samples again from the logits. A
+batch runs in the smallest graph that holds it; what is left over is padded with row 0, which owns page 0.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl_core.batch import FROM_DEVICE, BatchPlan
+from minisgl_core.batch import BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, GraphCapturable
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
 from minisgl_core.engine.ladder import free, record_ladder
+from minisgl_core.engine.step import update_table
 from minisgl_core.kv.page_table import PageTable
 
 
@@ -29,23 +31,54 @@ def graph_sizes(max_batch: int) -> list[int]:
     return sorted({*(size for size in (1, 2, 4) if size <= max_batch), *range(8, max_batch + 1, 8), max_batch})
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """What a recorded step of N requests leaves, valid until the next step.
+
+    Attributes:
+        rows: of the page table, int32 [N].
+        hidden: [N, hidden_size].
+        logits: [N, V].
+        tokens: sampled by temperature alone, int64 [N]; they are the rows' last tokens by now.
+    """
+
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class _Recorded:
     """One graph of B requests and its fixed buffers.
 
     Attributes:
-        inputs: rows, token ids, positions, sequence lengths; int32 [4 * B].
+        inputs: rows, token ids, positions, sequence lengths, new pages, and the bits of temperatures and of random numbers;
+            int32 [7, B].
         batch: views of the inputs, for the attention backend.
         attend: holds the backend's plan, whose buffers the graph reads.
         graphs: one, replayed with ``replay()``.
-        hidden: its result, [B, hidden_size].
+        result: of all B. It borrows the graph's memory.
     """
 
     inputs: torch.Tensor
     batch: AttentionBatch
     attend: BoundAttention
     graphs: list[Any]
-    hidden: torch.Tensor
+    result: DecodeResult
+
+
+def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+    """The page that each request's token is the first of, -1 for none, int32 [B]; None where the plan has other entries too."""
+    found = np.full(plan.num_requests, -1, np.int32)
+    if len(plan.new_pages):
+        rows, columns, pages = plan.new_pages.reshape(3, -1)
+        order = np.argsort(plan.rows)
+        place = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
+        if (plan.rows[place] != rows).any() or (plan.starts[place] // page_size != columns).any():
+            return None
+        found[place] = pages
+    return found
 
 
 class DecodeGraphs:
@@ -78,30 +111,35 @@ class DecodeGraphs:
         """Whether a graph can run the step: decodes alone, all of which sample, not too many."""
         return plan.num_decodes == plan.num_tokens == len(plan.sample.index) and plan.num_tokens <= self._sizes[-1]
 
-    def run(self, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run a step that `fits`; the page table is up to date.
-
-        Returns:
-            Hidden states [N, hidden_size] and page-table rows int32 [N], both valid until the next step.
-        """
+    def run(self, plan: BatchPlan) -> DecodeResult:
+        """Run a step that `fits`."""
         count = plan.num_requests
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
         recorded = self._recorded[size]
-        inputs = np.zeros((4, size), np.int32)
-        inputs[0, :count], inputs[1, :count], inputs[2, :count] = plan.rows, plan.token_ids, plan.starts
+        new_pages = own_pages(plan, self._table.page_size)
+        if new_pages is None:
+            update_table(plan, self._platform, self._table)
+        sample = plan.sample
+        inputs = np.zeros((7, size), np.int32)
+        inputs[4] = -1
+        inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
         inputs[3] = inputs[2] + 1
-        recorded.inputs.copy_(self._platform.to_device(inputs.ravel()), non_blocking=True)
+        inputs[4, :count] = -1 if new_pages is None else new_pages
+        inputs[5:, :count] = sample.temperature.view(np.int32), sample.uniform.view(np.int32)
+        self._platform.fill(recorded.inputs, inputs)
         recorded.batch.seq_lens_host[:] = inputs[3]
         assert isinstance(self._attention, GraphCapturable)
         self._attention.plan_replay(recorded.batch)
         recorded.graphs[0].replay()
-        return recorded.hidden[:count], recorded.batch.rows[:count]
+        result = recorded.result
+        return DecodeResult(result.rows[:count], result.hidden[:count], result.logits[:count], result.tokens[:count])
 
     def _record(self, size: int, pool: Any) -> _Recorded:
         device = self._platform.device
-        inputs = torch.zeros(4, size, dtype=torch.int32, device=device)
-        inputs[3] = 1
-        rows, ids, positions, seq_lens = inputs.unbind(0)
+        inputs = torch.zeros(7, size, dtype=torch.int32, device=device)
+        inputs[3], inputs[4] = 1, -1
+        rows, ids, positions, seq_lens, new_pages, *numbers = inputs.unbind(0)
+        temperature, uniform = (each.view(torch.float32) for each in numbers)
         batch = AttentionBatch(
             num_decodes=size,
             rows=rows,
@@ -113,14 +151,20 @@ class DecodeGraphs:
         )
         assert isinstance(self._attention, GraphCapturable)
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops)
+        table, ops, last_tokens, borrow = self._table, self._ops, self._last_tokens, self._platform.borrow
+        results: list[DecodeResult] = []
 
         def run() -> torch.Tensor:
-            known = torch.where(ids == FROM_DEVICE, self._last_tokens[rows], ids)
-            batch.slots.copy_(self._table.slots(rows, positions))
+            known, slots = ops.decode_inputs(rows, ids, positions, new_pages, last_tokens, table.data, table.page_size)
+            batch.slots.copy_(slots)
             hidden: torch.Tensor = self._model(known, positions, attend)
-            return hidden
+            logits = self._model.compute_logits(hidden)
+            tokens = ops.sample(logits, temperature, uniform)
+            last_tokens.index_copy_(0, rows.long(), tokens.int())
+            results.append(DecodeResult(rows, borrow(hidden), borrow(logits), borrow(tokens)))
+            return tokens
 
         run()  # compiles kernels, and lets libraries allocate their workspaces
         self._platform.synchronize()
-        graph, hidden = self._platform.capture_graph(run, pool)
-        return _Recorded(inputs.view(-1), batch, attend, [graph], hidden)
+        graph, _ = self._platform.capture_graph(run, pool)
+        return _Recorded(inputs, batch, attend, [graph], results[-1])

@@ -47,6 +47,17 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
     return LogprobTensors(chosen[:, 0], rank, top, top_ids)
 
 
+def needs_sampler(plan: SamplePlan) -> bool:
+    """Whether a plan asks for more than `Ops.sample` does: penalties, biases, masks, or filters of what is random."""
+    return bool(len(plan.penalties) or len(plan.bias_index) or len(plan.masked)) or _has_filters(plan)
+
+
+def _has_filters(plan: SamplePlan) -> bool:
+    """Whether a request that is random has any."""
+    filters = (plan.top_k > 0) | (plan.top_p < 1) | (plan.min_p > 0)
+    return bool((filters & (plan.temperature > 0)).any())
+
+
 class Sampler:
     """Applies penalties, biases and filters, and picks tokens. Keeps the token counts that penalties need."""
 
@@ -97,8 +108,8 @@ class Sampler:
             return self._ops.argmax(logits)
         packed = np.concatenate((plan.temperature, plan.uniform, plan.top_p, plan.min_p, plan.top_k.astype(np.float32)))
         temperature, uniform, top_p, min_p, top_k = self._platform.to_device(packed).view(5, -1).unbind(0)
-        asked = {name: getattr(plan, name)[is_random] for name in ("top_k", "top_p", "min_p")}
-        if asked["top_k"].any() or (asked["top_p"] < 1).any() or asked["min_p"].any():
+        if _has_filters(plan):
+            asked = {name: getattr(plan, name)[is_random] for name in ("top_k", "top_p", "min_p")}
             logits = self._filter(logits, temperature[:, None], top_k[:, None], top_p[:, None], min_p[:, None], asked)
         return self._ops.sample(logits, temperature, uniform)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.weights import WeightTarget
@@ -21,15 +20,16 @@ class VocabParallelEmbedding(Layer):
         super().__init__()
         self.shard = Shard.of(vocab_size, build)
         self._communicator = build.communicator if build.tp_size > 1 else None
+        self._take_rows = build.ops.take_rows
         self.weight = empty_parameter(self.shard.size, hidden_size, build=build, zero=self.shard.is_padded)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids int64 [T] to [T, hidden_size]."""
+        """input_ids, int32 or int64 [T], to [T, hidden_size]."""
         if self._communicator is None:
-            return F.embedding(input_ids, self.weight)
+            return self._take_rows(self.weight, input_ids)
         local = input_ids - self.shard.start
         elsewhere = (local < 0) | (local >= self.shard.size)
-        rows = F.embedding(local.masked_fill_(elsewhere, 0), self.weight)
+        rows = self._take_rows(self.weight, local.masked_fill_(elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:

@@ -31,12 +31,13 @@ class RotaryCache:
                 f"known are {', '.join(ROPE_KINDS)}"
             )
         angles, scale = _angles(rope, max_position, build.device)
+        self._take_rows = build.ops.take_rows
         self.cos = angles.cos().mul_(scale).to(build.dtype)
         self.sin = angles.sin().mul_(scale).to(build.dtype)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions int64 [T] to cos and sin, [T, D2] each."""
-        return self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        """positions, int32 or int64 [T], to cos and sin, [T, D2] each."""
+        return self._take_rows(self.cos, positions), self._take_rows(self.sin, positions)
 
 
 def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:

@@ -68,10 +68,10 @@ class CudaPlatform(Platform):
         return peak - before
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        # What came in a message cannot be written to, which torch minds.
-        source = torch.from_numpy(array if array.flags.writeable else array.copy())
-        # The pinned block stays reserved by torch's caching host allocator until the copy is done.
-        return source.pin_memory().to(self.device, non_blocking=True)
+        return _pinned(array).to(self.device, non_blocking=True)
+
+    def fill(self, tensor: torch.Tensor, array: npt.NDArray[Any]) -> None:
+        tensor.copy_(_pinned(array), non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -123,6 +123,12 @@ class CudaPlatform(Platform):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
+
+
+def _pinned(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A copy whose block stays reserved by torch's caching host allocator until what is copied from it has arrived."""
+    # What came in a message cannot be written to, which torch minds.
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).pin_memory()
 
 
 class _Memory:

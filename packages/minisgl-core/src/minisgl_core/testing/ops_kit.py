@@ -178,6 +178,52 @@ class OpsTests:
                     self.compare(of_k[slots].to(ops.dtype), case.expected[1], ops.dtype, "k", roundings=2)
                     assert torch.equal(of_v[slots], before.float())
 
+    @pytest.mark.parametrize("page_size", [1, 16])
+    @pytest.mark.parametrize("count", [1, 6, 300])
+    def test_inputs_of_decodes(self, page_size: int, count: int) -> None:
+        """Tokens and pages that are known and that are not; padding has row 0 many times. Nothing else is written."""
+        random = torch.Generator().manual_seed(count)
+
+        def draw(low: int, high: int, *size: int) -> torch.Tensor:
+            return torch.randint(low, high, size, generator=random).int().to(self.device)
+
+        for ops in self.providers(self.dtypes[:1]):
+            table, last_tokens = draw(1, 10_000, count + 2, 40)[:, :33], draw(0, 1000, count + 2)
+            rows = (torch.randperm(count + 1, generator=random).int() + 1)[:count].to(self.device)
+            ids, positions = draw(0, 1000, count), draw(0, 33 * page_size, count)
+            ids[::3], new_pages = -1, draw(10_000, 20_000, count)
+            new_pages[::2] = -1
+            rows, ids, positions, new_pages = (
+                torch.cat((each, each.new_full((4,), padding)))
+                for each, padding in ((rows, 0), (ids, 0), (positions, 0), (new_pages, -1))
+            )
+            expected = table.clone()
+            pages = []
+            for row, position, new in zip(rows.tolist(), positions.tolist(), new_pages.tolist(), strict=True):
+                if new >= 0:
+                    expected[row, position // page_size] = new
+                pages.append(int(expected[row, position // page_size]))
+            rows, ids, positions, new_pages = torch.stack((rows, ids, positions, new_pages)).unbind(0)
+            found, slots = ops.decode_inputs(rows, ids, positions, new_pages, last_tokens, table, page_size)
+            assert (found.dtype, slots.dtype) == (torch.int32, torch.int64)
+            assert found.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
+            assert slots.tolist() == [
+                page * page_size + position % page_size
+                for page, position in zip(pages, positions.tolist(), strict=True)
+            ]
+            assert torch.equal(table, expected), "the page table"
+
+    def test_rows_of_tables(self) -> None:
+        """Of any length, at either kind of integers."""
+        for ops in self.providers():
+            for size in (3, 64, 5000):
+                table = self.random(11, size, dtype=ops.dtype)
+                for kind in (torch.int32, torch.int64):
+                    index = torch.tensor([10, 0, 3, 3, 7], dtype=kind, device=self.device)
+                    for part in (index, index[1:], index[:0]):
+                        found = ops.take_rows(table, part)
+                        assert torch.equal(found, table[part.long()])
+
     def test_argmax(self) -> None:
         """The first of the largest."""
         for ops in self.providers():

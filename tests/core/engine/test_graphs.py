@@ -1,0 +1,174 @@
+"""Recorded decodes give the tokens of others, whatever else was asked for, and whatever ran in the same buffers before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tiny
+import torch
+from recording_cpu import RecordingCpu
+
+from minisgl_core.batch import BatchPlan
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.engine import graphs
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.graphs import DecodeGraphs, DecodeResult
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.sampling_params import SamplingParams
+
+SIZES = [1, 2, 4]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8},
+    "log-probabilities": {"temperature": 0.8, "logprobs": 2},
+    "filters": {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    "filters of nothing random": {"temperature": 0.0, "top_k": 20, "top_p": 0.9},
+    "penalties": {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    "biases": {"temperature": 0.8, "logit_bias": {5: 3.0, 7: -100.0}},
+}
+
+
+class OverAllPages(AttentionBackend):
+    """Every query meets its row's whole page table, so that a batch's tensors say all that there is to say."""
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def plan_capture(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        pass
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch
+    ) -> torch.Tensor:
+        of_k, of_v = (each.flatten(0, 1) for each in (self.pool.k(layer.index), self.pool.v(layer.index)))
+        of_k.index_copy_(0, plan.slots, k)
+        of_v.index_copy_(0, plan.slots, v)
+        rows, lengths = plan.rows, plan.seq_lens
+        if plan.num_decodes < len(q):
+            counts = torch.from_numpy(plan.q_lens_host).long()
+            rows = rows.repeat_interleave(counts)
+            ends = plan.seq_lens_host.repeat(plan.q_lens_host)
+            places = np.concatenate([np.arange(count - 1, -1, -1) for count in plan.q_lens_host])
+            lengths = torch.from_numpy(ends - places)
+        size = self.spec.page_size
+        slots = (self.page_table[rows][:, :, None] * size + torch.arange(size)).flatten(1)
+        group = q.shape[1] // k.shape[1]
+        keys, values = (each[slots].repeat_interleave(group, 2) for each in (of_k, of_v))
+        scores = torch.einsum("thd,tlhd->thl", q, keys) * layer.scale
+        hidden = torch.arange(slots.shape[1]) >= lengths[:, None]
+        return torch.einsum("thl,tlhd->thd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values)
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"page_size": request.param, "num_pages": 240 // request.param + 1}
+
+
+@pytest.fixture(scope="module")
+def engine(options: dict[str, Any]) -> Iterator[Engine]:
+    engine = tiny.built(**options).engine
+    was = engine.platform, engine.attention, engine._ops
+    pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
+    engine.platform, engine._ops = RecordingCpu(), Ops(torch.device("cpu"), torch.float32)
+    engine.attention = OverAllPages(engine.attention.spec, pool, engine._table.data)
+    yield engine
+    engine.platform, engine.attention, engine._ops = was
+
+
+def outputs(
+    kinds: Sequence[str], options: dict[str, Any], *, overlap: bool, **more: Any
+) -> tuple[dict[str, list[int]], list[float]]:
+    """The tokens of each request, and all log-probabilities. Prompts come twice, so that a cache has nearly all of them."""
+    loop = tiny.new_loop(max_prefill_length=16, max_running_requests=4, **options, **more)
+    loop.overlap = overlap
+    tokens, logprobs = {}, []
+    for turn in range(2):
+        draw = random.Random(len(kinds))
+        for i, kind in enumerate(kinds):
+            prompt = tuple(draw.randrange(3, 60) for _ in range(draw.randrange(1, 12)))
+            sampling = SamplingParams(**SAMPLINGS[kind], seed=i, max_tokens=draw.randrange(1, 20), ignore_eos=True)
+            tiny.submit(loop, f"{turn} {i}", prompt, sampling)
+        found = tiny.run(loop)
+        entries = [entry for name in sorted(found) for output in found[name].outputs for entry in output.logprobs or ()]
+        logprobs += [each.logprob for entry in entries for each in (entry.token, *entry.top)]
+        tokens |= {name: each.tokens for name, each in found.items()}
+    return tokens, logprobs
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize(
+    "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
+)
+def test_tokens_are_those_of_steps_that_are_not_recorded(
+    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
+) -> None:
+    wanted = outputs(kinds, options, cache=cache, overlap=False)
+    engine.record_graphs(SIZES, progress=False)
+    try:
+        for _ in range(2):
+            tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
+            assert tokens == wanted[0]
+            assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # a padded batch may be rounded otherwise
+    finally:
+        engine.free_graphs()
+
+
+def test_every_size_runs_with_new_pages_and_without(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, has_pages = set(), set()
+    run = DecodeGraphs.run
+
+    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> DecodeResult:
+        sizes.add(plan.num_tokens)
+        has_pages.add(len(plan.new_pages) > 0)
+        return run(recorded, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    engine.record_graphs(SIZES, progress=False)
+    try:
+        outputs(("greedy",) * 6, options, cache="radix", overlap=False)
+    finally:
+        engine.free_graphs()
+    assert sizes == {1, 2, 3, 4}
+    assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
+
+
+def test_pages_of_other_tokens_are_written_before(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a request that decodes was given pages that the cache had meanwhile."""
+    wanted = outputs(("greedy",) * 6, options, overlap=False)
+    own_pages, size = graphs.own_pages, options["page_size"]
+
+    def with_others(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+        found = own_pages(plan, page_size)
+        assert found is not None
+        written = plan.new_pages.reshape(3, -1)
+        again = np.concatenate((written, [plan.rows[:1], [0], table[plan.rows[:1], 0]]), axis=1, dtype=np.int32)
+        if plan.starts[0] >= size:
+            assert own_pages(msgspec.structs.replace(plan, new_pages=again.ravel()), page_size) is None
+        return None
+
+    table = engine._table.data.numpy()
+    monkeypatch.setattr(graphs, "own_pages", with_others)
+    engine.record_graphs(SIZES, progress=False)
+    try:
+        assert outputs(("greedy",) * 6, options, overlap=False) == wanted
+    finally:
+        engine.free_graphs()
