@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
-from minisgl_backends.attention.triton_backend import TritonAttention
+from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
 from minisgl_backends.cuda import decode
 from minisgl_backends.cuda.requirements import hopper_missing
-from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVPool
-
-if TYPE_CHECKING:
-    from minisgl_backends.kernels.paged_decode import DecodeScratch
 
 
 class HopperAttention(TritonAttention):
@@ -41,15 +36,10 @@ class HopperAttention(TritonAttention):
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._own = decode.HopperDecode(pool, spec.num_q_heads)
-        self._num_programs = torch.cuda.get_device_properties(spec.device).multi_processor_count * decode.BLOCKS
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        batch: AttentionBatch,
-        scratch: DecodeScratch,
-        out: torch.Tensor,
-    ) -> None:
-        requests = self.page_table, batch.rows, batch.seq_lens
-        self._own(q, layer.index, layer.scale, *requests, out, scratch)
+    def _scratch(self, num_requests: int) -> None:
+        """Its kernel has its own."""
+
+    def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
+        requests = self.page_table, plan.batch.rows, plan.batch.seq_lens
+        self._own(q, layer.index, layer.scale, *requests, out)

@@ -27,12 +27,12 @@ _HEAD_DIMS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class StepPlan:
     """A step.
 
     Attributes:
         batch: all requests.
-        scratch: for its decodes; None where it has none.
+        scratch: for its decodes; None where it has none, or whoever attends keeps their own.
         prefills: the other requests; None where there are none.
         tiles: of the prefills' queries, int32 [tiles, 2].
     """
@@ -69,23 +69,23 @@ class TritonAttention(AttentionBackend):
         self._store_kv, self._prefills, self._decodes = paged.store_kv, paged_prefill, paged_decode
         self._num_programs = paged_decode.num_programs(spec.device)
 
-    def plan(self, batch: AttentionBatch) -> _Plan:
+    def plan(self, batch: AttentionBatch) -> StepPlan:
         """Cut the prefills' queries into tiles; make room for the decodes' parts."""
         n = batch.num_decodes
         scratch = self._scratch(n) if n else None
         if n == batch.num_requests:
-            return _Plan(batch, scratch)
+            return StepPlan(batch, scratch)
         prefills = batch.prefills()
-        return _Plan(batch, scratch, prefills, self._tiles(prefills))
+        return StepPlan(batch, scratch, prefills, self._tiles(prefills))
 
-    def plan_capture(self, batch: AttentionBatch) -> _Plan:
+    def plan_capture(self, batch: AttentionBatch) -> StepPlan:
         """How the keys are shared out is decided on the device."""
-        return _Plan(batch, self._scratch(batch.num_requests))
+        return StepPlan(batch, self._scratch(batch.num_requests))
 
     def plan_replay(self, batch: AttentionBatch) -> None:
         """The kernels read the captured batch's own tensors."""
 
-    def _scratch(self, num_requests: int) -> DecodeScratch:
+    def _scratch(self, num_requests: int) -> DecodeScratch | None:
         spec = self.spec
         heads = (spec.num_q_heads, spec.num_kv_heads)
         return self._decodes.DecodeScratch.make(num_requests, *heads, spec.head_dim, spec.device, self._num_programs)
@@ -100,38 +100,32 @@ class TritonAttention(AttentionBackend):
         return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)  # long ones tend to be last
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: StepPlan
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
         self._store_kv(k, v, *pages, plan.batch.slots, layer.kv_scales)
         return self.attend_stored(q, layer, plan)
 
-    def kv_slots(self, plan: _Plan) -> torch.Tensor:
+    def kv_slots(self, plan: StepPlan) -> torch.Tensor:
         """See `StoresApart`."""
         return plan.batch.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan) -> torch.Tensor:
         """See `StoresApart`."""
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.batch.num_decodes
-        if plan.scratch is not None:
-            self._decode(q[:n], layer, plan.batch, plan.scratch, out)
+        if n:
+            self._decode(q[:n], layer, plan, out)
         if plan.prefills is not None and plan.tiles is not None:
             of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
             self._prefills.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
         return out
 
-    def _decode(
-        self,
-        q: torch.Tensor,
-        layer: AttentionLayer,
-        batch: AttentionBatch,
-        scratch: DecodeScratch,
-        out: torch.Tensor,
-    ) -> None:
-        """A batch's decodes, q of them alone, to the first rows of `out`."""
+    def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
+        """A step's decodes, q of them alone, to the first rows of `out`."""
+        assert plan.scratch is not None
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
-        requests = self.page_table, batch.rows, batch.seq_lens
-        self._decodes.decode(q, *pages, *requests, out, scratch, layer, self.spec.max_batch)
+        requests = self.page_table, plan.batch.rows, plan.batch.seq_lens
+        self._decodes.decode(q, *pages, *requests, out, plan.scratch, layer, self.spec.max_batch)

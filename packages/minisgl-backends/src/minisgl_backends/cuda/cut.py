@@ -59,6 +59,8 @@ def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -
     if tiles >= 0.48 * num_processors:
         if num_rows <= 16 and depth <= 16:  # then what a thread block begins and ends with is most of it
             return Cut(128, num_blocks=-(-tiles // 2))
+        if depth >= 64 and tiles > 0.8 * num_processors and num_rows > 64 and tiles % 2 == 0:
+            return Cut(128, splits=2)
         if depth < 64 or tiles > 0.8 * num_processors:
             return Cut(64, num_blocks=tiles)
         if num_rows <= 64:

@@ -4,7 +4,9 @@
 // 2301.03598); a thread block has one share of one KV head, and each processor two thread blocks. A warp has the copy engine
 // fill a ring of tiles, one request's after the other's without a pause; four warps attend, each to 16 keys of a tile, and keep
 // sums of their own, which they bring together where a request ends. A request that lies in several shares is merged by its
-// log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding), by whoever is done with it last.
+// log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding), by the share in which it begins: what others find is there
+// by then, since it is the first that they do. A value and its log-sum-exp are one word, which says that it has come, as in
+// NCCL's protocol LL (github.com/NVIDIA/nccl, src/device/prims_ll.h), so that nobody waits for a fence.
 //
 // Scores and sums are computed with rows and columns exchanged, keys @ queries and then values^T @ weights, since tensor cores
 // take 16 rows but only 8 columns, and a KV head has few queries. Softmax runs over tiles as they come (arXiv 2205.14135).
@@ -74,30 +76,46 @@ struct alignas(16) Tile {
     int request, keys;              // its first `keys` keys are there; 0: no more tiles come
     int begins, ends;               // the request's part of this share
     int next;                       // the request after it, or -1
-    int others;                     // how many other shares have parts of the request
-    int one;                        // the first of those shares
+    int others;                     // in how many shares after the first the request goes on
+    int is_later;                   // whether this is one of those
     int unused;
 };
 
+// What a share has found of a number, and the log-sum-exp of that; all ones while there is nothing.
+constexpr u64 NOTHING = ~0ull;
+__device__ __forceinline__ u64 letter(float value, float lse) {
+    u32 high = __float_as_uint(lse);
+    if (high == 0xFFFFFFFFu) high = 0x7FFFFFFFu;  // no number either
+    return (u64)high << 32 | __float_as_uint(value);
+}
+__device__ __forceinline__ u64 look(const u64* at) {
+    u64 found;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
+    return found;
+}
+__device__ __forceinline__ void leave(u64* at, u64 what) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(what) : "memory");
+}
+
 // q: [requests, heads * GROUP, DIM]; out the same, contiguous; maps: of K and V as [tokens, heads * LINES, 64], their boxes
-// are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. part, lse and arrived as in kernels/paged_decode.py.
-// Thread blocks: heads times the number of shares.
+// are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. letters: of what each share has found of
+// a request that begins before it, [shares, heads, GROUP, DIM]; NOTHING before and after. Thread blocks: heads times the number
+// of shares, later shares first, so that nobody waits for one that has not begun.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
        const bf16* q, const int* __restrict__ page_table, const int* __restrict__ rows,
-       const int* __restrict__ seq_lens, bf16* __restrict__ out, float* __restrict__ part, float* __restrict__ part_lse,
-       int* __restrict__ arrived, float scale, int num_requests, int heads, int row_stride, int q_stride_t, int q_stride_h) {
+       const int* __restrict__ seq_lens, bf16* __restrict__ out, u64* letters, float scale, int num_requests, int heads,
+       int row_stride, int q_stride_t, int q_stride_h) {
     extern __shared__ __align__(1024) char memory[];
     char* const after_ring = memory + STAGES * STAGE_BYTES;
     float* const sums = (float*)after_ring;                              // [4 warps, GROUP, PITCH]
     float2* const stats = (float2*)(sums + 4 * GROUP * PITCH);           // [4 warps, GROUP]: largest score, sum of weights
     Tile* const tiles = (Tile*)(stats + 4 * GROUP);                      // [STAGES]
     u64* const barriers = (u64*)(tiles + STAGES);
-    int* const is_last = (int*)(barriers + 2 * STAGES);
     const u32 ring = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    const int head = blockIdx.x % heads, share = blockIdx.x / heads, num_shares = gridDim.x / heads;
+    const int head = blockIdx.x % heads, num_shares = gridDim.x / heads, share = num_shares - 1 - blockIdx.x / heads;
 
     if (thread == 0) {
         if (ring & 1023) __trap();
@@ -186,7 +204,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
                     const u32 barrier = full + 8 * s;
                     if (lane == 0) {
-                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, one, 0};
+                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, share > one, 0};
                         barrier_expect(barrier, copies * box * LINES * 128);
                     }
                     __syncwarp();
@@ -309,9 +327,13 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         }
         sync<CONSUMERS>(1);
         bf16* const to = out + ((long long)tile.request * heads + head) * GROUP * DIM;
+        u64* const mine = letters + ((long long)share * heads + head) * GROUP * DIM;
+        const long long pitch = (long long)heads * GROUP * DIM;
+        constexpr int EACH = (GROUP * DIM + CONSUMERS - 1) / CONSUMERS, AT_ONCE = EACH > 5 ? 1 : 12 / EACH;
+        float value[EACH], lse[EACH];
         #pragma unroll
-        for (int i = thread; i < GROUP * DIM; i += CONSUMERS) {
-            const int query = i / DIM, dim = i % DIM;
+        for (int j = 0; j < EACH; j++) {
+            const int i = min(thread + j * CONSUMERS, GROUP * DIM - 1), query = i / DIM, dim = i % DIM;
             float2 of[4];
             #pragma unroll
             for (int w = 0; w < 4; w++) of[w] = stats[w * GROUP + query];
@@ -323,53 +345,47 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 weight += of[w].y * factor;
                 sum += sums[(w * GROUP + query) * PITCH + dim] * factor;
             }
-            if (tile.others == 0) {
-                to[i] = rounded(sum / weight, 0.f);
-            } else {
-                const int place = ((2 * share + (share == tile.one)) * heads + head) * GROUP + query;
-                __stcg(part + (long long)place * DIM + dim, sum / weight);
-                if (dim == 0) __stcg(part_lse + place, largest + __log2f(weight));
-            }
-        }
-        if (tile.others > 0) {
-            __threadfence();
-            sync<CONSUMERS>(1);
-            if (thread == 0) {
-                int* counter = arrived + tile.request * heads + head;
-                *is_last = atomicAdd(counter, 1) == tile.others;
-                if (*is_last) *counter = 0;  // for the next layer
-                __threadfence();
-            }
-            sync<CONSUMERS>(1);
-            if (*is_last) {
-                constexpr int EACH = (GROUP * DIM + CONSUMERS - 1) / CONSUMERS, AT_ONCE = EACH > 5 ? 1 : 2;
-                float all[EACH], weight[EACH], largest[EACH];
-                #pragma unroll
-                for (int j = 0; j < EACH; j++) {
-                    all[j] = weight[j] = 0.f;
-                    largest[j] = -__int_as_float(0x7F800000);
-                }
-                #pragma unroll AT_ONCE
-                for (int other = tile.one; other <= tile.one + tile.others; other++) {
-                    const int place = ((2 * other + (other == tile.one)) * heads + head) * GROUP;
-                    #pragma unroll
-                    for (int j = 0; j < EACH; j++) {
-                        const int i = min(thread + j * CONSUMERS, GROUP * DIM - 1);
-                        const float lse = __ldcg(part_lse + place + i / DIM), value = __ldcg(part + (long long)place * DIM + i);
-                        const float new_largest = fmaxf(largest[j], lse);
-                        const float kept = exp2_of(largest[j] - new_largest), factor = exp2_of(lse - new_largest);
-                        all[j] = all[j] * kept + value * factor;
-                        weight[j] = weight[j] * kept + factor;
-                        largest[j] = new_largest;
-                    }
-                }
-                #pragma unroll
-                for (int j = 0; j < EACH; j++) {
-                    const int i = thread + j * CONSUMERS;
-                    if (i < GROUP * DIM) to[i] = rounded(all[j] / weight[j], 0.f);
-                }
-            }
+            value[j] = sum / weight;
+            lse[j] = largest + __log2f(weight);
         }
         sync<CONSUMERS>(1);  // all have read the sums
+        if (!tile.is_later && tile.others > 0) {
+            float weight[EACH];
+            #pragma unroll
+            for (int j = 0; j < EACH; j++) weight[j] = 1.f;
+            for (int other = 1; other <= tile.others; other += AT_ONCE) {
+                u64 found[AT_ONCE][EACH];
+                auto at = [&](int a, int j) { return mine + (other + a) * pitch + min(thread + j * CONSUMERS, GROUP * DIM - 1); };
+                #pragma unroll
+                for (int a = 0; a < AT_ONCE; a++)
+                    #pragma unroll
+                    for (int j = 0; j < EACH; j++)
+                        if (other + a <= tile.others) found[a][j] = look(at(a, j));
+                #pragma unroll
+                for (int a = 0; a < AT_ONCE; a++)
+                    #pragma unroll
+                    for (int j = 0; j < EACH; j++) {
+                        if (other + a > tile.others || thread + j * CONSUMERS >= GROUP * DIM) continue;
+                        while (found[a][j] == NOTHING) found[a][j] = look(at(a, j));
+                        leave(at(a, j), NOTHING);  // for the next layer
+                        const float its_lse = __uint_as_float((u32)(found[a][j] >> 32)), largest = fmaxf(lse[j], its_lse);
+                        const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse - largest);
+                        value[j] = value[j] * kept + __uint_as_float((u32)found[a][j]) * factor;
+                        weight[j] = weight[j] * kept + factor;
+                        lse[j] = largest;
+                    }
+            }
+            #pragma unroll
+            for (int j = 0; j < EACH; j++) value[j] /= weight[j];
+        }
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            const int i = thread + j * CONSUMERS;
+            if (i >= GROUP * DIM) continue;
+            if (tile.is_later)
+                leave(mine + i, letter(value[j], lse[j]));
+            else
+                to[i] = rounded(value[j], 0.f);
+        }
     }
 }

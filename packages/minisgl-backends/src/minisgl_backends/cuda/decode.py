@@ -7,16 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 from minisgl_core.kv.pool import KVPool
-
-if TYPE_CHECKING:  # asking what it takes must not need triton
-    from minisgl_backends.kernels.paged_decode import DecodeScratch
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -66,8 +62,8 @@ class Variant:
 
     @property
     def _other_bytes(self) -> int:
-        """Sums and their statistics, of four warps; whether the thread block is a request's last."""
-        return 4 * self.group * ((self.dim + 4) * 4 + 8) + 16
+        """Sums and their statistics, of four warps."""
+        return 4 * self.group * ((self.dim + 4) * 4 + 8)
 
     def source(self) -> str:
         """The program."""
@@ -86,6 +82,10 @@ class HopperDecode:
         self._built = compiled_later(self._variant.source())
         self._kernel: Kernel | None = None
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
+        processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._num_shares = max(processors * BLOCKS // spec.num_kv_heads, 1)
+        size = self._num_shares, num_q_heads, spec.head_dim
+        self._letters = torch.full(size, -1, dtype=torch.int64, device=spec.device)
 
     def __call__(
         self,
@@ -96,9 +96,8 @@ class HopperDecode:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         out: torch.Tensor,
-        scratch: DecodeScratch,
     ) -> None:
-        """Enqueue it.
+        """Enqueue it. One after the other: calls share what thread blocks leave for each other.
 
         Args:
             q: [B, Hq, D], any strides but the last.
@@ -108,16 +107,15 @@ class HopperDecode:
             rows: int32 [B].
             seq_lens: int32 [B].
             out: [B, Hq, D], contiguous.
-            scratch: made for B requests; cut for `BLOCKS` programs a processor.
         """
         variant, heads = self._variant, self._pool.spec.num_kv_heads
         if self._kernel is None:
             shared = variant.shared_bytes
             self._kernel = Kernel(self._built.result(), "decode", num_threads=_THREADS, shared_bytes=shared, cluster=1)
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
-        addresses = q, page_table, rows, seq_lens, out, scratch.part, scratch.lse, scratch.arrived
+        addresses = q, page_table, rows, seq_lens, out, self._letters
         self._kernel.launch(
-            len(scratch.part) * heads, (*self._maps_of(layer), *addresses, scale * math.log2(math.e), *sizes)
+            self._num_shares * heads, (*self._maps_of(layer), *addresses, scale * math.log2(math.e), *sizes)
         )
 
     def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:

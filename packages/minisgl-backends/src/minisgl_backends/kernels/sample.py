@@ -74,7 +74,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     if num_rows:
         stride = logits.stride(0)
         _reduce[(num_rows, num_chunks)](
-            logits, temperature, largest, place, sums, vocab_size, num_chunks, stride, BLOCK=BLOCK, num_warps=8
+            logits, temperature, largest, place, sums, vocab_size, num_chunks, stride, BLOCK=BLOCK, num_warps=4
         )
         _find[(num_rows,)](
             logits, temperature, uniform, largest, place, sums, out, vocab_size, num_chunks, stride,
