@@ -95,6 +95,18 @@ class LeavesOneSumToItsNorm(DecoderModel):
             last_sum.is_left, self.norm.sums = False, None
 
 
+class TakesTheFirstRows(DecoderModel):
+    def forward_rows(self, *args: Any) -> torch.Tensor:
+        *step, rows = args
+        return self(*step)[: len(rows)]
+
+
+class DropsOtherTokens(DecoderModel):
+    def forward_rows(self, *args: Any) -> torch.Tensor:
+        ids, positions, attend, rows = args
+        return self(ids[rows], positions[rows], attend)
+
+
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
     before = torch.get_num_threads()
@@ -130,6 +142,8 @@ def test_a_right_model_passes() -> None:
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsToSum, "test_ranks_together_equal_one"),
         (LeavesOneSumToItsNorm, "test_ranks_together_equal_one"),
+        (TakesTheFirstRows, "test_hidden_states_of_some_tokens"),
+        (DropsOtherTokens, "test_hidden_states_of_some_tokens"),
     ],
 )
 def test_the_model_kit_notices(model: type[Model], test: str) -> None:

@@ -212,6 +212,36 @@ def test_every_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between(
     assert all(norm.sums is group for norm in norms)
 
 
+@pytest.mark.parametrize(
+    "change", ["nothing", "a layer", "an attention", "an MLP", "a norm", "the last norm", "the model"]
+)
+def test_the_last_layer_computes_the_rows_that_are_wanted_where_it_is_plain(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, rows = tiny_config(num_hidden_layers=2), torch.tensor([1, 4, 6], dtype=torch.int32)
+    step = torch.arange(7), torch.arange(7)
+    seen: list[int] = []
+    forward = Ops.silu_and_mul
+
+    def noted(ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
+        seen.append(len(gate_up))
+        return forward(ops, gate_up)
+
+    monkeypatch.setattr(Ops, "silu_and_mul", noted)
+
+    def run(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
+        model = changed_model(change, config, build_for(communicator))
+        fill(model)
+        whole = model(*step, DenseAttention())
+        seen.clear()
+        return whole[rows], model.forward_rows(*step, DenseAttention(), rows)
+
+    [(wanted, found)] = run_ranks(1, run)
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert seen == [7, 7 if change in ("a layer", "an attention", "the model") else 3]
+    assert all(torch.allclose(found, wanted, atol=1e-5) for wanted, found in run_ranks(2, run))
+
+
 def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
     kept = []
 

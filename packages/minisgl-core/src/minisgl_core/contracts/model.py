@@ -112,6 +112,25 @@ class Model(nn.Module, ABC):
             Hidden states after the final norm, [T, hidden_size].
         """
 
+    def forward_rows(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """`forward`, of which only some tokens' hidden states are wanted: of most prompts, the last one's.
+
+        Override it to compute no more than that in the last layer.
+
+        Args:
+            input_ids: int64 [T].
+            positions: int64 [T].
+            attend: attention of this step.
+            rows: places of the wanted tokens in the step, int32 [N], at least one.
+
+        Returns:
+            [N, hidden_size].
+        """
+        hidden: torch.Tensor = self(input_ids, positions, attend)
+        return hidden.index_select(0, rows)
+
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[N, hidden_size] to [N, vocab_size], the whole vocabulary on every rank, in the model's dtype."""

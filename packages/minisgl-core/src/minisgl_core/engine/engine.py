@@ -40,7 +40,7 @@ class BegunStep:
 
     Attributes:
         plan: the step.
-        hidden: of all its tokens, [T, hidden_size].
+        hidden: of all its tokens, [T, hidden_size], or of those that sample, where no others are read.
         rows: page-table rows of the sampling requests, int32 [N].
         logits: of those, [N, V]; None where N is 0.
         tokens: sampled already, by temperature alone, and noted as the rows' last ones; int64 [N].
@@ -98,12 +98,18 @@ class Engine:
                 found = self._graphs.run(plan)
                 return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
+            num_sampled = len(plan.sample.index)
+            wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
             if self._pieces is not None and self._pieces.fits(plan):
                 hidden = self._pieces.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
-                hidden = self.model(inputs.input_ids, inputs.positions, attend)
-            num_sampled = len(plan.sample.index)
+                step = inputs.input_ids, inputs.positions, attend
+                if wants_all:
+                    hidden = self.model(*step)
+                else:
+                    rows = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
+                    hidden = self.model.forward_rows(*step, rows)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self.model.compute_logits(sampled) if num_sampled else None
             return BegunStep(plan, hidden, inputs.sample_rows, logits)

@@ -11,6 +11,7 @@ from torch import nn
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.base import Layer, SumOverRanks
@@ -36,13 +37,24 @@ class DecoderLayer(Layer):
         self.mlp = mlp
 
     def forward(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stream is ``x + residual``, whose sum the next norm computes; both [T, hidden_size], None in the first layer."""
+        """The stream is ``x + residual``, whose sum the next norm computes; both [T, hidden_size], None in the first layer.
+
+        With `rows` (int32 [N]), what comes after attention is done for these tokens alone.
+        """
         if residual is None:
             x, residual = self.input_norm(x), x
         else:
             x, residual = self.input_norm.add(x, residual)
+        if rows is not None:
+            attend, residual = _of_rows(attend, rows), residual.index_select(0, rows)
         x, residual = self.post_attention_norm.add(self.attention(x, cos, sin, attend), residual)
         return self.mlp(x), residual
 
@@ -52,6 +64,21 @@ class DecoderLayer(Layer):
         yield from self.attention.weight_targets(f"{name}.self_attn")
         yield from self.post_attention_norm.weight_targets(f"{name}.post_attention_layernorm")
         yield from self.mlp.weight_targets(f"{name}.mlp")
+
+
+def _of_rows(attend: Attend, rows: torch.Tensor) -> Attend:
+    """Attention of a whole step, whose output is wanted of some tokens."""
+
+    def attend_rows(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        return attend(q, k, v, layer, rotation).index_select(0, rows)
+
+    return attend_rows
 
 
 class DecoderModel(Model):
@@ -74,7 +101,7 @@ class DecoderModel(Model):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self._dtype = build.dtype
+        self._dtype, self._selects_rows = build.dtype, False
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary = RotaryCache(config.rope, config.max_position, build)
         self._layers = [self.build_layer(index, build) for index in range(config.num_layers)]
@@ -92,11 +119,26 @@ class DecoderModel(Model):
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """See `Model.forward`."""
+        return self._run(input_ids, positions, attend, None)
+
+    def forward_rows(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Model.forward_rows`."""
+        if self._selects_rows:
+            return self._run(input_ids, positions, attend, rows)
+        return super().forward_rows(input_ids, positions, attend, rows)
+
+    def _run(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor | None
+    ) -> torch.Tensor:
         cos, sin = self.rotary(positions)
         x, residual = self.embedding(input_ids), None
-        for layer in self._layers:
+        for layer in self._layers[:-1]:
             x, residual = layer(x, residual, cos, sin, attend)
-        return self.norm(x) if residual is None else self.norm.add(x, residual)[0]
+        selected = () if rows is None else (rows,)  # another layer's forward may not know them
+        x, residual = self._layers[-1](x, residual, cos, sin, attend, *selected)
+        return self.norm.add(x, residual)[0]
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""
@@ -122,9 +164,20 @@ class DecoderModel(Model):
 
     def finalize(self) -> None:
         """See `Model.finalize`. Norms sum over the ranks from here on: only now are all of a subclass's parts in place."""
-        for last_sum, norm in self._sums_and_norms():
+        pairs = self._sums_and_norms()
+        for last_sum, norm in pairs:
             last_sum.is_left, norm.sums = True, last_sum.communicator
+        self._selects_rows = not pairs and self._ends_plainly()
         super().finalize()
+
+    def _ends_plainly(self) -> bool:
+        """Whether all that the last layer does after attention, it does for each token apart."""
+        last = self._layers[-1]
+        return (
+            type(self).forward is DecoderModel.forward
+            and type(last).forward is DecoderLayer.forward
+            and type(last.attention).forward is Attention.forward
+        )
 
     def _sums_and_norms(self) -> list[tuple[SumOverRanks, RMSNorm]]:
         """Each layer's two sums over the ranks and the norms that may do them; empty where one of them is not to be left.

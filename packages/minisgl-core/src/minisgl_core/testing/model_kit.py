@@ -69,6 +69,31 @@ class ModelTests:
                 logits = _logits(model, ids[start:stop], torch.arange(start, stop), attend)
                 assert (logits - expected[start:stop]).abs().max() < self.tolerance, f"tokens {start} to {stop}"
 
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_hidden_states_of_some_tokens(self, tp_size: int) -> None:
+        """Of one, of several, of all, in a prompt's first part and in its second; skipped where the heads do not split."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            ids = self._prompt(reference)
+            expected, half, size = _reference_logits(reference, ids), len(ids) // 2, len(ids)
+
+            def run(communicator: Communicator) -> None:
+                model = self._load(source, communicator)
+                for wanted in ([half - 1], [0, 3, half - 2], list(range(half))):
+                    rows, attend = torch.tensor(wanted, dtype=torch.int32), DenseAttention()
+                    for start, stop in ((0, half), (half, size)):
+                        step = ids[start:stop], torch.arange(start, stop), attend
+                        with torch.inference_mode():
+                            logits = model.compute_logits(model.forward_rows(*step, rows))
+                        found = expected[start:stop][wanted]
+                        assert logits.shape == found.shape
+                        assert (logits - found).abs().max() < self.tolerance, f"tokens {wanted} from {start} on"
+
+            try:
+                run_ranks(tp_size, run)
+            except InvalidValueError as error:
+                pytest.skip(str(error))
+
     def test_greedy_tokens_equal_the_reference(self) -> None:
         """Token after token."""
         with TemporaryDirectory() as folder:
