@@ -83,12 +83,17 @@ def built(**options: Any) -> BuiltEngine:
 
 
 def new_loop(**options: Any) -> EngineLoop:
-    """A fresh scheduler around an engine that earlier loops may have used: its pool holds their leftovers."""
+    """A fresh scheduler around an engine that earlier loops may have used: its pool holds their leftovers.
+
+    With `num_rows`, an engine for so many requests at once.
+    """
     engine_options = {
         name: options.pop(name)
         for name in ("page_size", "num_pages", "attn", "max_seq_len_override")
         if name in options
     }
+    if (num_rows := options.pop("num_rows", None)) is not None:
+        options["max_running_requests"] = engine_options["max_running_requests"] = num_rows
     engine = built(**engine_options)
     return make_loop(replace(engine, config=engine.config.with_flat(**options)), registry(), Hooks(), [])
 

@@ -25,8 +25,9 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.platform_kit import PlatformTests
 
-OPTIONS = {"page_size": 2, "num_pages": 151}
+OPTIONS = {"page_size": 2, "num_pages": 151, "num_rows": 6}
 SIZES = [4, 8, 24]
+"""Some larger than the number of requests that can be in a step, one smaller."""
 OF_TINY = torch.device("cpu"), torch.float32
 
 
@@ -69,7 +70,7 @@ class Apart(AttentionBackend):
 
 @pytest.fixture(params=["storing", "stored apart"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    engine = tiny.built(**OPTIONS).engine
+    engine = tiny.new_loop(**OPTIONS).engine
     was = engine.platform, engine.attention, engine._ops
     engine.platform = RecordingCpu()
     if request.param == "stored apart":
@@ -102,7 +103,7 @@ def test_tokens_are_those_of_transformers(
     monkeypatch.setattr(
         StepPieces, "run", lambda self, inputs: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
     )
-    loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, max_running_requests=6, **OPTIONS)
+    loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, **OPTIONS)
     assert loop.engine is engine
     for seed in range(3):
         generate(loop, seed)
@@ -124,8 +125,31 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
         return forward(ids, positions, both)
 
     monkeypatch.setattr(engine.model, "forward", with_another)
+    monkeypatch.setattr(engine.model, "_selects_rows", False)
     engine.record_pieces(SIZES, progress=False)
     generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
+
+
+def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in pieces where these compute all tokens, and otherwise not in pieces."""
+    sizes: set[int] = set()
+    run = StepPieces.run
+    monkeypatch.setattr(
+        StepPieces, "run", lambda self, inputs: (sizes.add(len(inputs.input_ids)), run(self, inputs))[1]
+    )
+    loop = tiny.new_loop(max_prefill_length=16, cache="naive", **OPTIONS)
+    prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 4, 9, 16)}
+    for name, prompt in prompts.items():
+        asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        found: dict[str, tiny.Collected] = {}
+        tiny.submit(loop, name, prompt, asked)
+        tiny.run(loop, found)
+        with torch.inference_mode():
+            logprobs = tiny.reference_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        wanted = logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        entries = [entry for output in found[name].outputs for entry in output.prompt_logprobs or () if entry]
+        assert [entry.token.logprob for entry in entries] == pytest.approx(wanted, abs=1e-4)
+    assert sizes == {2, 4}
 
 
 class FailsInTheMiddle(RecordingCpu):

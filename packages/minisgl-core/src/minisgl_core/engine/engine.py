@@ -85,7 +85,8 @@ class Engine:
     def record_pieces(self, sizes: Sequence[int], progress: bool) -> None:
         """Record steps of these numbers of tokens in pieces; steps that fit, and have no graph, are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
-            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, progress)
+            num_rows = len(self._last_tokens) - 1
+            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, num_rows, progress)
 
     def launch(self, plan: BatchPlan) -> PendingStep:
         """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""

@@ -86,7 +86,7 @@ class _Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Graphs of one size; a call comes after each but the last, which gives the hidden states [size, hidden_size]."""
+    """Graphs of one size; a call comes after each but the last, which gives hidden states: of all, or of `StepPieces._rows`."""
 
     graphs: list[Any]
     calls: list[_Call]
@@ -96,7 +96,8 @@ class _Recorded:
 class StepPieces:
     """Records steps in pieces at start-up and replays them.
 
-    All sizes read the same inputs. Padding is stored at slot 0, in the padding page.
+    All sizes read the same inputs. Padding is stored at slot 0, in the padding page. Of more tokens than there can be requests,
+    the last layer computes those that sample.
     """
 
     def __init__(
@@ -106,15 +107,17 @@ class StepPieces:
         attention: AttentionBackend,
         ops: Ops,
         sizes: Sequence[int],
+        max_requests: int,
         progress: bool,
     ) -> None:
-        """Record for each of `sizes`; see `record_ladder`."""
+        """Record for each of `sizes`; see `record_ladder`. `max_requests`: of a step."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._apart = stores_apart(attention, ops)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
         remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces"
         self._recorded = record_ladder(sizes, self._record, what="pieces", remedy=remedy, progress=progress)
 
@@ -124,19 +127,34 @@ class StepPieces:
         self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether there are pieces for so many tokens."""
-        return plan.num_tokens <= int(self._sizes[-1])
+        """Whether there are pieces for so many tokens, which give all that the step wants of them."""
+        if plan.num_tokens > int(self._sizes[-1]):
+            return False
+        return len(plan.prompt_logprobs) == 0 or not self._selects(self._size(plan.num_tokens))
+
+    def _size(self, count: int) -> int:
+        return int(self._sizes[np.searchsorted(self._sizes, count)])
+
+    def _selects(self, size: int) -> bool:
+        return size > len(self._rows)
 
     def run(self, inputs: StepInputs) -> torch.Tensor:
-        """Run a step that `fits`: hidden states [T, hidden_size], valid until the next step."""
-        count = len(inputs.input_ids)
-        size = int(self._sizes[np.searchsorted(self._sizes, count)])
+        """Run a step that `fits`.
+
+        Returns:
+            Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of those that sample, [N, hidden_size].
+        """
+        count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
+        size = self._size(count)
         recorded = self._recorded[size]
         plan = self._attention.plan(inputs.batch)
         self._ids[:count].copy_(inputs.input_ids)
         self._positions[:count].copy_(inputs.positions)
         self._slots[:count].copy_(inputs.batch.slots)
         self._slots[count:size].zero_()
+        if self._selects(size):
+            self._rows[:num_sampled].copy_(inputs.logits_index)
+            self._rows[num_sampled:].zero_()  # those of a larger step lie outside
         for graph, call in zip(recorded.graphs, recorded.calls, strict=False):
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
@@ -146,11 +164,14 @@ class StepPieces:
                 found = self._attention.forward(q, k, v, call.layer, plan)
             call.out[:count].copy_(found)
         recorded.graphs[-1].replay()
-        return recorded.hidden[:count]
+        return recorded.hidden[: num_sampled if self._selects(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], between)
-        hidden: torch.Tensor = self._model(self._ids[:size], self._positions[:size], attend)
+        step = self._ids[:size], self._positions[:size], attend
+        hidden: torch.Tensor = (
+            self._model.forward_rows(*step, self._rows) if self._selects(size) else self._model(*step)
+        )
         return hidden, attend.calls
 
     def _record(self, size: int, pool: Any) -> _Recorded:
