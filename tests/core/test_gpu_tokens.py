@@ -10,6 +10,8 @@ import torch
 
 from minisgl_backends.cuda.cut import cut
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.plugins.registry import Registry
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -75,12 +77,18 @@ def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
     return torch.tensor(found)
 
 
-def skip_without_hopper(ops: str) -> None:
+def skip_without(attn: str, ops: str) -> None:
     if ops == "hopper" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs a Hopper GPU")
+    spec = AttentionSpec(HEADS, KV_HEADS, 64, 16, *[torch.bfloat16] * 2, torch.device("cuda"), 1024, 208)
+    if reasons := Registry.from_environment().load("attention", attn).unsupported(spec):
+        pytest.skip("; ".join(reasons))
 
 
-KERNELS = pytest.mark.parametrize(("attn", "ops"), [("triton", "triton"), ("triton", "hopper"), ("hopper", "hopper")])
+KERNELS = pytest.mark.parametrize(
+    ("attn", "ops"),
+    [("triton", "triton"), ("triton", "hopper"), ("hopper", "hopper"), ("fa", "triton"), ("fi", "triton")],
+)
 
 
 @pytest.mark.gpu
@@ -104,7 +112,7 @@ class TestOnOneGpu:
     @KERNELS
     @pytest.mark.parametrize("count", COUNTS)
     def test_recorded_steps_give_the_tokens_of_others(self, folder: Path, attn: str, ops: str, count: int) -> None:
-        skip_without_hopper(ops)
+        skip_without(attn, ops)
         # Of decodes alone: where prompts are padded, other products multiply, and round otherwise.
         options = {"dtype": "bfloat16", "attn": attn, "ops": ops, "piecewise_cuda_graph_max_tokens": 0}
         wanted = generate(folder, count, cuda_graph_max_bs=0, **options)
@@ -113,7 +121,7 @@ class TestOnOneGpu:
 
     @KERNELS
     def test_pieces_give_the_log_probabilities_of_others(self, folder: Path, attn: str, ops: str) -> None:
-        skip_without_hopper(ops)
+        skip_without(attn, ops)
         options = {"dtype": "bfloat16", "attn": attn, "ops": ops, "cuda_graph_max_bs": 0}
         whole, pieces = (
             prompt_logprobs(folder, piecewise_cuda_graph_max_tokens=tokens, **options) for tokens in (0, 256)

@@ -49,6 +49,8 @@ class TritonAttention(AttentionBackend):
     Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
     """
 
+    reads_page_table = True
+
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Names what is missing of triton, a GPU, a dtype and a head dimension; does not import triton."""

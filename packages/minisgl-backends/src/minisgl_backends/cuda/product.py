@@ -131,7 +131,6 @@ class HopperProduct:
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         self._ways: dict[int, tuple[Variant, Cut]] = {}
         self._maps: dict[int, TensorMap] = {}
-        self._max_rows = max_rows
         for rows in (rows for rows in _ROWS if rows <= max_rows):
             way = choose(rows, len(weight), self._num_inputs, processors)
             variant = Variant(rows, way.outputs, way.cluster, way.splits, gated, bias is not None)
@@ -143,7 +142,7 @@ class HopperProduct:
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""
         return (
-            0 < len(x) <= self._max_rows
+            0 < len(x) <= max(self._ways)
             and x.shape[1] == self._num_inputs
             and x.dtype == torch.bfloat16
             and x.device == self._weight.device

@@ -104,8 +104,8 @@ class Model(nn.Module, ABC):
         kernels are replayed from then on: so nothing on the host may depend on the values of tensors.
 
         Args:
-            input_ids: int64 [T].
-            positions: place of each token in its sequence, int64 [T].
+            input_ids: int32 or int64 [T].
+            positions: place of each token in its sequence, like `input_ids`.
             attend: attention of this step.
 
         Returns:
@@ -117,11 +117,11 @@ class Model(nn.Module, ABC):
     ) -> torch.Tensor:
         """`forward`, of which only some tokens' hidden states are wanted: of most prompts, the last one's.
 
-        Override it to compute no more than that in the last layer.
+        Override it to compute no more than that in the last layer. Recorded as `forward` is.
 
         Args:
-            input_ids: int64 [T].
-            positions: int64 [T].
+            input_ids: see `forward`.
+            positions: likewise.
             attend: attention of this step.
             rows: places of the wanted tokens in the step, int32 [N], at least one.
 
@@ -133,7 +133,10 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] to [N, vocab_size], the whole vocabulary on every rank, in the model's dtype."""
+        """[N, hidden_size] to [N, vocab_size], the whole vocabulary on every rank, in the model's dtype.
+
+        Recorded with steps of decodes, as `forward` is.
+        """
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:

@@ -82,11 +82,13 @@ class Ops:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What a step of decodes begins with: fill in the tokens that only the device knows, and note new pages.
 
+        Recorded, as the model is (see `Model.forward`).
+
         Args:
             rows: of the page table, one a token, int32 [T]; one that comes again has the same position and no new page.
             token_ids: int32 [T]; -1 stands for the row's last token.
             positions: int32 [T].
-            new_pages: where the token is the first of a page, that page, otherwise -1; int32 [T].
+            new_pages: the token's page, where the page table has another yet, otherwise -1; int32 [T].
             last_tokens: of every row, int32 [R].
             page_table: int32 [R, C]; the new pages are written to it.
             page_size: tokens of a page.
@@ -171,6 +173,8 @@ class Ops:
 
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """Pick a token a row by inverting the cumulative distribution, in vocabulary order, at a number.
+
+        Recorded with steps of decodes, as the model is (see `Model.forward`).
 
         Args:
             logits: [N, V], any float dtype; -inf rules a token out.

@@ -87,7 +87,7 @@ class Platform(ABC):
 
     def fill(self, tensor: torch.Tensor, array: npt.NDArray[Any]) -> None:
         """Copy a host array into a tensor of its shape on the device, as `to_device` does."""
-        tensor.copy_(torch.from_numpy(array))
+        tensor.copy_(torch.from_numpy(np.array(array)))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Start copying a tensor to the host; read the result only after an event recorded later has passed.

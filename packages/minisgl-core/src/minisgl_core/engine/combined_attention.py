@@ -45,6 +45,7 @@ class CombinedAttention(AttentionBackend):
     ) -> None:
         super().__init__(spec, pool, page_table)
         self._prefill, self._decode = prefill, decode
+        self.reads_page_table = decode.reads_page_table
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:

@@ -5,6 +5,7 @@ BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --s
                                                                                          |
                                           last_tokens[row], the next step's input  <-----+
 
+A recorded step of decodes samples in `begin`, by temperature; where a request wants more than that, `finish` samples again.
 Where grammars restrict the tokens of a step, the host builds their masks between `Engine.begin` and `Engine.finish`, while the
 device does what `begin` gave it.
 """
@@ -36,7 +37,7 @@ _LOGITS_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step up to its logits.
+    """A step up to its logits, and where it was recorded, up to its tokens.
 
     Attributes:
         plan: the step.
@@ -93,7 +94,7 @@ class Engine:
         return self.finish(self.begin(plan))
 
     def begin(self, plan: BatchPlan) -> BegunStep:
-        """Start a step, up to its logits."""
+        """Start a step, up to its logits or, where it is recorded, its tokens."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 found = self._graphs.run(plan)

@@ -69,7 +69,7 @@ class _Recorded:
 
 
 def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
-    """The page that each request's token is the first of, -1 for none, int32 [B]; None where the plan has other entries too."""
+    """The new page of each request's token, -1 for none, int32 [B]; None where the plan has entries for others too."""
     found = np.full(plan.num_requests, -1, np.int32)
     if len(plan.new_pages):
         rows, columns, pages = plan.new_pages.reshape(3, -1)
@@ -116,7 +116,7 @@ class DecodeGraphs:
         count = plan.num_requests
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
         recorded = self._recorded[size]
-        new_pages = own_pages(plan, self._table.page_size)
+        new_pages = own_pages(plan, self._table.page_size) if self._attention.reads_page_table else None
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample

@@ -18,7 +18,7 @@ class PageTable:
         self.data.index_put_((rows, columns), pages)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Slot (``page * page_size + offset``) of each token, int64 [T]; `rows` and `positions` are int64 [T]."""
+        """Slot (``page * page_size + offset``) of each token, int64 [T]; `rows` and `positions` are int32 or int64 [T]."""
         if self.page_size == 1:
             return self.data[rows, positions].long()
         pages = self.data[rows, positions // self.page_size].long()

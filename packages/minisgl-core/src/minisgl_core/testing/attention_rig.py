@@ -341,6 +341,11 @@ class DecodeGraph:
             for fused in self.inputs:
                 fused.copy_(self.rig.inputs(now))
             self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
+            table = self.backend.page_table
+            whole = table.clone()
+            if self.backend.reads_page_table:
+                table.zero_()
             self.backend.plan_replay(self.batch)
+            table.copy_(whole)
             self.batch.slots.copy_(now.slots)
             self.rig.check(work, now, self.inputs, replay())

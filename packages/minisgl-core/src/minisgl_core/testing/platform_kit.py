@@ -66,6 +66,10 @@ class PlatformTests:
             assert tensor.device.type == platform.device.type
             assert tensor.dtype == getattr(torch, dtype)
             assert np.array_equal(tensor.cpu().numpy(), source)
+            filled = torch.ones(array.shape, dtype=tensor.dtype, device=platform.device)
+            platform.fill(filled, source)
+            platform.synchronize()
+            assert torch.equal(filled, tensor)
 
     def test_an_array_may_be_reused_at_once(self) -> None:
         """While its copy may still be under way."""
@@ -73,9 +77,11 @@ class PlatformTests:
         with platform.stream():
             for number in range(8):
                 array = np.full(_NUM_WORDS, number, np.int32)
-                tensor = platform.to_device(array)
+                tensor, filled = platform.to_device(array), torch.empty(_NUM_WORDS, device=platform.device)
+                platform.fill(filled, array)
                 array.fill(-1)
                 assert (tensor == number).all().item()
+                assert (filled == number).all().item()
 
     def test_tensors_come_to_the_host(self) -> None:
         """The values at the time of the call are there once an event that was recorded later has passed."""
@@ -142,11 +148,14 @@ class PlatformTests:
         with platform.stream():
             run()
             graph, output = platform.capture_graph(run)
+            copies = []
             for number in (3.0, 4.0):
                 x.fill_(number)
                 graph.replay()
+                copies.append(platform.to_host(output))
                 assert _values(platform, output) == [number * 2 + 1] * 8
         platform.synchronize()
+        assert [copy.tolist() for copy in copies] == [[7.0] * 8, [9.0] * 8], "a replay wrote to what came to the host"
         graph.reset()
 
     def test_graphs_in_pieces(self) -> None:

@@ -119,7 +119,7 @@ def read(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
         token_ids=ids.numpy().astype(np.int32),
         new_pages=np.concatenate((np.ones_like(pages), np.arange(len(pages), dtype=np.int32), pages)),
         sample=nobody,
-        prompt_logprobs=ints,
+        prompt_logprobs=np.zeros(1, np.int32),  # it wants all hidden states
         num_prompt_logprobs=ints,
         prompt_targets=ints,
     )
