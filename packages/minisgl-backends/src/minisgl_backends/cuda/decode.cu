@@ -356,28 +356,17 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             for (int other = 1; other <= tile.others; other += AT_ONCE) {
                 u64 found[AT_ONCE][EACH];
                 auto at = [&](int a, int j) { return mine + (other + a) * pitch + min(thread + j * CONSUMERS, GROUP * DIM - 1); };
-                auto is_wanted = [&](int a, int j) { return other + a <= tile.others && thread + j * CONSUMERS < GROUP * DIM; };
                 #pragma unroll
                 for (int a = 0; a < AT_ONCE; a++)
                     #pragma unroll
-                    for (int j = 0; j < EACH; j++) found[a][j] = NOTHING;
-                for (bool is_missing = true; is_missing;) {  // all that is missing at once: a look takes as long as many
-                    #pragma unroll
-                    for (int a = 0; a < AT_ONCE; a++)
-                        #pragma unroll
-                        for (int j = 0; j < EACH; j++)
-                            if (is_wanted(a, j) && found[a][j] == NOTHING) found[a][j] = look(at(a, j));
-                    is_missing = false;
-                    #pragma unroll
-                    for (int a = 0; a < AT_ONCE; a++)
-                        #pragma unroll
-                        for (int j = 0; j < EACH; j++) is_missing |= is_wanted(a, j) && found[a][j] == NOTHING;
-                }
+                    for (int j = 0; j < EACH; j++)
+                        if (other + a <= tile.others) found[a][j] = look(at(a, j));
                 #pragma unroll
                 for (int a = 0; a < AT_ONCE; a++)
                     #pragma unroll
                     for (int j = 0; j < EACH; j++) {
-                        if (!is_wanted(a, j)) continue;
+                        if (other + a > tile.others || thread + j * CONSUMERS >= GROUP * DIM) continue;
+                        while (found[a][j] == NOTHING) found[a][j] = look(at(a, j));
                         leave(at(a, j), NOTHING);  // for the next layer
                         const float its_lse = __uint_as_float((u32)(found[a][j] >> 32)), largest = fmaxf(lse[j], its_lse);
                         const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse - largest);
