@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,11 @@ import tiny
 import torch
 from recording_cpu import RecordingCpu
 
-from minisgl_core.batch import BatchPlan
+from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine import graphs
-from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.graphs import DecodeGraphs, DecodeResult
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ class OverGatheredPages(OverAllPages):
             self.page_table = whole
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=[1, 4])
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"page_size": request.param, "num_pages": 240 // request.param + 1}
 
@@ -154,6 +154,49 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(
             assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # a padded batch may be rounded otherwise
     finally:
         engine.free_graphs()
+
+
+def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`Engine.begin`, of decodes of which every second one is masked."""
+
+    def begin(engine: Engine, plan: BatchPlan) -> Any:
+        if plan.num_decodes == plan.num_tokens:
+            masked = np.arange(0, plan.num_tokens, 2, dtype=np.int32)
+            plan = msgspec.structs.replace(plan, sample=msgspec.structs.replace(plan.sample, masked=masked))
+        return step(engine, plan)
+
+    return begin
+
+
+def masking(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`Engine.finish`, with masks that depend on a request's row and place alone and allow five tokens."""
+
+    def finish(engine: Engine, begun: BegunStep, masks: TokenMasks | None = None) -> Any:
+        plan = begun.plan
+        bits = np.zeros((len(plan.sample.masked), 64), np.uint8)
+        for allowed, place in zip(bits, plan.sample.masked, strict=True):
+            allowed[random.Random(f"{plan.rows[place]} {plan.starts[place]}").sample(range(tiny.VOCAB_SIZE), 5)] = 1
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return step(engine, begun, TokenMasks(words=words.ravel()) if len(bits) else None)
+
+    return finish
+
+
+@pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_hold_in_recorded_decodes(
+    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "begin", with_masks(Engine.begin))
+    monkeypatch.setattr(Engine, "finish", masking(Engine.finish))
+    wanted = outputs(kinds, options, cache="naive", overlap=overlap)
+    engine.record_graphs(SIZES, progress=False)
+    try:
+        tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
+    finally:
+        engine.free_graphs()
+    assert tokens == wanted[0]
+    assert logprobs == pytest.approx(wanted[1], abs=1e-4)
 
 
 def test_every_size_runs_with_new_pages_and_without(
