@@ -344,7 +344,7 @@ class DecodeGraph:
             table = self.backend.page_table
             whole = table.clone()
             if self.backend.reads_page_table:
-                table.zero_()
+                table.zero_()  # for the replay alone to read
             self.backend.plan_replay(self.batch)
             table.copy_(whole)
             self.batch.slots.copy_(now.slots)

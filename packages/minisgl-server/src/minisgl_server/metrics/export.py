@@ -34,7 +34,30 @@ def _collect(accept: str) -> tuple[bytes, str]:
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.multiprocess import MultiProcessCollector
 
+    collector = MultiProcessCollector(None, os.environ[DIRECTORY_VARIABLE])  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
-    MultiProcessCollector(registry, os.environ[DIRECTORY_VARIABLE])  # type: ignore[no-untyped-call]
+    registry.register(_InAgreement(collector))
     encode, media_type = choose_encoder(accept)
     return encode(registry), media_type
+
+
+class _InAgreement:
+    """What a collector finds, with the share of pages that goes with their number: it may fall between the writes of both."""
+
+    def __init__(self, collector: Any) -> None:
+        self._collector = collector
+
+    def collect(self) -> list[Any]:
+        """For prometheus_client."""
+        found = list(self._collector.collect())
+        samples = {family.name: family.samples for family in found}
+        used, total = (
+            {tuple(sample.labels.items()): sample.value for sample in samples.get(name, ())}
+            for name in ("minisgl:kv_pages_used", "minisgl:kv_pages")
+        )
+        shares = samples.get("minisgl:kv_cache_usage_perc", [])
+        for place, sample in enumerate(shares):
+            labels = tuple(sample.labels.items())
+            if total.get(labels) and labels in used:
+                shares[place] = sample._replace(value=used[labels] / total[labels])
+        return found
