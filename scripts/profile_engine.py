@@ -99,13 +99,16 @@ def kind_of(name: str) -> str:
 
 
 def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
-    """Print a table of kinds of kernels."""
+    """Print a table of kinds of kernels. Of those that overlap, one has what it adds: from the end of those before to its own."""
     in_use, span = busy(kernels)
     seconds: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    end = 0
     for name, start, stop in kernels:
-        seconds[kind_of(name)] += (stop - start) / 1e9
-        names[name][0] += (stop - start) / 1e9
+        added = max(0, stop - max(start, end)) / 1e9
+        end = max(end, stop)
+        seconds[kind_of(name)] += added
+        names[name][0] += added
         names[name][1] += 1
     total = sum(seconds.values())
     print(

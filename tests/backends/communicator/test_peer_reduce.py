@@ -62,13 +62,13 @@ def main(folder: str, rank: int, size: int) -> None:
     for call, (_, two_shots, dtype) in enumerate(CALLS):
         x = message(rank, call)
         assert x.dtype == dtype
-        sum_over_peers(x, peers, state, rank, ROW_WORDS, two_shots=two_shots)
+        sum_over_peers(x, peers, state, rank, ROW_WORDS, two_shots=two_shots, overlap=False)
         results.append(x)
     residual = torch.ones(8, 64, dtype=B16)
     alone = state[:1]  # its programs wait for each other's blocks, and the interpreter runs one at a time
     for layer, shared in enumerate((True, False, True)):
         x = rows(rank, layer)
-        sum_add_norm(x, residual, rows(0, 9)[0], 1e-6, peers, alone, rank, ROW_WORDS, shared=shared)
+        sum_add_norm(x, residual, rows(0, 9)[0], 1e-6, peers, alone, rank, ROW_WORDS, shared=shared, overlap=False)
         results.append(x)
         if shared:  # for the next, which is not shared
             torch.save(residual, f"{folder}/residual {layer} {rank}.part")
@@ -76,7 +76,7 @@ def main(folder: str, rank: int, size: int) -> None:
             residual = whole_residual(folder, layer, size)
     give_up.fill_(1)
     if rank == 0:  # nobody else comes: it ends because it is told to
-        sum_over_peers(message(0, 0), peers, state, rank, ROW_WORDS, two_shots=False)
+        sum_over_peers(message(0, 0), peers, state, rank, ROW_WORDS, two_shots=False, overlap=False)
     torch.save(results, f"{folder}/results {rank}")
 
 

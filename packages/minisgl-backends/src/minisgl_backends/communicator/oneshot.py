@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from minisgl_backends.attention.requirements import gpu_missing
 from minisgl_backends.communicator.peer_memory import PeerMemory
 from minisgl_backends.communicator.pynccl import NcclCommunicator
 from minisgl_core.contracts.communicator import AddNorm, CommunicatorSpec
@@ -35,6 +36,7 @@ class OneShotCommunicator(NcclCommunicator):
     num_programs: ClassVar[int] = 64
     _memory: PeerMemory | None = None
     _give_up: torch.Tensor | None = None
+    _overlap = False
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
@@ -80,6 +82,8 @@ class OneShotCommunicator(NcclCommunicator):
         addresses = [*self._memory.addresses, self._give_up.data_ptr()]
         self._peers = torch.tensor(addresses, dtype=torch.int64, device=spec.device)
         self._state = torch.zeros(self.num_programs, STATE_WORDS, dtype=torch.int32, device=spec.device)
+        # Hopper's kernels that follow read weights while this waits for the other ranks.
+        self._overlap = not gpu_missing(spec.device, (9, 0))
         self._one_shot_bytes = min(self.one_shot_bytes[spec.size], 4 * self._row_words)
         self.all_reduce(torch.zeros(64 * spec.size, device=spec.device))
         torch.cuda.current_stream().synchronize()
@@ -94,7 +98,9 @@ class OneShotCommunicator(NcclCommunicator):
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank is gone")
         x = _in_whole_words(x)
-        self._sum(x, self._peers, self._state, self.rank, self._row_words, two_shots=not is_small)
+        self._sum(
+            x, self._peers, self._state, self.rank, self._row_words, two_shots=not is_small, overlap=self._overlap
+        )
         return x
 
     def all_reduce_add_norm(
@@ -115,7 +121,7 @@ class OneShotCommunicator(NcclCommunicator):
             raise RuntimeError("the communicator is closed, or another rank is gone")
         x, residual, weight = _in_whole_words(x), _in_whole_words(residual), _in_whole_words(weight)
         of_group = (self._peers, self._state, self.rank, self._row_words)
-        self._sum_add_norm(x, residual, weight, eps, *of_group, shared=not is_small)
+        self._sum_add_norm(x, residual, weight, eps, *of_group, shared=not is_small, overlap=self._overlap)
         return x, residual
 
     def abort(self) -> None:

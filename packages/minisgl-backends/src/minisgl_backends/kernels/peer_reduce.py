@@ -20,6 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
+
 EMPTY = -2147450880
 """0x80008000: two 16-bit numbers that are -0.0, or a float32 that is all but 0. Where data holds it, +0.0 is sent."""
 _EMPTY = tl.constexpr(EMPTY)
@@ -129,8 +131,10 @@ def _note(state, turn, num_rows, num_words):
 
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot(
-    x, peers, all_state, rank, num_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+    x, peers, all_state, rank, num_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
     state = all_state + first * 4
     turn = tl.load(state)
@@ -150,8 +154,10 @@ def _one_shot(
 
 @triton.jit(do_not_specialize=["rank"])
 def _two_shots(
-    x, peers, all_state, rank, part_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr
+    x, peers, all_state, rank, part_words, SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
     state = all_state + first * 4
     turn = tl.load(state)
@@ -177,9 +183,10 @@ def _two_shots(
 def _sum_add_norm(
     x, residual, weight, eps, peers, all_state, rank, num_rows, width,
     SIZE: tl.constexpr, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-    SHARED: tl.constexpr,
+    SHARED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sum rows of `width` words, add them to the residual's, and normalise; SHARED, `num_rows` of them a rank."""
+    await_previous(PDL)
     first, step = tl.program_id(0), tl.num_programs(0)
     state = all_state + first * 4
     turn = tl.load(state)
@@ -219,7 +226,14 @@ def _sum_add_norm(
 
 
 def sum_over_peers(
-    x: torch.Tensor, peers: torch.Tensor, state: torch.Tensor, rank: int, row_words: int, *, two_shots: bool
+    x: torch.Tensor,
+    peers: torch.Tensor,
+    state: torch.Tensor,
+    rank: int,
+    row_words: int,
+    *,
+    two_shots: bool,
+    overlap: bool,
 ) -> None:
     """Sum `x` over the ranks, in place; every rank calls it with the same shape and gets the same bits.
 
@@ -232,6 +246,7 @@ def sum_over_peers(
         rank: this one.
         row_words: words of a row of the memory; `x`, with two shots a rank's part of it, is not longer.
         two_shots: which way.
+        overlap: whether its launch overlaps with its neighbours', as `minisgl_backends.kernels.dependent_launch` has it.
     """
     size = len(peers) - 1
     words = x.view(-1).view(torch.int32)
@@ -241,8 +256,9 @@ def sum_over_peers(
     dtype = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
     kernel = _two_shots if two_shots else _one_shot
     kernel[(len(state),)](
-        words, peers, state, rank, len(words) // share, size, row_words, dtype, _BLOCK, num_warps=_NUM_WARPS
-    )
+        words, peers, state, rank, len(words) // share, size, row_words, dtype, _BLOCK, num_warps=_NUM_WARPS,
+        **launch_options(overlap),
+    )  # fmt: skip
 
 
 def takes_rows(hidden_size: int, size: int) -> bool:
@@ -261,6 +277,7 @@ def sum_add_norm(
     row_words: int,
     *,
     shared: bool,
+    overlap: bool,
 ) -> None:
     """Sum `x` over the ranks, add that to `residual` and normalise it, over both; see `Communicator.all_reduce_add_norm`.
 
@@ -274,6 +291,7 @@ def sum_add_norm(
         rank: this one.
         row_words: words of a row of the memory; `x`, where `shared` a rank's part of it, is not longer.
         shared: each rank normalises its part of the rows, and sends the result; T is a multiple of the ranks then.
+        overlap: as in `sum_over_peers`.
     """
     size, (num_rows, hidden_size) = len(peers) - 1, x.shape
     num_rows //= size if shared else 1
@@ -285,4 +303,5 @@ def sum_add_norm(
     _sum_add_norm[(len(state),)](
         words, sums, gains, eps, peers, state, rank, num_rows, width,
         SIZE=size, ROW=row_words, DTYPE=dtype, BLOCK=1024, WIDTH=triton.next_power_of_2(width), SHARED=shared, num_warps=8,
+        **launch_options(overlap),
     )  # fmt: skip
