@@ -78,34 +78,47 @@ struct alignas(16) Tile {
     int next;                       // the request after it, or -1
     int others;                     // in how many shares after the first the request goes on
     int is_later;                   // whether this is one of those
-    int unused;
+    int share;
 };
 
-// What a share has found of a number, and the log-sum-exp of that; all ones while there is nothing.
-constexpr u64 NOTHING = ~0ull;
-__device__ __forceinline__ u64 letter(float value, float lse) {
-    u32 high = __float_as_uint(lse);
-    if (high == 0xFFFFFFFFu) high = 0x7FFFFFFFu;  // no number either
-    return (u64)high << 32 | __float_as_uint(value);
+// What a share leaves of a request for another: its values, and after each query's their log-sum-exp. A word that holds NOTHING
+// has not come yet.
+constexpr u32 NOTHING = 0xFFFFFFFFu;
+constexpr int LETTER = GROUP * (DIM + 4);  // words; a query's last three are not used
+struct alignas(16) Quad { float x, y, z, w; };
+__device__ __forceinline__ u32 word(float x) {
+    const u32 bits = __float_as_uint(x);
+    return bits == NOTHING ? 0x7FFFFFFFu : bits;  // no number either
 }
-__device__ __forceinline__ u64 look(const u64* at) {
-    u64 found;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(found) : "l"(at) : "memory");
-    return found;
+__device__ __forceinline__ bool has_come(float x) { return __float_as_uint(x) != NOTHING; }
+__device__ __forceinline__ bool has_come(const Quad& x) { return has_come(x.x) && has_come(x.y) && has_come(x.z) && has_come(x.w); }
+__device__ __forceinline__ Quad look(const u32* at) {
+    Quad q;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(q.x), "=f"(q.y), "=f"(q.z), "=f"(q.w) : "l"(at) : "memory");
+    return q;
 }
-__device__ __forceinline__ void leave(u64* at, u64 what) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(at), "l"(what) : "memory");
+__device__ __forceinline__ float look_at_one(const u32* at) {
+    float x;
+    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
+    return x;
+}
+__device__ __forceinline__ void leave(u32* at, u32 x, u32 y, u32 z, u32 w) {
+    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
+}
+__device__ __forceinline__ void leave_one(u32* at, u32 x) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
 }
 
 // q: [requests, heads * GROUP, DIM]; out the same, contiguous; maps: of K and V as [tokens, heads * LINES, 64], their boxes
 // are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. letters: of what each share has found of
-// a request that begins before it, [shares, heads, GROUP, DIM]; NOTHING before and after. Thread blocks: heads times the number
-// of shares, later shares first, so that nobody waits for one that has not begun.
+// a request that begins before it, [shares, heads, GROUP, DIM + 4]; NOTHING before and after. Thread blocks: heads times the
+// number of shares; those that have work are the first, later shares before earlier ones, so that nobody waits for one that has
+// not begun.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
        const bf16* q, const int* __restrict__ page_table, const int* __restrict__ rows,
-       const int* __restrict__ seq_lens, bf16* __restrict__ out, u64* letters, float scale, int num_requests, int heads,
+       const int* __restrict__ seq_lens, bf16* __restrict__ out, u32* letters, float scale, int num_requests, int heads,
        int row_stride, int q_stride_t, int q_stride_h) {
     extern __shared__ __align__(1024) char memory[];
     char* const after_ring = memory + STAGES * STAGE_BYTES;
@@ -115,7 +128,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
     u64* const barriers = (u64*)(tiles + STAGES);
     const u32 ring = shared_address(memory), full = shared_address(barriers), empty = full + 8 * STAGES;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
-    const int head = blockIdx.x % heads, num_shares = gridDim.x / heads, share = num_shares - 1 - blockIdx.x / heads;
+    const int head = blockIdx.x % heads, num_shares = gridDim.x / heads;
 
     if (thread == 0) {
         if (ring & 1023) __trap();
@@ -143,11 +156,12 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         }
         const int num_tiles = __shfl_sync(ALL, until_mine, 31);
         const int size = max((num_tiles + num_shares - 1) / num_shares, LEAST_TILES);
+        const int share = (num_tiles + size - 1) / size - 1 - blockIdx.x / heads;
         int tile = share * size;
-        const int last = min(tile + size, num_tiles);
+        const int last = share < 0 ? 0 : min(tile + size, num_tiles);
         bool has_waited = false;
         int s = 0, parity = 1;  // an empty stage's barrier has its phase before the first behind it
-        if (tile < last) {
+        if (share >= 0) {
             int request = lane * each, first = until_mine - mine;  // and its first tile
             const bool is_here = first <= tile && tile < until_mine;
             if (is_here)
@@ -204,7 +218,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
                     const u32 barrier = full + 8 * s;
                     if (lane == 0) {
-                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, share > one, 0};
+                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, share > one, share};
                         barrier_expect(barrier, copies * box * LINES * 128);
                     }
                     __syncwarp();
@@ -326,26 +340,33 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             }
         }
         sync<CONSUMERS>(1);
-        bf16* const to = out + ((long long)tile.request * heads + head) * GROUP * DIM;
-        u64* const mine = letters + ((long long)share * heads + head) * GROUP * DIM;
-        const long long pitch = (long long)heads * GROUP * DIM;
-        constexpr int EACH = (GROUP * DIM + CONSUMERS - 1) / CONSUMERS, AT_ONCE = EACH > 5 ? 1 : 12 / EACH;
-        float value[EACH], lse[EACH];
+        constexpr int QUADS = GROUP * DIM / 4, EACH = (QUADS + CONSUMERS - 1) / CONSUMERS, AT_ONCE = 6 / EACH;
+        const long long pitch = (long long)heads * LETTER;
+        u32* const mine = letters + tile.share * pitch + head * LETTER;
+        Quad value[EACH];
+        float lse[EACH];
+        auto is_mine = [&](int j) { return thread + j * CONSUMERS < QUADS; };
+        int place[EACH], of_lse[EACH];  // in a letter
         #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const int i = min(thread + j * CONSUMERS, GROUP * DIM - 1), query = i / DIM, dim = i % DIM;
+            const int i = min(thread + j * CONSUMERS, QUADS - 1) * 4, query = i / DIM, dim = i % DIM;
+            place[j] = query * (DIM + 4) + dim;
+            of_lse[j] = query * (DIM + 4) + DIM;
             float2 of[4];
             #pragma unroll
             for (int w = 0; w < 4; w++) of[w] = stats[w * GROUP + query];
             const float largest = fmaxf(fmaxf(of[0].x, of[1].x), fmaxf(of[2].x, of[3].x));
-            float sum = 0.f, weight = 0.f;
+            Quad sum = {};
+            float weight = 0.f;
             #pragma unroll
             for (int w = 0; w < 4; w++) {
                 const float factor = exp2_of(of[w].x - largest);
+                const Quad part = *(const Quad*)(sums + (w * GROUP + query) * PITCH + dim);
                 weight += of[w].y * factor;
-                sum += sums[(w * GROUP + query) * PITCH + dim] * factor;
+                sum.x += part.x * factor; sum.y += part.y * factor; sum.z += part.z * factor; sum.w += part.w * factor;
             }
-            value[j] = sum / weight;
+            const float share_of_one = 1.f / weight;
+            value[j] = Quad{sum.x * share_of_one, sum.y * share_of_one, sum.z * share_of_one, sum.w * share_of_one};
             lse[j] = largest + __log2f(weight);
         }
         sync<CONSUMERS>(1);  // all have read the sums
@@ -354,38 +375,58 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             #pragma unroll
             for (int j = 0; j < EACH; j++) weight[j] = 1.f;
             for (int other = 1; other <= tile.others; other += AT_ONCE) {
-                u64 found[AT_ONCE][EACH];
-                auto at = [&](int a, int j) { return mine + (other + a) * pitch + min(thread + j * CONSUMERS, GROUP * DIM - 1); };
-                #pragma unroll
-                for (int a = 0; a < AT_ONCE; a++)
+                Quad its[AT_ONCE][EACH];
+                float its_lse[AT_ONCE][EACH];
+                auto letter = [&](int a) { return mine + min(other + a, tile.others) * pitch; };
+                bool is_here;
+                do {  // without a branch, so that all are on their way together
                     #pragma unroll
-                    for (int j = 0; j < EACH; j++)
-                        if (other + a <= tile.others) found[a][j] = look(at(a, j));
+                    for (int a = 0; a < AT_ONCE; a++)
+                        #pragma unroll
+                        for (int j = 0; j < EACH; j++) {
+                            its[a][j] = look(letter(a) + place[j]);
+                            its_lse[a][j] = look_at_one(letter(a) + of_lse[j]);
+                        }
+                    is_here = true;
+                    #pragma unroll
+                    for (int a = 0; a < AT_ONCE; a++)
+                        #pragma unroll
+                        for (int j = 0; j < EACH; j++) is_here = is_here && (!is_mine(j) || (has_come(its[a][j]) && has_come(its_lse[a][j])));
+                } while (__any_sync(ALL, !is_here));
                 #pragma unroll
                 for (int a = 0; a < AT_ONCE; a++)
                     #pragma unroll
                     for (int j = 0; j < EACH; j++) {
-                        if (other + a > tile.others || thread + j * CONSUMERS >= GROUP * DIM) continue;
-                        while (found[a][j] == NOTHING) found[a][j] = look(at(a, j));
-                        leave(at(a, j), NOTHING);  // for the next layer
-                        const float its_lse = __uint_as_float((u32)(found[a][j] >> 32)), largest = fmaxf(lse[j], its_lse);
-                        const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse - largest);
-                        value[j] = value[j] * kept + __uint_as_float((u32)found[a][j]) * factor;
+                        if (other + a > tile.others || !is_mine(j)) continue;
+                        const float largest = fmaxf(lse[j], its_lse[a][j]);
+                        const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse[a][j] - largest);
+                        value[j].x = value[j].x * kept + its[a][j].x * factor;
+                        value[j].y = value[j].y * kept + its[a][j].y * factor;
+                        value[j].z = value[j].z * kept + its[a][j].z * factor;
+                        value[j].w = value[j].w * kept + its[a][j].w * factor;
                         weight[j] = weight[j] * kept + factor;
                         lse[j] = largest;
+                        // For the next layer; all of this query's threads, which are of one warp, have seen them.
+                        leave(letter(a) + place[j], NOTHING, NOTHING, NOTHING, NOTHING);
+                        leave_one(letter(a) + of_lse[j], NOTHING);
                     }
             }
             #pragma unroll
-            for (int j = 0; j < EACH; j++) value[j] /= weight[j];
+            for (int j = 0; j < EACH; j++) {
+                const float share_of_one = 1.f / weight[j];
+                value[j].x *= share_of_one; value[j].y *= share_of_one; value[j].z *= share_of_one; value[j].w *= share_of_one;
+            }
         }
+        bf16* const to = out + ((long long)tile.request * heads + head) * GROUP * DIM;
         #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const int i = thread + j * CONSUMERS;
-            if (i >= GROUP * DIM) continue;
-            if (tile.is_later)
-                leave(mine + i, letter(value[j], lse[j]));
-            else
-                to[i] = rounded(value[j], 0.f);
+            if (!is_mine(j)) continue;
+            if (!tile.is_later) {
+                *(uint2*)(to + (thread + j * CONSUMERS) * 4) = make_uint2(rounded(value[j].x, value[j].y), rounded(value[j].z, value[j].w));
+            } else {
+                leave(mine + place[j], word(value[j].x), word(value[j].y), word(value[j].z), word(value[j].w));
+                if (place[j] + DIM == of_lse[j]) leave_one(mine + of_lse[j], word(lse[j]));
+            }
         }
     }
 }

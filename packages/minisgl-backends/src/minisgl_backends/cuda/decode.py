@@ -84,8 +84,8 @@ class HopperDecode:
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
         processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._num_shares = max(processors * BLOCKS // spec.num_kv_heads, 1)
-        size = self._num_shares, num_q_heads, spec.head_dim
-        self._letters = torch.full(size, -1, dtype=torch.int64, device=spec.device)
+        size = self._num_shares, num_q_heads, spec.head_dim + 4
+        self._letters = torch.full(size, -1, dtype=torch.int32, device=spec.device)
 
     def __call__(
         self,
