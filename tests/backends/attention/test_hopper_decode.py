@@ -11,7 +11,8 @@ import torch
 from compile_cuda import compile_by_nvcc
 
 from minisgl_backends.attention.hopper_backend import HopperAttention
-from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Variant
+from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
+from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES
@@ -29,8 +30,11 @@ def test_two_thread_blocks_fit_on_a_processor(group: int, dim: int, page_size: i
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(("group", "dim", "page_size"), [(8, 128, 64), (5, 128, 16), (1, 64, 8)])
-def test_it_compiles_without_spilling(group: int, dim: int, page_size: int, tmp_path: Path) -> None:
-    assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, dim, page_size).source(), tmp_path)
+@pytest.mark.parametrize("ways", [(False, False), (True, False), (True, True)], ids=["plain", "rotates", "normalises"])
+def test_it_compiles_without_spilling(
+    group: int, dim: int, page_size: int, ways: tuple[bool, bool], tmp_path: Path
+) -> None:
+    assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, dim, page_size, *ways).source(), tmp_path)
 
 
 def test_it_says_what_it_needs() -> None:
@@ -78,3 +82,46 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
         scores = torch.einsum("hgd,lhd->hgl", q[request].view(heads, group, dim).double(), k) * dim**-0.5
         wanted = torch.einsum("hgl,lhd->hgd", scores.softmax(-1), v).flatten(0, 1)
         assert (results[0][request] - wanted).abs().max() < TOLERANCES[torch.bfloat16], (request, length)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("group", [1, 5, 8])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool) -> None:
+    """Against `Ops` and the kernel without it. Rounding may differ by a place, where a norm's sum does."""
+    draw, device, heads, size = random.Random(dim * group), torch.device("cuda"), 2, 16
+    lengths = [draw.randint(1, 400) for _ in range(40)] + [1, 16, 17, 64, 65]
+    counts = [-(-length // size) for length in lengths]
+    table = torch.zeros(len(lengths) + 1, max(counts), dtype=torch.int32)
+    pages = iter(draw.sample(range(1, sum(counts) + 1), sum(counts)))
+    for row, count in enumerate(counts, 1):
+        table[row, :count] = torch.tensor([next(pages) for _ in range(count)])
+    last = torch.tensor(lengths) - 1
+    slots = (table[torch.arange(1, len(table)), last // size].long() * size + last % size).to(device)
+    requests = table.to(device), torch.arange(1, len(table), device=device, dtype=torch.int32)
+    seq_lens = torch.tensor(lengths, device=device, dtype=torch.int32)
+    pools = [KVPool(KVPoolSpec(1, sum(counts) + 1, size, heads, dim, torch.bfloat16, device)) for _ in range(2)]
+    pools[0].data.normal_()
+    pools[1].data.copy_(pools[0].data)
+    for pool in pools:  # where a step's key goes, anything may lie
+        pool.kv(0).flatten(1, 2)[:, slots] = float("nan")
+    fused = torch.randn(len(lengths), heads * (group + 2), dim, device=device, dtype=torch.bfloat16)
+    angles = 100 * torch.randn(len(lengths), dim // 2, device=device)
+    gains = torch.randn(2, dim, device=device, dtype=torch.bfloat16)
+    norms = (gains[0], gains[1]) if has_norms else None
+    rotation = Rotation(angles.cos().bfloat16(), angles.sin().bfloat16(), norms, 1e-6)
+    q, k, v = torch.split(fused, [heads * group, heads, heads], dim=1)
+
+    outs = [torch.empty(q.shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
+    turned = Ops(device, torch.bfloat16).rotate_and_store(
+        q.clone(), k.clone(), v, rotation, pools[0].k(0), pools[0].v(0), slots
+    )
+    HopperDecode(pools[0], heads * group)(turned, 0, dim**-0.5, *requests, seq_lens, outs[0])
+    decode = HopperDecode(pools[1], heads * group)
+    assert decode.rotates(rotation)
+    decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], Unrotated(k, v, rotation, slots))
+    torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(pools[1].data, pools[0].data, atol=0, rtol=2**-7)
+    assert (pools[1].data != pools[0].data).float().mean() < 1e-3

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.kit_runner import failures
 
@@ -343,6 +344,43 @@ class NamesTheCapturedSlots(StoresWhereItIsTold):
         return getattr(self, "captured", {}).get(id(plan), plan.slots)
 
 
+class RotatesDecodesItself(RightAttention):
+    """Right, too: what rotates and stores in one."""
+
+    def rotates(self, plan, rotation) -> bool:
+        return plan.num_decodes == plan.num_requests
+
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        return self.forward(*Ops(q.device, q.dtype).rotate(q, k, rotation), v, layer, plan)
+
+
+class RotatesBackwards(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        return super().attend_rotating(q, k, v, layer, replace(rotation, sin=-rotation.sin), plan)
+
+
+class RotatesAllByTheFirstPosition(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        first = replace(rotation, cos=rotation.cos[:1], sin=rotation.sin[:1])
+        return super().attend_rotating(q, k, v, layer, first, plan)
+
+
+class StoresUnrotatedKeys(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        return self.forward(Ops(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)
+
+
+class RotatesInPlace(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        q.copy_(Ops(q.device, q.dtype).rotate(q, k, rotation)[0])
+        return self.forward(q, Ops(q.device, q.dtype).rotate(k, k, rotation)[1], v, layer, plan)
+
+
+class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        return super().attend_rotating(q, k, v, replace(layer, sliding_window=None), rotation, plan)
+
+
 class AnswersYesOrNo(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> Any:
@@ -380,7 +418,7 @@ class RefusesWhatItDeclares(RightAttention):
         return ["page sizes above 1 are not done yet"] if spec.page_size > 1 else []
 
 
-RIGHT = (RightAttention, StoresWhereItIsTold, ScalesWhatItStores)
+RIGHT = (RightAttention, StoresWhereItIsTold, ScalesWhatItStores, RotatesDecodesItself)
 BROKEN = [
     kind
     for kind in list(globals().values())

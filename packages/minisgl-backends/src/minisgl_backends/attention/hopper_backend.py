@@ -8,11 +8,12 @@ from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
 from minisgl_backends.cuda import decode
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_core.contracts.attention import AttentionLayer, AttentionSpec
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVPool
 
 
 class HopperAttention(TritonAttention):
-    """`TritonAttention`, whose decodes fetch keys without a pause, and before the kernel in front of them ends."""
+    """`TritonAttention`, whose decodes fetch keys without a pause, before the kernel in front of them ends, and rotate them."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -40,6 +41,34 @@ class HopperAttention(TritonAttention):
     def _scratch(self, num_requests: int) -> None:
         """Its kernel has its own."""
 
+    def rotates(self, plan: StepPlan, rotation: Rotation) -> bool:
+        """Steps of decodes alone, whole heads. See `RotatesDecodes`."""
+        return plan.prefills is None and self._own.rotates(rotation)
+
+    def attend_rotating(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation,
+        plan: StepPlan,
+    ) -> torch.Tensor:
+        """See `RotatesDecodes`."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._attend(q, layer, plan, out, decode.Unrotated(k, v, rotation, plan.batch.slots))
+        return out
+
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
+        self._attend(q, layer, plan, out)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        layer: AttentionLayer,
+        plan: StepPlan,
+        out: torch.Tensor,
+        unrotated: decode.Unrotated | None = None,
+    ) -> None:
         requests = self.page_table, plan.batch.rows, plan.batch.seq_lens
-        self._own(q, layer.index, layer.scale, *requests, out)
+        self._own(q, layer.index, layer.scale, *requests, out, unrotated)

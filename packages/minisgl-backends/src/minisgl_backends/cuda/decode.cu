@@ -11,13 +11,16 @@
 // Scores and sums are computed with rows and columns exchanged, keys @ queries and then values^T @ weights, since tensor cores
 // take 16 rows but only 8 columns, and a KV head has few queries. Softmax runs over tiles as they come (arXiv 2205.14135).
 //
-// Programmatic dependent launch: lengths, page table and K and V of earlier steps are read before the kernel in front has
-// ended; queries, and the tiles that hold this step's keys, after.
+// With ROTATES, queries and this step's keys come as the product in front has left them: they are normalised (with NORM) and
+// rotated here, and keys and values stored. The last key of a request then goes into its tile, which was fetched without it.
 //
-// q is not __restrict__: it would be read past what keeps caches in step with the kernel in front, which writes it.
+// Programmatic dependent launch: lengths, page table and K and V of earlier steps are read before the kernel in front has
+// ended; queries after, and, where they are stored by then, the tiles that hold this step's keys.
+//
+// What the kernel in front writes is not __restrict__: it would be read past what keeps caches in step with that kernel.
 //
 // To be defined: GROUP (query heads of a KV head, 1 to 8), DIM (64 or 128), PAGE (tokens a page: 8, 16, 32 or a multiple of
-// 64), STAGES.
+// 64), STAGES, ROTATES and NORM (0 or 1).
 
 constexpr int KEYS = 64, KEYS_OF_WARP = 16, CONSUMERS = 128, LEAST_TILES = 2;
 constexpr int LINES = DIM / 64;                   // of a key, 128 bytes each, which a swizzle takes
@@ -74,12 +77,28 @@ __device__ __forceinline__ float total(float x) {
 // What is in a stage, for those who attend to it.
 struct alignas(16) Tile {
     int request, keys;              // its first `keys` keys are there; 0: no more tiles come
-    int begins, ends;               // the request's part of this share
     int next;                       // the request after it, or -1
     int others;                     // in how many shares after the first the request goes on
-    int is_later;                   // whether this is one of those
     int share;
+    bool is_later;                  // whether this is one of those
+    bool begins, ends;              // the request's part of this share
+    bool is_last;                   // of the request
 };
+
+__device__ __forceinline__ float2 floats(u32 both) { return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)); }
+__device__ __forceinline__ u32 two_of(const bf16* x) { return *(const u32*)x; }
+__device__ __forceinline__ float2 times(u32 both, float scale, u32 gains) {  // rounded as torch does
+    const float2 x = floats(both), gain = floats(gains), normed = floats(rounded(x.x * scale, x.y * scale));
+    return floats(rounded(normed.x * gain.x, normed.y * gain.y));
+}
+// Two dimensions and the two that they are turned with.
+__device__ __forceinline__ void turn(u32& first, u32& second, float scale, u32 first_gain, u32 second_gain, u32 cosines, u32 sines) {
+    const float2 a = NORM ? times(first, scale, first_gain) : floats(first), b = NORM ? times(second, scale, second_gain) : floats(second);
+    const float2 c = floats(cosines), s = floats(sines);
+    first = rounded(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
+    second = rounded(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
+}
+__device__ __forceinline__ float square_of(u32 both) { const float2 x = floats(both); return x.x * x.x + x.y * x.y; }
 
 // What a share leaves of a request for another: its values, and after each query's their log-sum-exp. A word that holds NOTHING
 // has not come yet.
@@ -113,13 +132,16 @@ __device__ __forceinline__ void leave_one(u32* at, u32 x) {
 // are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. letters: of what each share has found of
 // a request that begins before it, [shares, heads, GROUP, DIM + 4]; NOTHING before and after. Thread blocks: heads times the
 // number of shares; those that have work are the first, later shares before earlier ones, so that nobody waits for one that has
-// not begun.
+// not begun. For ROTATES alone: k, v: [requests, heads, DIM]; cos, sin: [requests, DIM / 2]; q_gain, k_gain: [DIM], of NORM;
+// k_pages, v_pages: [tokens, heads, DIM]; slots: which of these each request's token is.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
        const bf16* q, const int* __restrict__ page_table, const int* __restrict__ rows,
        const int* __restrict__ seq_lens, bf16* __restrict__ out, u32* letters, float scale, int num_requests, int heads,
-       int row_stride, int q_stride_t, int q_stride_h) {
+       int row_stride, int q_stride_t, int q_stride_h, const bf16* k, const bf16* v, int k_stride_t, int k_stride_h,
+       int v_stride_t, int v_stride_h, const bf16* cos, const bf16* sin, const bf16* __restrict__ q_gain,
+       const bf16* __restrict__ k_gain, float eps, bf16* k_pages, bf16* v_pages, const long long* slots) {
     extern __shared__ __align__(1024) char memory[];
     char* const after_ring = memory + STAGES * STAGE_BYTES;
     float* const sums = (float*)after_ring;                              // [4 warps, GROUP, PITCH]
@@ -210,7 +232,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                             next_pages = pages_of(next_row, next_length, 0);
                         }
                     }
-                    if (place == count - 1 && !has_waited) {
+                    if (!ROTATES && place == count - 1 && !has_waited) {
                         previous_kernel_wait();  // it writes this step's key
                         has_waited = true;
                     }
@@ -218,7 +240,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
                     const u32 barrier = full + 8 * s;
                     if (lane == 0) {
-                        tiles[s] = Tile{request, keys, tile == from, tile == until - 1, until < last ? request + 1 : -1, other - one, share > one, share};
+                        tiles[s] = Tile{request, keys, until < last ? request + 1 : -1, other - one, share, share > one, tile == from, tile == until - 1, place == count - 1};
                         barrier_expect(barrier, copies * box * LINES * 128);
                     }
                     __syncwarp();
@@ -252,6 +274,44 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         #pragma unroll
         for (int i = 0; i < DIM / 8; i++) to[i] = row < GROUP ? *(const u32*)(from + i * 8) : 0;
     };
+    auto turn_queries = [&](int request) {
+        const bf16 *c = cos + (long long)request * (DIM / 2) + pair * 2, *s = sin + (long long)request * (DIM / 2) + pair * 2, *gain = q_gain + pair * 2;
+        float squares = 0.f;
+        #pragma unroll
+        for (int i = 0; i < DIM / 8; i++) squares += square_of(queries[i]);
+        for (int i = 1; i < 4; i *= 2) squares += __shfl_xor_sync(ALL, squares, i);
+        const float normal = NORM ? rsqrtf(squares / DIM + eps) : 1.f;
+        #pragma unroll
+        for (int i = 0; i < DIM / 16; i++)
+            turn(queries[i], queries[i + DIM / 16], normal, NORM ? two_of(gain + i * 8) : 0, NORM ? two_of(gain + i * 8 + DIM / 2) : 0, two_of(c + i * 8), two_of(s + i * 8));
+    };
+    // This step's key and value of a request: to the pool, and to the tile at `to`, as its key number `key`.
+    auto add_key = [&](int request, u32 to, int key) {
+        const bool is_here = lane < DIM / 4;
+        const int d = is_here ? 2 * lane : 0;
+        const bf16 *k_from = k + (long long)request * k_stride_t + head * k_stride_h + d, *v_from = v + (long long)request * v_stride_t + head * v_stride_h + d;
+        u32 halves[2][2] = {{two_of(k_from), two_of(k_from + DIM / 2)}, {two_of(v_from), two_of(v_from + DIM / 2)}};
+        const u32 c = two_of(cos + (long long)request * (DIM / 2) + d), s = two_of(sin + (long long)request * (DIM / 2) + d);
+        const u32 gains[2] = {NORM ? two_of(k_gain + d) : 0, NORM ? two_of(k_gain + d + DIM / 2) : 0};
+        const long long slot = slots[request];
+        float squares = is_here ? square_of(halves[0][0]) + square_of(halves[0][1]) : 0.f;
+        for (int i = 1; i < 32; i *= 2) squares += __shfl_xor_sync(ALL, squares, i);
+        turn(halves[0][0], halves[0][1], NORM ? rsqrtf(squares / DIM + eps) : 1.f, gains[0], gains[1], c, s);
+        if (is_here) {
+            #pragma unroll
+            for (int is_v = 0; is_v < 2; is_v++)
+                #pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int dim = d + half * (DIM / 2), line = dim / 64;
+                    *(u32*)((is_v ? v_pages : k_pages) + (slot * heads + head) * DIM + dim) = halves[is_v][half];
+                    const u32 at = to + is_v * TILE_BYTES + (key * LINES + line) * 128 + ((dim % 64 / 8 ^ key * LINES & 7 ^ line) << 4) + dim % 8 * 2;
+                    asm volatile("st.shared.b32 [%0], %1;" ::"r"(at), "r"(halves[is_v][half]) : "memory");
+                }
+            // The copy engine writes there next.
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        }
+        __syncwarp();
+    };
     float found[DIM / 16][4], top[2], norm[2];
     bool is_first = true;
     // Of a warp's fragments in a stage. A line's 16-byte pieces are exchanged by the last 3 bits of its number.
@@ -270,6 +330,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             }
             is_first = false;
             if (tile.next >= 0) load_queries(next_queries, tile.next);
+            if (ROTATES) turn_queries(tile.request);
             top[0] = top[1] = -__int_as_float(0x7F800000);
             norm[0] = norm[1] = 0.f;
             #pragma unroll
@@ -278,6 +339,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 for (int j = 0; j < 4; j++) found[i][j] = 0.f;
         }
         const int keys = tile.keys - warp * KEYS_OF_WARP;  // of this warp
+        if (ROTATES && tile.is_last && 0 < keys && keys <= KEYS_OF_WARP) add_key(tile.request, ring + s * STAGE_BYTES, tile.keys - 1);
         if (keys > 0) {
             const u32 k_at = ring + s * STAGE_BYTES + k_row * LINES * 128, v_at = ring + s * STAGE_BYTES + TILE_BYTES + v_row * LINES * 128;
             float scores[2][4] = {};

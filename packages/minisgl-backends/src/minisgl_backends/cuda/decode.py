@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
-from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVPool
 
 HEAD_DIMS = (64, 128)
@@ -39,11 +40,15 @@ class Variant:
         group: query heads of a KV head.
         dim: of a head.
         page_size: tokens of a page.
+        rotates: whether it rotates queries and keys, and stores keys and values.
+        norm: whether it normalises them before.
     """
 
     group: int
     dim: int
     page_size: int
+    rotates: bool = False
+    norm: bool = False
 
     @property
     def stages(self) -> int:
@@ -68,7 +73,25 @@ class Variant:
     def source(self) -> str:
         """The program."""
         defined = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
+        defined |= {"ROTATES": int(self.rotates), "NORM": int(self.norm)}
         return program("decode.cu", defined)
+
+
+@dataclass(frozen=True, slots=True)
+class Unrotated:
+    """What the kernel is to do before it attends: rotate queries and this step's keys, and store keys and values.
+
+    Attributes:
+        k: [B, Hkv, D], any strides but the last.
+        v: like k.
+        rotation: of whole heads.
+        slots: where K and V go, int64 [B].
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    rotation: Rotation
+    slots: torch.Tensor
 
 
 class HopperDecode:
@@ -78,14 +101,22 @@ class HopperDecode:
         """Begin to compile for a pool of layout NHD, in bfloat16."""
         spec = pool.spec
         self._pool = pool
-        self._variant = Variant(num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size)
-        self._built = compiled_later(self._variant.source())
-        self._kernel: Kernel | None = None
+        shape = num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size
+        self._variants = {ways: Variant(*shape, *ways) for ways in ((False, False), (True, False), (True, True))}
+        for variant in self._variants.values():
+            compiled_later(variant.source())
+        self._kernels: dict[Variant, Kernel] = {}
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
         processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self._num_shares = max(processors * BLOCKS // spec.num_kv_heads, 1)
         size = self._num_shares, num_q_heads, spec.head_dim + 4
         self._letters = torch.full(size, -1, dtype=torch.int32, device=spec.device)
+
+    def rotates(self, rotation: Rotation) -> bool:
+        """Whether the kernel does this rotation."""
+        given = (rotation.cos, rotation.sin, *(rotation.norms or ()))
+        whole = 2 * rotation.cos.shape[-1] == self._pool.spec.head_dim
+        return whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in given)
 
     def __call__(
         self,
@@ -96,6 +127,7 @@ class HopperDecode:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         out: torch.Tensor,
+        unrotated: Unrotated | None = None,
     ) -> None:
         """Enqueue it. One after the other: calls share what thread blocks leave for each other.
 
@@ -107,16 +139,31 @@ class HopperDecode:
             rows: int32 [B].
             seq_lens: int32 [B].
             out: [B, Hq, D], contiguous.
+            unrotated: what is to be rotated and stored, by a rotation that it `rotates`; None where that is done.
         """
-        variant, heads = self._variant, self._pool.spec.num_kv_heads
-        if self._kernel is None:
-            shared = variant.shared_bytes
-            self._kernel = Kernel(self._built.result(), "decode", num_threads=_THREADS, shared_bytes=shared, cluster=1)
+        heads = self._pool.spec.num_kv_heads
+        norms = None if unrotated is None else unrotated.rotation.norms
+        kernel = self._kernel(self._variants[unrotated is not None, norms is not None])
+        maps = self._maps_of(layer)
+        arguments = q, page_table, rows, seq_lens, out, self._letters, scale * math.log2(math.e)
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
-        addresses = q, page_table, rows, seq_lens, out, self._letters
-        self._kernel.launch(
-            self._num_shares * heads, (*self._maps_of(layer), *addresses, scale * math.log2(math.e), *sizes)
-        )
+        new: tuple[Argument, ...]
+        if unrotated is None:
+            new = q, q, 0, 0, 0, 0, q, q, q, q, 0.0, q, q, q  # the kernel has no use for them
+        else:
+            k, v, rotation = unrotated.k, unrotated.v, unrotated.rotation
+            q_gain, k_gain = norms or (q, q)
+            new = (
+                k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos, rotation.sin, q_gain, k_gain,
+                float(rotation.eps), self._pool.k(layer), self._pool.v(layer), unrotated.slots,
+            )  # fmt: skip
+        kernel.launch(self._num_shares * heads, (*maps, *arguments, *sizes, *new))
+
+    def _kernel(self, variant: Variant) -> Kernel:
+        if variant not in self._kernels:
+            cubin, shared = compiled_later(variant.source()).result(), variant.shared_bytes
+            self._kernels[variant] = Kernel(cubin, "decode", num_threads=_THREADS, shared_bytes=shared, cluster=1)
+        return self._kernels[variant]
 
     def _maps_of(self, layer: int) -> tuple[TensorMap, ...]:
         if layer not in self._maps:

@@ -101,12 +101,12 @@ class Kernel:
         call("cuOccupancyMaxActiveClusters", ctypes.byref(count), self._function, ctypes.byref(config))
         return count.value * self._cluster
 
-    def launch(self, num_blocks: int, arguments: Sequence[torch.Tensor | TensorMap | int | float]) -> None:
+    def launch(self, num_blocks: int, arguments: Sequence[Argument]) -> None:
         """Enqueue on the current stream. The kernel may start while the one before it ends, so it waits for that itself.
 
         Args:
             num_blocks: a multiple of a cluster's.
-            arguments: tensors are passed as their addresses, numbers as ``int`` or ``float``.
+            arguments: numbers are passed as ``int`` or ``float``.
         """
         config = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
         values: list[Any] = [
@@ -155,3 +155,7 @@ class TensorMap:
             (c_uint64 * (num - 1))(*pitches), (c_uint32 * num)(*box[::-1]), (c_uint32 * num)(*[1] * num), 0, self._SWIZZLE_128,
             self._PROMOTIONS[promote], 0,
         )  # fmt: skip
+
+
+Argument = torch.Tensor | TensorMap | int | float
+"""Of a kernel; tensors are passed as their addresses."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVLayout, KVPool
 
 
@@ -189,6 +190,19 @@ class StoresApart(Protocol):
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any) -> torch.Tensor:
         """`AttentionBackend.forward` for a step whose K and V are stored already."""
+
+
+@runtime_checkable
+class RotatesDecodes(Protocol):
+    """What a backend adds that rotates queries and keys, and stores K and V, in the kernel that attends to decodes."""
+
+    def rotates(self, plan: Any, rotation: Rotation) -> bool:
+        """Whether it does so in a planned step."""
+
+    def attend_rotating(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
+    ) -> torch.Tensor:
+        """`Ops.rotate`, then `AttentionBackend.forward`, in a step that it rotates. Leaves q, k and v as they are."""
 
 
 @runtime_checkable

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, StoresApart
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, RotatesDecodes, StoresApart
 from minisgl_core.contracts.ops import Ops, Rotation
 
 
@@ -49,12 +49,13 @@ def rotate(
 class BoundAttention:
     """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_apart", "_backend", "_ops", "_plan", "_slots")
+    __slots__ = ("_apart", "_backend", "_ops", "_plan", "_rotating", "_slots")
 
     def __init__(self, backend: AttentionBackend, plan: Any, ops: Ops) -> None:
         self._backend, self._plan, self._ops = backend, plan, ops
         self._apart = stores_apart(backend, ops)
         self._slots = None if self._apart is None else self._apart.kv_slots(plan)
+        self._rotating = backend if isinstance(backend, RotatesDecodes) else None
 
     def __call__(
         self,
@@ -64,6 +65,8 @@ class BoundAttention:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
+        if rotation is not None and self._rotating is not None and self._rotating.rotates(self._plan, rotation):
+            return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
         q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
         if is_stored and self._apart is not None:
             return self._apart.attend_stored(q, layer, self._plan)

@@ -13,8 +13,10 @@ from minisgl_core.contracts.attention import (
     AttentionLayer,
     AttentionSpec,
     GraphCapturable,
+    RotatesDecodes,
     StoresApart,
 )
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVPool
 
 
@@ -79,6 +81,18 @@ class CombinedAttention(AttentionBackend):
             return self._prefill.forward(q, k, v, layer, plan.prefill)
         first = self._decode.forward(q[:n], k[:n], v[:n], layer, plan.decode)
         return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, plan.prefill)))
+
+    def rotates(self, plan: _Plan, rotation: Rotation) -> bool:
+        """Where the backend for decodes does. See `RotatesDecodes`."""
+        decode = self._decode
+        return plan.prefill is None and isinstance(decode, RotatesDecodes) and decode.rotates(plan.decode, rotation)
+
+    def attend_rotating(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: _Plan
+    ) -> torch.Tensor:
+        """By the backend for decodes. See `RotatesDecodes`."""
+        assert isinstance(self._decode, RotatesDecodes)
+        return self._decode.attend_rotating(q, k, v, layer, rotation, plan.decode)
 
 
 class CombinedApart(CombinedAttention):

@@ -18,8 +18,10 @@ from minisgl_core.contracts.attention import (
     AttentionLayer,
     AttentionSpec,
     GraphCapturable,
+    RotatesDecodes,
     StoresApart,
 )
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
@@ -55,6 +57,21 @@ def dense_attention(
     return out
 
 
+def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
+    """By quarters of a turn, another number of them for each token and pair of dimensions, so that nothing is rounded."""
+    tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
+    quarters = (tokens[:, None] + pairs) % 4
+    cos, sin = (1 - quarters % 2) * (1 - quarters), quarters % 2 * (2 - quarters)
+    return Rotation(cos.to(like.dtype), sin.to(like.dtype))
+
+
+def turned_back(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """What `rotation` makes `x` of, [T, heads, D]."""
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
+
+
 @dataclass(eq=False)
 class Tokens:
     """A request: its row of the page table, its pages, and how many of their slots hold its tokens."""
@@ -75,7 +92,8 @@ Work = Sequence[tuple[Tokens | None, int]]
 class AttentionRig:
     """A backend over a pool whose every slot is also known in plain tensors.
 
-    A backend that is `StoresApart` runs each step twice, the second time with other numbers that are stored for it.
+    A backend that is `StoresApart` runs each step once more, with other numbers that are stored for it, and one that is
+    `RotatesDecodes` once more with numbers that it has to rotate.
 
     Where the pool is fp8, what a step stores there must be the nearest number or one beside it, and outputs are compared with
     attention over what is stored.
@@ -103,7 +121,7 @@ class AttentionRig:
     quantization_loss: float | None = None
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
-    _is_apart: bool = field(init=False, default=False)
+    _way: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -198,11 +216,14 @@ class AttentionRig:
 
     def ways(self) -> Iterator[Forward]:
         """All that the engine may do for a step; the rig's messages say which it was since the last."""
-        self._is_apart = False
+        self._way = ""
         yield self.backend.forward
         if isinstance(self.backend, StoresApart) and self.backend_class.kv_layout == "NHD":
-            self._is_apart = True
+            self._way = ".attend_stored"
             yield self._store_and_attend
+        if isinstance(self.backend, RotatesDecodes):
+            self._way = ".attend_rotating"
+            yield self._rotate_and_attend
 
     def _store_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
@@ -213,6 +234,21 @@ class AttentionRig:
         assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
         self.pool.store(layer.index, k, v, slots, layer.kv_scales)
         return self.backend.attend_stored(q, layer, plan)
+
+    def _rotate_and_attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+    ) -> torch.Tensor:
+        assert isinstance(self.backend, RotatesDecodes)
+        rotation = quarter_turns(len(q), q)
+        if not self.backend.rotates(plan, rotation):
+            return self.backend.forward(q, k, v, layer, plan)
+        given = turned_back(q, rotation), turned_back(k, rotation), v
+        kept = [each.clone() for each in given]
+        out = self.backend.attend_rotating(*given, layer, rotation, plan)
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            changed = [name for name, one, other in zip("qkv", given, kept, strict=True) if not torch.equal(one, other)]
+            assert not changed, f"{self} writes to what it is given: {', '.join(changed)}"
+        return out
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
         """Outputs of all layers."""
@@ -284,7 +320,7 @@ class AttentionRig:
         spec = self.spec
         heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
         pool = "" if spec.kv_dtype == spec.dtype else f", pool of {spec.kv_dtype}"
-        backend = self.backend_class.__name__ + (".attend_stored" if self._is_apart else "")
+        backend = self.backend_class.__name__ + self._way
         return f"{backend}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
 
     def _normal(self, *shape: int) -> torch.Tensor:
