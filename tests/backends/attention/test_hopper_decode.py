@@ -12,7 +12,8 @@ from compile_cuda import compile_by_nvcc
 
 from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES
@@ -90,7 +91,7 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
 @pytest.mark.parametrize("group", [1, 5, 8])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool) -> None:
-    """Against `Ops` and the kernel without it. Rounding may differ by a place, where a norm's sum does."""
+    """Against Triton's kernel and this one without it. Rounding differs in few places, where a sum's order does."""
     draw, device, heads, size = random.Random(dim * group), torch.device("cuda"), 2, 16
     lengths = [draw.randint(1, 400) for _ in range(40)] + [1, 16, 17, 64, 65]
     counts = [-(-length // size) for length in lengths]
@@ -115,7 +116,7 @@ def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool
     q, k, v = torch.split(fused, [heads * group, heads, heads], dim=1)
 
     outs = [torch.empty(q.shape, device=device, dtype=torch.bfloat16) for _ in range(2)]
-    turned = Ops(device, torch.bfloat16).rotate_and_store(
+    turned = TritonOps(device, torch.bfloat16).rotate_and_store(
         q.clone(), k.clone(), v, rotation, pools[0].k(0), pools[0].v(0), slots
     )
     HopperDecode(pools[0], heads * group)(turned, 0, dim**-0.5, *requests, seq_lens, outs[0])
@@ -123,5 +124,9 @@ def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool
     assert decode.rotates(rotation)
     decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], Unrotated(k, v, rotation, slots))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(pools[1].data, pools[0].data, atol=0, rtol=2**-7)
-    assert (pools[1].data != pools[0].data).float().mean() < 1e-3
+    new = [pool.kv(0).flatten(1, 2)[:, slots] for pool in pools]
+    torch.testing.assert_close(new[1], new[0], atol=2**-6, rtol=2**-7)
+    assert (new[1] != new[0]).float().mean() < 0.01
+    for pool in pools:
+        pool.kv(0).flatten(1, 2)[:, slots] = 0
+    assert torch.equal(pools[1].data, pools[0].data)

@@ -2,8 +2,9 @@
 
 Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens.
 
-The first pass reduces each chunk to its largest logit, where that is, and its sum of exponentials. The second finds, from the
-C sums, the chunk in which the cumulative distribution crosses the target, and reads that chunk again to find the token.
+The first pass reduces each chunk to its largest logit, and where that is, or, for random requests, its sum of exponentials. The
+second finds, from the C sums, the chunk in which the cumulative distribution crosses the target, and reads that chunk again to
+find the token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature"])
@@ -20,15 +22,17 @@ def _reduce(logits, temperature, largest, place, sums, V, C, stride, BLOCK: tl.c
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(temperature + row)
-    scale = tl.where(t > 0, 1.0 / t, 1.0)
     values = tl.load(logits + row * stride + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
     # As torch has it, NaN is the largest; it equals nothing, and a row without a largest logit would lead outside.
     values = tl.where(values == values, values, float("inf"))
     top = tl.max(values, 0)
     tl.store(largest + row * C + chunk, top)
-    tl.store(place + row * C + chunk, tl.min(tl.where(values == top, columns, V), 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(sums + row * C + chunk, tl.sum(tl.exp((values - safe) * scale), 0))
+    if t > 0:
+        scale = LOG2_E / t
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        tl.store(sums + row * C + chunk, tl.sum(tl.exp2((values - safe) * scale), 0))
+    else:
+        tl.store(place + row * C + chunk, tl.min(tl.where(values == top, columns, V), 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["temperature", "uniform"])
