@@ -257,6 +257,16 @@ class TakesRowsByPlace(Ops):
         return table[: len(index)].clone()
 
 
+class PutsInOrder(Ops):
+    def put(self, table, index, values) -> None:
+        table[: len(index)] = values
+
+
+class PutsNothingLate(Ops):
+    def put(self, table, index, values) -> None:
+        super().put(table, index[:128], values[:128])
+
+
 class MasksTheFirstRows(Ops):
     def mask_logits(self, logits, rows, words) -> torch.Tensor:
         return super().mask_logits(logits, torch.arange(len(rows)), words)

@@ -14,7 +14,7 @@ import itertools
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels.inputs import _decode_inputs, _take_rows
+from minisgl_backends.kernels.inputs import _decode_inputs, _put, _take_rows
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -39,11 +39,12 @@ for store, norm, (size, half) in itertools.product((False, True), (False, True),
         kinds |= {"slots": "*i64" if store else "*bf16", "k_pool": pool, "v_pool": pool}
         compiled(_rotary, kinds, constants, num_warps=4)
 
-# What a step begins with.
+# What a step begins and ends with.
 kinds = dict.fromkeys(("rows", "ids", "positions", "new_pages", "last_tokens", "table", "known"), "*i32") | {"slots": "*i64"}
 compiled(_decode_inputs, kinds, {"PAGE_SIZE": 16, "BLOCK": 128}, num_warps=4)
 for index in ("*i32", "*i64"):
     compiled(_take_rows, {"table": "*bf16", "out": "*bf16", "index": index}, {"BLOCK": 1024}, num_warps=4)
+compiled(_put, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK": 128}, num_warps=4)
 
 # Attention and storing, where the pool is fp8.
 pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | scales

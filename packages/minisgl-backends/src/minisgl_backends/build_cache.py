@@ -30,4 +30,8 @@ def keep(data: bytes, path: Path) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # where a power cut leaves a part of it, loading it would end the process
-        os.replace(copy, path)
+        try:
+            os.replace(copy, path)
+        except OSError:
+            if not path.exists():  # gVisor's may fail where another process does the same at the same time
+                raise

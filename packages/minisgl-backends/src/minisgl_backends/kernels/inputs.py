@@ -1,4 +1,4 @@
-"""What a step begins with: tokens, slots, and rows of tables."""
+"""What a step begins and ends with: tokens, slots, and rows of tables."""
 
 from __future__ import annotations
 
@@ -64,3 +64,17 @@ def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         block = min(triton.next_power_of_2(size), _MOST_COLUMNS)
         _take_rows[(len(index), triton.cdiv(size, block))](table, index, out, size, BLOCK=block, num_warps=4)
     return out
+
+
+@triton.jit(do_not_specialize=["num_values"], do_not_specialize_on_alignment=["index", "values"])
+def _put(table, index, values, num_values, BLOCK: tl.constexpr):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < num_values
+    value = tl.load(values + place, mask=mask, other=0)
+    tl.store(table + tl.load(index + place, mask=mask, other=0), value.to(table.dtype.element_ty), mask=mask)
+
+
+def put(table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """See `minisgl_core.contracts.ops.Ops.put`; all are contiguous."""
+    if len(index):
+        _put[(triton.cdiv(len(index), _BLOCK),)](table, index, values, len(index), BLOCK=_BLOCK, num_warps=4)

@@ -28,7 +28,6 @@ _EMPTY = tl.constexpr(EMPTY)
 STATE_WORDS = 4
 _BLOCK = 512
 _NUM_WARPS = 4
-_NORM_BLOCK = 1024
 
 
 @triton.jit
@@ -89,17 +88,11 @@ def _push(
     for block in range(tl.program_id(0), tl.cdiv(num_words, BLOCK), tl.num_programs(0)):
         offsets = block * BLOCK + tl.arange(0, BLOCK)
         mask = offsets < num_words
-        if PARTS:
-            # All of them before the first is sent: no load moves ahead of a store that may be to the same place.
-            parts = tl.arange(0, SIZE)[:, None]
-            all_words = _present(tl.load(x + parts * num_words + offsets[None, :], mask=mask[None, :], other=0))
-            for peer in tl.static_range(SIZE):
-                words = tl.sum(tl.where(parts == peer, all_words, 0), 0)
-                tl.store(_address(peers, peer) + start + rank * ROW + offsets, words, mask=mask)
-        else:
-            words = _present(tl.load(x + offsets, mask=mask, other=0))
-            for peer in tl.static_range(SIZE):
-                tl.store(_address(peers, peer) + start + rank * ROW + offsets, words, mask=mask)
+        words = _present(tl.load(x + offsets, mask=mask, other=0))
+        for peer in tl.static_range(SIZE):
+            if PARTS:
+                words = _present(tl.load(x + peer * num_words + offsets, mask=mask, other=0))
+            tl.store(_address(peers, peer) + start + rank * ROW + offsets, words, mask=mask)
 
 
 @triton.jit
@@ -210,9 +203,9 @@ def _sum_add_norm(
         residual += rank * num_words
     for row in range(first, num_rows, step):
         offsets = row * width + columns
-        low_before, high_before = _halves(tl.load(residual + offsets, mask=mask, other=0), DTYPE)
         words = _sum(_wait(mine + start + sources + offsets[None, :], mask[None, :], give_up), DTYPE)
         low, high = _halves(words, DTYPE)
+        low_before, high_before = _halves(tl.load(residual + offsets, mask=mask, other=0), DTYPE)
         words = _joined(low + low_before, high + high_before, DTYPE)
         tl.store(residual + offsets, words, mask=mask)
         low, high = _halves(words, DTYPE)
@@ -309,6 +302,6 @@ def sum_add_norm(
     dtype = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
     _sum_add_norm[(len(state),)](
         words, sums, gains, eps, peers, state, rank, num_rows, width,
-        SIZE=size, ROW=row_words, DTYPE=dtype, BLOCK=_NORM_BLOCK, WIDTH=triton.next_power_of_2(width), SHARED=shared, num_warps=8,
+        SIZE=size, ROW=row_words, DTYPE=dtype, BLOCK=1024, WIDTH=triton.next_power_of_2(width), SHARED=shared, num_warps=8,
         **launch_options(overlap),
     )  # fmt: skip

@@ -132,6 +132,10 @@ class TritonOps(Ops):
         """See `Ops.take_rows`."""
         return self._inputs.take_rows(table, index.contiguous())
 
+    def put(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        """See `Ops.put`."""
+        self._inputs.put(table, index.contiguous(), values.contiguous())
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `Ops.rms_norm`."""
         return self._norm.rms_norm(x, weight, eps, overlap=self.overlaps(len(x)))

@@ -106,6 +106,10 @@ class Ops:
         """``table[index]``: rows of [N, D], contiguous, at int32 or int64 [T], to [T, D]."""
         return table.index_select(0, index)
 
+    def put(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        """``table[index] = values``: integers of [N] and [T], at int32 [T]; where a place is named twice, either is put."""
+        table.index_copy_(0, index.long(), values.to(table.dtype))
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root-mean-square norm (arXiv 1910.07467) over the last dimension, statistics in float32."""
         x32 = x.float()

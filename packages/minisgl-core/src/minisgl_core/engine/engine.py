@@ -137,7 +137,7 @@ class Engine:
             tokens = step.tokens
         else:
             tokens = self._sampler(step.logits, step.plan.sample, step.rows, masks)
-            self._last_tokens.index_copy_(0, step.rows.long(), tokens.int())
+            self._ops.put(self._last_tokens, step.rows, tokens)
         num_top = int(step.plan.sample.num_logprobs.max())
         return tokens, token_logprobs(step.logits, tokens, num_top) if num_top >= 0 else None
 

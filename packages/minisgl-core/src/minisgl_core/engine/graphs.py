@@ -160,7 +160,7 @@ class DecodeGraphs:
             hidden: torch.Tensor = self._model(known, positions, attend)
             logits = self._model.compute_logits(hidden)
             tokens = ops.sample(logits, temperature, uniform)
-            last_tokens.index_copy_(0, rows.long(), tokens.int())
+            ops.put(last_tokens, rows, tokens)
             results.append(DecodeResult(rows, borrow(hidden), borrow(logits), borrow(tokens)))
             return tokens
 

@@ -224,6 +224,18 @@ class OpsTests:
                         found = ops.take_rows(table, part)
                         assert torch.equal(found, table[part.long()])
 
+    @pytest.mark.parametrize("count", [0, 1, 5, 300])
+    def test_putting(self, count: int) -> None:
+        """Values of int64 go where they belong in a table of int32, and nowhere else."""
+        for ops in self.providers():
+            table = torch.full((count + 20,), -7, dtype=torch.int32, device=self.device)
+            index = torch.randperm(count + 20, device=self.device)[:count].int()
+            values = torch.randint(0, 200_000, (count + 1,), device=self.device)[1:]
+            expected = table.clone()
+            expected[index.long()] = values.int()
+            ops.put(table, index, values)
+            assert torch.equal(table, expected)
+
     def test_argmax(self) -> None:
         """The first of the largest."""
         for ops in self.providers():

@@ -71,24 +71,42 @@ class PlatformTests:
             platform.synchronize()
             assert torch.equal(filled, tensor)
 
-    def test_an_array_may_be_reused_at_once(self) -> None:
+    @pytest.mark.parametrize("num_words", [100, _NUM_WORDS])
+    def test_an_array_may_be_reused_at_once(self, num_words: int) -> None:
         """While its copy may still be under way."""
         platform = self.make()
         with platform.stream():
             for number in range(8):
-                array = np.full(_NUM_WORDS, number, np.int32)
-                tensor, filled = platform.to_device(array), torch.empty(_NUM_WORDS, device=platform.device)
+                array = np.full(num_words, number, np.int32)
+                tensor, filled = platform.to_device(array), torch.empty(num_words, device=platform.device)
                 platform.fill(filled, array)
                 array.fill(-1)
                 assert (tensor == number).all().item()
                 assert (filled == number).all().item()
 
-    def test_tensors_come_to_the_host(self) -> None:
+    def test_many_short_copies_under_way(self) -> None:
+        """None takes the memory of another, whoever holds on to it."""
+        platform = self.make()
+        with platform.stream():
+            late = torch.ones(_NUM_WORDS, device=platform.device)
+            for _ in range(200):
+                late = late * 1.5 - 0.5
+            filled = [torch.empty(50, dtype=torch.int32, device=platform.device) for _ in range(40)]
+            for number, tensor in enumerate(filled):
+                platform.fill(tensor, np.full(50, number, np.int32))
+                platform.to_host(tensor)
+            hosts = [platform.to_host(tensor) for tensor in filled]
+        platform.synchronize()
+        for number, (tensor, host) in enumerate(zip(filled, hosts, strict=True)):
+            assert tensor.tolist() == host.tolist() == [number] * 50
+
+    @pytest.mark.parametrize("num_words", [100, _NUM_WORDS])
+    def test_tensors_come_to_the_host(self, num_words: int) -> None:
         """The values at the time of the call are there once an event that was recorded later has passed."""
         platform = self.make()
         with platform.stream():
             copies = []
-            x = torch.zeros(_NUM_WORDS, dtype=torch.int64, device=platform.device)
+            x = torch.zeros(num_words, dtype=torch.int64, device=platform.device)
             for _ in range(4):
                 x = x + 1
                 copies.append((platform.to_host(x), platform.record_event()))
