@@ -267,6 +267,16 @@ class PutsNothingLate(Ops):
         super().put(table, index[:128], values[:128])
 
 
+class SamplesItsOwnShardAlone(Ops):
+    def sample_shard(self, logits, temperature, uniform, shard) -> torch.Tensor:
+        return self.sample(logits, temperature, uniform)
+
+
+class SamplesPadding(Ops):
+    def sample_shard(self, logits, temperature, uniform, shard) -> torch.Tensor:
+        return self.sample(shard.communicator.all_gather(logits), temperature, uniform)
+
+
 class MasksTheFirstRows(Ops):
     def mask_logits(self, logits, rows, words) -> torch.Tensor:
         return super().mask_logits(logits, torch.arange(len(rows)), words)

@@ -20,6 +20,7 @@ from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
 from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _rotary
+from minisgl_backends.kernels.sample import _find, _reduce
 from minisgl_backends.kernels.skinny_linear import _linear
 from minisgl_backends.moe.triton_grouped import _gate_up_silu, _weighted_down
 
@@ -45,6 +46,13 @@ compiled(_decode_inputs, kinds, {"PAGE_SIZE": 16, "BLOCK": 128}, num_warps=4)
 for index in ("*i32", "*i64"):
     compiled(_take_rows, {"table": "*bf16", "out": "*bf16", "index": index}, {"BLOCK": 1024}, num_warps=4)
 compiled(_put, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK": 128}, num_warps=4)
+
+# Sampling, on one rank and over several.
+of_row = dict.fromkeys(("temperature", "uniform", "largest", "sums"), "*fp32") | {"logits": "*bf16"}
+for place, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
+    kinds = of_row | {"place": place, "out": out}
+    compiled(_reduce, dict(kinds), {"BLOCK": 4096}, num_warps=4)
+    compiled(_find, dict(kinds), {"BLOCK": 4096, "A_BLOCK": 64}, num_warps=8)
 
 # Attention and storing, where the pool is fp8.
 pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | scales

@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+from minisgl_core.contracts.ops import LinearOp, Ops, Rotation, VocabShard
 
 
 class TritonOps(Ops):
@@ -180,6 +180,12 @@ class TritonOps(Ops):
     def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
         """See `Ops.sample`."""
         return self._sample.sample(logits, temperature, uniform)
+
+    def sample_shard(
+        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
+    ) -> torch.Tensor:
+        """See `Ops.sample_shard`: two short sums instead of all logits on every rank."""
+        return self._sample.sample_shard(logits, temperature, uniform, shard)
 
     def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.route`."""

@@ -14,7 +14,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
 from minisgl_core.contracts.quantization import Quantization
 from minisgl_core.contracts.weights import WeightTarget
 
@@ -137,6 +137,14 @@ class Model(nn.Module, ABC):
 
         Recorded with steps of decodes, as `forward` is.
         """
+
+    def vocab_shard(self) -> VocabShard | None:
+        """Which logits `compute_own_logits` gives; None where those are all."""
+        return None
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`compute_logits` of this rank's part of the vocabulary, as `vocab_shard` says."""
+        return self.compute_logits(hidden)
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:

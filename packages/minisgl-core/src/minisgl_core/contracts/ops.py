@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 from minisgl_core.row_sums import cumsum_of_rows
 
@@ -35,6 +36,23 @@ class Rotation:
     sin: torch.Tensor
     norms: tuple[torch.Tensor, torch.Tensor] | None = None
     eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """Of which tokens a rank has logits: rank r of S columns has ``[r * S, (r + 1) * S)``; what lies behind V is padding.
+
+    Attributes:
+        communicator: the ranks.
+        vocab_size: V.
+    """
+
+    communicator: Communicator
+    vocab_size: int
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Everyone's, [N, S] to [N, V]. Every rank calls it."""
+        return self.communicator.all_gather(logits, dim=-1)[:, : self.vocab_size]
 
 
 class Ops:
@@ -196,6 +214,12 @@ class Ops:
         target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
         return torch.where(temperature > 0, sampled, logits.argmax(-1))
+
+    def sample_shard(
+        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
+    ) -> torch.Tensor:
+        """`sample` from logits of which each rank has a part, [N, S]. Every rank calls it, and gets the same tokens."""
+        return self.sample(shard.gather(logits), temperature, uniform)
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
         """Rule tokens out. May overwrite `logits`.

@@ -43,7 +43,7 @@ class BegunStep:
         plan: the step.
         hidden: of all its tokens, [T, hidden_size], or of those that sample, where no others are read.
         rows: page-table rows of the sampling requests, int32 [N].
-        logits: of those, [N, V]; None where N is 0.
+        logits: of those, [N, V]; None where N is 0. With `tokens`, this rank's, where the model has a `vocab_shard`.
         tokens: sampled already, by temperature alone, and noted as the rows' last ones; int64 [N].
     """
 
@@ -133,13 +133,18 @@ class Engine:
         """Tokens, int64 [N], and what was asked about them."""
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
-        if step.tokens is not None and not needs_sampler(step.plan.sample):
+        num_top = int(step.plan.sample.num_logprobs.max())
+        is_done = step.tokens is not None and not needs_sampler(step.plan.sample)
+        if step.tokens is not None and is_done and num_top < 0:
+            return step.tokens, None
+        shard = None if step.tokens is None else self.model.vocab_shard()
+        logits = step.logits if shard is None else shard.gather(step.logits)
+        if step.tokens is not None and is_done:
             tokens = step.tokens
         else:
-            tokens = self._sampler(step.logits, step.plan.sample, step.rows, masks)
+            tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
             self._ops.put(self._last_tokens, step.rows, tokens)
-        num_top = int(step.plan.sample.num_logprobs.max())
-        return tokens, token_logprobs(step.logits, tokens, num_top) if num_top >= 0 else None
+        return tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
         """Log-probabilities of the plan's prompt targets, a slice of the prompt at a time."""

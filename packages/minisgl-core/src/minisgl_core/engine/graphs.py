@@ -38,7 +38,7 @@ class DecodeResult:
     Attributes:
         rows: of the page table, int32 [N].
         hidden: [N, hidden_size].
-        logits: [N, V].
+        logits: [N, V], or this rank's, where the model has a `vocab_shard`.
         tokens: sampled by temperature alone, int64 [N]; they are the rows' last tokens by now.
     """
 
@@ -138,8 +138,8 @@ class DecodeGraphs:
         device = self._platform.device
         inputs = torch.zeros(7, size, dtype=torch.int32, device=device)
         inputs[3], inputs[4] = 1, -1
-        rows, ids, positions, seq_lens, new_pages, *numbers = inputs.unbind(0)
-        temperature, uniform = (each.view(torch.float32) for each in numbers)
+        rows, ids, positions, seq_lens, new_pages = inputs[:5].unbind(0)
+        temperature, uniform = inputs[5:].view(torch.float32).unbind(0)
         batch = AttentionBatch(
             num_decodes=size,
             rows=rows,
@@ -158,8 +158,9 @@ class DecodeGraphs:
             known, slots = ops.decode_inputs(rows, ids, positions, new_pages, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
             hidden: torch.Tensor = self._model(known, positions, attend)
-            logits = self._model.compute_logits(hidden)
-            tokens = ops.sample(logits, temperature, uniform)
+            logits, shard = self._model.compute_own_logits(hidden), self._model.vocab_shard()
+            numbers = temperature, uniform
+            tokens = ops.sample(logits, *numbers) if shard is None else ops.sample_shard(logits, *numbers, shard)
             ops.put(last_tokens, rows, tokens)
             results.append(DecodeResult(rows, borrow(hidden), borrow(logits), borrow(tokens)))
             return tokens

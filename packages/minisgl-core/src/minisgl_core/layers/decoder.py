@@ -11,7 +11,7 @@ from torch import nn
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Rotation, VocabShard
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.base import Layer, SumOverRanks
@@ -144,6 +144,14 @@ class DecoderModel(Model):
         """See `Model.compute_logits`."""
         logits: torch.Tensor = self.lm_head(hidden)
         return logits
+
+    def vocab_shard(self) -> VocabShard | None:
+        """See `Model.vocab_shard`. Who overrides `compute_logits` does more than multiply."""
+        return self.lm_head.shard if type(self).compute_logits is DecoderModel.compute_logits else None
+
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_own_logits`."""
+        return self.compute_logits(hidden) if self.vocab_shard() is None else self.lm_head.op(hidden)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import VocabShard
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.layers.base import Layer, Shard, empty_parameter
 from minisgl_core.layers.linear import ColumnParallelLinear
@@ -38,7 +39,11 @@ class VocabParallelEmbedding(Layer):
 
 
 class LMHead(ColumnParallelLinear):
-    """Hidden states to logits of the whole vocabulary, on every rank."""
+    """Hidden states to logits of the whole vocabulary, on every rank.
+
+    Attributes:
+        shard: of which part `op` gives them; None where that is the whole.
+    """
 
     may_be_quantized = False
 
@@ -49,11 +54,8 @@ class LMHead(ColumnParallelLinear):
         super().__init__(hidden_size, [0 if tied else vocab_size], build)
         if tied is not None:
             self.weight = tied.weight
-        self._communicator = build.communicator if build.tp_size > 1 else None
-        self._vocab_size = vocab_size
+        self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden_size] to [N, vocab_size]."""
-        if self._communicator is None:
-            return self.op(x)
-        return self._communicator.all_gather(self.op(x), dim=-1)[:, : self._vocab_size]
+        return self.op(x) if self.shard is None else self.shard.gather(self.op(x))

@@ -11,10 +11,12 @@ from typing import ClassVar
 import pytest
 import torch
 
-from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.ops import LinearOp, Ops, VocabShard
 from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 from minisgl_core.testing import ops_cases
 from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, normed, rotation_case, views
+from minisgl_core.testing.ranks_in_turn import run_in_turn
 
 Shape = tuple[int, int]
 """Outputs and inputs of a matrix."""
@@ -262,15 +264,35 @@ class OpsTests:
             temperature[::5] = 0.0
             uniform = torch.linspace(0.0, 1 - 2**-24, 12, device=self.device)
             uniform[[2, 3]] = uniform[[0, 11]]
-            found = ops.sample(logits, temperature, uniform)
-            assert found.dtype == torch.int64
-            assert found[::5].tolist() == logits[::5].argmax(-1).tolist(), "temperature 0"
-            probs = (logits.double() / torch.where(temperature > 0, temperature, 1.0)[:, None]).softmax(-1)
-            cumulative, row = probs.cumsum(-1), torch.arange(12, device=self.device)
-            taken, upto = probs[row, found], cumulative[row, found]
-            assert (taken > 0).all(), "a token that was ruled out"
-            is_right = (temperature == 0) | ((upto - taken - 1e-5 <= uniform) & (uniform <= upto + 1e-5))
-            assert is_right.all(), f"not the token at {uniform[~is_right].tolist()}"
+            self.check_sampled(ops.sample(logits, temperature, uniform), logits, temperature, uniform)
+
+    @pytest.mark.parametrize(("size", "vocab_size"), [(2, 10), (4, 9), (4, 30_000), (2, 8192)])
+    def test_sampling_over_ranks(self, size: int, vocab_size: int) -> None:
+        """Each has a part of the logits, and gets what it would of all; where the ranks do not divide them, the last pads."""
+        part = -(-vocab_size // size)
+        for ops in self.providers():
+            for num_rows in (1, 7, 12):
+                logits = self.random(num_rows, vocab_size, dtype=ops.dtype) * 3
+                logits[:, : vocab_size // 5] = -torch.inf
+                logits[num_rows // 2, vocab_size // 2 :] = 9.0
+                padded = torch.cat((logits, 99 * torch.ones_like(logits)), dim=1)
+                temperature = torch.linspace(0.3, 1.5, num_rows, device=self.device)
+                temperature[num_rows // 2 :: 5] = 0.0
+                uniform = torch.linspace(1 - 2**-24, 0.0, num_rows, device=self.device)
+
+                def sample(
+                    group: Communicator,
+                    ops: Ops = ops,
+                    padded: torch.Tensor = padded,
+                    temperature: torch.Tensor = temperature,
+                    uniform: torch.Tensor = uniform,
+                ) -> torch.Tensor:
+                    own = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
+                    return ops.sample_shard(own, temperature, uniform, VocabShard(group, vocab_size))
+
+                found = run_in_turn(size, sample)
+                self.check_sampled(found[0], logits, temperature, uniform)
+                assert all(torch.equal(each, found[0]) for each in found), "ranks disagree"
 
     @pytest.mark.parametrize("vocab_size", [31, 64, 300, 5001])
     def test_masks(self, vocab_size: int) -> None:
@@ -327,6 +349,20 @@ class OpsTests:
                     for num_rows in sorted(self.num_rows * 2):
                         x = self.random(num_rows, shape[1], dtype=ops.dtype)
                         self.check(op, expected, x, f"{num_rows} rows by {shape} in float8", roundings=2)
+
+    def check_sampled(
+        self, found: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+    ) -> None:
+        """The tokens are those that `Ops.sample` promises, but for rounding."""
+        assert (found.dtype, found.shape) == (torch.int64, temperature.shape)
+        is_greedy = temperature == 0
+        assert found[is_greedy].tolist() == logits[is_greedy].argmax(-1).tolist(), "temperature 0"
+        probs = (logits.double() / torch.where(is_greedy, 1.0, temperature)[:, None]).softmax(-1)
+        cumulative, row = probs.cumsum(-1), torch.arange(len(found), device=self.device)
+        taken, upto = probs[row, found], cumulative[row, found]
+        assert (taken > 0).all(), "a token that was ruled out"
+        is_right = is_greedy | ((upto - taken - 1e-5 <= uniform) & (uniform <= upto + 1e-5))
+        assert is_right.all(), f"not the token at {uniform[~is_right].tolist()}"
 
     def providers(self, dtypes: Sequence[torch.dtype] | None = None) -> Iterator[Ops]:
         """One a dtype; skips the test where it does not apply."""
