@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, ClassVar
@@ -12,9 +11,6 @@ import numpy.typing as npt
 import torch
 
 from minisgl_core.contracts.platform import Event, Hardware, Platform
-
-_SHORT_BYTES = 64 << 10
-"""What a kernel copies between the host and the device in less time than a copy engine takes to begin."""
 
 
 class CudaPlatform(Platform):
@@ -48,8 +44,6 @@ class CudaPlatform(Platform):
         super().__init__(local_rank)
         torch.cuda.set_device(self.device)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # Pinned memory that kernels may still read or write, which torch's allocator does not know.
-        self._in_use: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     @property
     def device(self) -> torch.device:
@@ -77,36 +71,11 @@ class CudaPlatform(Platform):
         return _pinned(array).to(self.device, non_blocking=True)
 
     def fill(self, tensor: torch.Tensor, array: npt.NDArray[Any]) -> None:
-        self._copy(_pinned(array), tensor)
+        tensor.copy_(_pinned(array), non_blocking=True)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._copy(tensor, host)
-        return host
-
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Between pinned memory and the device; what is short by a kernel, since a stream waits longer for a copy engine."""
-        if not self._by_kernel(source, target):
-            target.copy_(source, non_blocking=True)
-
-    def _by_kernel(self, source: torch.Tensor, target: torch.Tensor) -> bool:
-        """Copy so if that can be done and is worth it."""
-        is_short = 0 < source.numel() * source.element_size() <= _SHORT_BYTES
-        is_plain = source.dtype == target.dtype and source.is_contiguous() and target.is_contiguous()
-        if not (is_short and is_plain):
-            return False
-        host = source if target.is_cuda else target
-        mapped = self.borrow(host)
-        if mapped.data_ptr() != host.data_ptr():  # another GPU's context has pinned it
-            return False
-        bits, to = (_integers(mapped if each is host else each) for each in (source, target))
-        torch.bitwise_or(bits, 0, out=to)
-        while self._in_use and self._in_use[0][1].query():  # type: ignore[no-untyped-call]
-            self._in_use.popleft()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self._in_use.append((host, event))
-        return True
+        return host.copy_(tensor, non_blocking=True)
 
     def record_event(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -149,15 +118,11 @@ class CudaPlatform(Platform):
         return list(graphs), output
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(_Memory(_integers(tensor)), device=self.device).view(tensor.dtype)
+        integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+        return torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
-
-
-def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
 
 
 def _pinned(array: npt.NDArray[Any]) -> torch.Tensor:
