@@ -74,6 +74,11 @@ class ForgetsANorm(DecoderModel):
         return super().compute_logits(hidden / self.norm.weight)
 
 
+class TakesAllLogitsForItsOwn(DecoderModel):
+    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.compute_logits(hidden)
+
+
 class RefusesItsConfig(DecoderModel):
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
@@ -144,6 +149,7 @@ def test_a_right_model_passes() -> None:
         (LeavesOneSumToItsNorm, "test_ranks_together_equal_one"),
         (TakesTheFirstRows, "test_hidden_states_of_some_tokens"),
         (DropsOtherTokens, "test_hidden_states_of_some_tokens"),
+        (TakesAllLogitsForItsOwn, "test_ranks_together_equal_one"),
     ],
 )
 def test_the_model_kit_notices(model: type[Model], test: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,11 @@ from compile_cuda import compile_by_nvcc
 from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
 from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.ops import Rotation
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
 from minisgl_core.testing.attention_kit import AttentionBackendTests
-from minisgl_core.testing.attention_rig import TOLERANCES
+from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, quarter_turns
 
 HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 SHAPES = [(group, dim, page_size) for group in (1, 2, 5, 8) for dim in (64, 128) for page_size in (8, 64, 128)]
@@ -83,6 +85,25 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
         scores = torch.einsum("hgd,lhd->hgl", q[request].view(heads, group, dim).double(), k) * dim**-0.5
         wanted = torch.einsum("hgl,lhd->hgd", scores.softmax(-1), v).flatten(0, 1)
         assert (results[0][request] - wanted).abs().max() < TOLERANCES[torch.bfloat16], (request, length)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+def test_rotating_takes_any_strides() -> None:
+    spec = replace(AttentionBackendTests().spec((4, 2, 64), 16, torch.bfloat16), device=torch.device("cuda"))
+    spec = replace(spec, max_seq_len=64, max_batch=3)
+    outs = []
+    for is_dense in (True, False):
+        rig = AttentionRig(HopperAttention, spec, [AttentionLayer(0, 0.125)], num_pages=20)
+        batch = rig.batch([(rig.request(length, 64), 1) for length in (0, 15, 40)], 3)
+        parts = rig.split(rig.inputs(batch))
+        given = parts if is_dense else tuple(part.mT.contiguous().mT for part in parts)
+        rotation = quarter_turns(3, parts[0])
+        backend, plan = rig.backend, rig.backend.plan(batch)
+        assert isinstance(backend, HopperAttention)
+        assert backend.rotates(plan, rotation)
+        outs.append((backend.attend_rotating(*given, rig.layers[0], rotation, plan), rig.pool.data))
+    torch.testing.assert_close(outs[0], outs[1], atol=0, rtol=0)
 
 
 @pytest.mark.gpu

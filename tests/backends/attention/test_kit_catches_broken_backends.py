@@ -376,6 +376,26 @@ class RotatesInPlace(RotatesDecodesItself):
         return self.forward(q, Ops(q.device, q.dtype).rotate(k, k, rotation)[1], v, layer, plan)
 
 
+class ForgetsNorms(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        return super().attend_rotating(q, k, v, layer, replace(rotation, norms=None), plan)
+
+
+class SwapsTheNorms(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        norms = rotation.norms and rotation.norms[::-1]
+        return super().attend_rotating(q, k, v, layer, replace(rotation, norms=norms), plan)
+
+
+class RotatesWholeHeadsAlone(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        turns = 2 * rotation.cos.shape[-1] // q.shape[-1]
+        if turns == 0:
+            shape = (1, q.shape[-1] // 2 // rotation.cos.shape[-1])
+            rotation = replace(rotation, cos=rotation.cos.repeat(shape), sin=rotation.sin.repeat(shape))
+        return super().attend_rotating(q, k, v, layer, rotation, plan)
+
+
 class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
         return super().attend_rotating(q, k, v, replace(layer, sliding_window=None), rotation, plan)

@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.activation import _silu_and_mul
 from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
+from minisgl_backends.kernels.peer_reduce import _one_shot, _sum_add_norm, _two_shots
 from minisgl_backends.kernels.rotary import _rotary
 
 found = {}
@@ -49,6 +50,13 @@ sizes = {"D": 128, "R": 64, "D_BLOCK": 128, "R_BLOCK": 64, "Q_BLOCK": 16, "K_BLO
 for norm, store in ((True, True), (False, False)):
     compiled(f"rotary_{norm}_{store}", _rotary, heads, sizes | {"NORM": norm, "STORE": store})
 
+words = dict.fromkeys(("x", "residual", "weight", "all_state"), "*i32") | {"peers": "*i64"}
+sizes = {"SIZE": 4, "ROW": 4096, "DTYPE": triton.language.bfloat16, "BLOCK": 512}
+compiled("one_shot", _one_shot, words, sizes)
+compiled("two_shots", _two_shots, words, sizes)
+for shared in (False, True):
+    compiled(f"sum_add_norm_{shared}", _sum_add_norm, words, sizes | {"WIDTH": 1024, "SHARED": shared}, num_warps=8)
+
 print(json.dumps(found))
 """
 
@@ -59,6 +67,10 @@ READ_AHEAD = {
     "silu_and_mul": set(),
     "rotary_True_True": set(),
     "rotary_False_False": set(),
+    "one_shot": set(),
+    "two_shots": set(),
+    "sum_add_norm_False": set(),
+    "sum_add_norm_True": set(),
 }
 """What each kernel reads before it waits."""
 WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
@@ -142,7 +154,7 @@ def test_a_wait_that_is_dropped_or_late_is_found(kernels: dict[str, Any], label:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
     """The attribute without the wait would be a race, the wait without the attribute gains nothing."""
-    from minisgl_backends.kernels import activation, norm, rotary
+    from minisgl_backends.kernels import activation, norm, peer_reduce, rotary
     from minisgl_core.contracts.ops import Rotation
 
     launched = {}
@@ -150,6 +162,7 @@ def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch,
         norm: ("_rms_norm", "_add_rms_norm"),
         activation: ("_silu_and_mul",),
         rotary: ("_rotary",),
+        peer_reduce: ("_one_shot", "_two_shots", "_sum_add_norm"),
     }.items():
         for name in names:
             launched[name] = MagicMock()
@@ -161,6 +174,11 @@ def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch,
     activation.silu_and_mul(x, overlap=overlap)
     heads = x.view(4, 2, 32)
     rotary.rotate(heads, heads, Rotation(x[:, :16], x[:, :16]), overlap=overlap)
+    group = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32), 0, 4096
+    for two_shots in (False, True):
+        peer_reduce.sum_over_peers(x, *group, two_shots=two_shots, overlap=overlap)
+    x = x.bfloat16()
+    peer_reduce.sum_add_norm(x, x, x[0], 1e-6, *group, shared=False, overlap=overlap)
 
     for name, kernel in launched.items():
         launch = kernel.__getitem__.return_value

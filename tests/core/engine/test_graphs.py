@@ -206,12 +206,14 @@ class OtherHalf(Communicator):
 
     def __init__(self, model: DecoderModel) -> None:
         self.rank, self.size, self.model = 0, 2, model
+        self.num_gathered = 0
 
     def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
         return self.model.compute_logits(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.num_gathered += 1
         later = self.model.compute_logits(self.hidden[: len(x)])[:, x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
 
@@ -232,12 +234,14 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     monkeypatch.setattr(engine.model, "vocab_shard", lambda: VocabShard(group, tiny.VOCAB_SIZE), raising=False)
     monkeypatch.setattr(engine.model, "compute_own_logits", group.compute_own_logits, raising=False)
     engine.record_graphs(SIZES[-1:], progress=False)
+    num_recorded = group.num_gathered
     try:
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
     finally:
         engine.free_graphs()
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
+    assert (group.num_gathered > num_recorded) == (set(kinds) != {"random"}), "none is gathered for nothing"
 
 
 def test_every_size_runs_with_new_pages_and_without(

@@ -294,3 +294,37 @@ def test_an_error_on_one_rank_ends_all() -> None:
 
     with pytest.raises(ValueError, match="rank 1 is broken"):
         run_ranks(3, run)
+
+
+class Halved(LMHead):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+class HalvesLogits(DecoderModel):
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden) / 2
+
+
+@pytest.mark.parametrize("change", ["nothing", "the model", "the head", "the head's class"])
+def test_ranks_keep_their_logits_apart_where_the_head_only_multiplies(change: str) -> None:
+    """And where they do, together they have the whole; the vocabulary does not divide."""
+    config = tiny_config(num_hidden_layers=1, vocab_size=11)
+    hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        build = build_for(communicator)
+        model = (HalvesLogits if change == "the model" else DecoderModel)(config, build)
+        if change == "the head":
+            model.lm_head = Halved(config.vocab_size, config.hidden_size, build)
+        elif change == "the head's class":
+            model.lm_head = Linear(config.hidden_size, config.vocab_size, build)
+        fill(model)
+        shard, own, whole = model.vocab_shard(), model.compute_own_logits(hidden), model.compute_logits(hidden)
+        assert (shard is not None) == (change == "nothing" and communicator.size > 1)
+        assert own.shape == ((3, 6) if shard else (3, 11))
+        assert torch.equal(own if shard is None else shard.gather(own), whole)
+        return whole
+
+    [expected] = run_ranks(1, run)
+    assert all(torch.allclose(logits, expected, atol=1e-5) for logits in run_ranks(2, run))

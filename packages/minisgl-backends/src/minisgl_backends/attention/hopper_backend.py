@@ -56,6 +56,7 @@ class HopperAttention(TritonAttention):
     ) -> torch.Tensor:
         """See `RotatesDecodes`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
         self._attend(q, layer, plan, out, decode.Unrotated(k, v, rotation, plan.batch.slots))
         return out
 

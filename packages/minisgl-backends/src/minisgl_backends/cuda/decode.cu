@@ -5,8 +5,8 @@
 // fill a ring of tiles, one request's after the other's without a pause; four warps attend, each to 16 keys of a tile, and keep
 // sums of their own, which they bring together where a request ends. A request that lies in several shares is merged by its
 // log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding), by the share in which it begins: what others find is there
-// by then, since it is the first that they do. A value and its log-sum-exp are one word, which says that it has come, as in
-// NCCL's protocol LL (github.com/NVIDIA/nccl, src/device/prims_ll.h), so that nobody waits for a fence.
+// by then, since it is the first that they do. Each word says by its value whether it has come, as in TensorRT-LLM's "Lamport"
+// all-reduce (github.com/NVIDIA/TensorRT-LLM), so that nobody waits for a fence.
 //
 // Scores and sums are computed with rows and columns exchanged, keys @ queries and then values^T @ weights, since tensor cores
 // take 16 rows but only 8 columns, and a KV head has few queries. Softmax runs over tiles as they come (arXiv 2205.14135).

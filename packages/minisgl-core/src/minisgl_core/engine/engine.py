@@ -134,14 +134,12 @@ class Engine:
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
         num_top = int(step.plan.sample.num_logprobs.max())
-        is_done = step.tokens is not None and not needs_sampler(step.plan.sample)
-        if step.tokens is not None and is_done and num_top < 0:
-            return step.tokens, None
+        tokens = None if needs_sampler(step.plan.sample) else step.tokens
+        if tokens is not None and num_top < 0:
+            return tokens, None
         shard = None if step.tokens is None else self.model.vocab_shard()
         logits = step.logits if shard is None else shard.gather(step.logits)
-        if step.tokens is not None and is_done:
-            tokens = step.tokens
-        else:
+        if tokens is None:
             tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
             self._ops.put(self._last_tokens, step.rows, tokens)
         return tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None

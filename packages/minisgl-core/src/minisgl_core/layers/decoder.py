@@ -146,8 +146,11 @@ class DecoderModel(Model):
         return logits
 
     def vocab_shard(self) -> VocabShard | None:
-        """See `Model.vocab_shard`. Who overrides `compute_logits` does more than multiply."""
-        return self.lm_head.shard if type(self).compute_logits is DecoderModel.compute_logits else None
+        """See `Model.vocab_shard`. Another `compute_logits`, or another head's `forward`, may do more than multiply."""
+        is_plain = (
+            type(self).compute_logits is DecoderModel.compute_logits and type(self.lm_head).forward is LMHead.forward
+        )
+        return self.lm_head.shard if is_plain else None
 
     def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_own_logits`."""

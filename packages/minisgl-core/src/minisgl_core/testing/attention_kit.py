@@ -93,6 +93,17 @@ class AttentionBackendTests:
             lengths = {1, 2, size - 1, size, size + 1, 3 * size, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200} - {0}
             self.run(spec, decodes=sorted(lengths))
 
+    @pytest.mark.parametrize("has_norms", [False, True])
+    @pytest.mark.parametrize("share", [1.0, 0.5])
+    def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
+        """Where a backend rotates decodes itself: each by its position, norms before, the rest of a head as it is."""
+        for spec in self.specs(every_shape=True):
+            lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
+            rig = self.rig(spec, len(lengths), max(lengths) + 1)
+            requests = [rig.request(length - 1, length + 1) for length in lengths]
+            for _ in range(2):
+                rig.rotate([(request, 1) for request in requests], has_norms, share)
+
     def test_prefill(self) -> None:
         """Whole prompts, several at once."""
         for spec in self.specs():

@@ -21,7 +21,7 @@ from minisgl_core.contracts.attention import (
     RotatesDecodes,
     StoresApart,
 )
-from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool, KVPoolSpec
@@ -250,6 +250,36 @@ class AttentionRig:
             assert not changed, f"{self} writes to what it is given: {', '.join(changed)}"
         return out
 
+    def rotate(self, work: Work, has_norms: bool, share: float) -> None:
+        """A step of decodes in one layer, of queries and keys to rotate, if the backend does; checked against `Ops`.
+
+        Args:
+            work: requests, one token each.
+            has_norms: whether each head is normalised before.
+            share: of a head's dimensions that are rotated.
+        """
+        spec, layer, batch = self.spec, self.layers[0], self.batch(work, len(work))
+        plan = self.backend.plan(batch)
+        angles = 9 * torch.randn(batch.num_tokens, int(share * spec.head_dim) // 2, generator=self.random)
+        cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
+        gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
+        turns = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
+        if not (isinstance(self.backend, RotatesDecodes) and self.backend.rotates(plan, turns)):
+            return
+        self._way = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
+        q, k, v = self.split(self.inputs(batch))
+        q_turned, k_turned = Ops(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), turns)
+        out = self.backend.attend_rotating(q, k, v, layer, turns, plan)
+        pages, slots = self.pool.k(layer.index), batch.slots.cpu()
+        pages = pages.transpose(1, 2) if self.backend_class.kv_layout == "HND" else pages
+        stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_turned.cpu().float()
+        allowed = self.tolerances[self.spec.dtype]
+        assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: another key is stored"
+        self._note_stored(layer, slots, torch.stack((stored, v.cpu().float())))
+        for place, (request, _) in enumerate(work):
+            token = slice(place, place + 1)
+            self._check_request(request, layer, q_turned[token].cpu(), out[token].cpu(), roundings=3)
+
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
         """Outputs of all layers."""
         return [forward(*self.split(fused), layer, plan) for fused, layer in zip(inputs, self.layers, strict=True)]
@@ -298,7 +328,9 @@ class AttentionRig:
             assert is_near.all(), f"{self}: {given[~is_near][:4]} was stored for {wanted[~is_near][:4]}"
         self.known[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()
 
-    def _check_request(self, request: Tokens | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor) -> None:
+    def _check_request(
+        self, request: Tokens | None, layer: AttentionLayer, q: torch.Tensor, out: torch.Tensor, roundings: int = 1
+    ) -> None:
         where = f"{self}: layer {layer.index}, window {layer.sliding_window}"
         assert out.isfinite().all(), f"{where}: not finite"
         if request is None:
@@ -307,7 +339,7 @@ class AttentionRig:
         k, v = self.known[layer.index][:, slots] * self._scales[layer.index]
         expected = dense_attention(q, k, v, layer.scale, layer.sliding_window)
         error = (out.double() - expected).abs().max().item()
-        allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1])
+        allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1]) * roundings
         assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
         if self.quantization_loss is not None:
             k, v = self._given[layer.index][:, slots]

@@ -111,14 +111,20 @@ class ModelTests:
 
     @pytest.mark.parametrize("tp_size", [2, 4])
     def test_ranks_together_equal_one(self, tp_size: int) -> None:
-        """Each rank loads its part and computes all logits; skipped where the heads do not split."""
+        """Each rank loads its part and computes all logits, or its own; skipped where the heads do not split."""
         with TemporaryDirectory() as folder:
             reference, source = self._saved(folder)
             ids = self._prompt(reference)
             expected = _reference_logits(reference, ids)
 
             def run(communicator: Communicator) -> torch.Tensor:
-                return _logits(self._load(source, communicator), ids, torch.arange(len(ids)), DenseAttention())
+                model = self._load(source, communicator)
+                logits = _logits(model, ids, torch.arange(len(ids)), DenseAttention())
+                with torch.inference_mode():
+                    hidden = model(ids, torch.arange(len(ids)), DenseAttention())
+                    own, shard = model.compute_own_logits(hidden), model.vocab_shard()
+                    assert torch.equal(own if shard is None else shard.gather(own), logits)
+                return logits
 
             try:
                 results = run_ranks(tp_size, run)

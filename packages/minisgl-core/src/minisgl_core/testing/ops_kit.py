@@ -16,7 +16,7 @@ from minisgl_core.contracts.ops import LinearOp, Ops, VocabShard
 from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 from minisgl_core.testing import ops_cases
 from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, normed, rotation_case, views
-from minisgl_core.testing.ranks_in_turn import run_in_turn
+from minisgl_core.testing.rank_threads import run_ranks
 
 Shape = tuple[int, int]
 """Outputs and inputs of a matrix."""
@@ -290,7 +290,7 @@ class OpsTests:
                     own = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
                     return ops.sample_shard(own, temperature, uniform, VocabShard(group, vocab_size))
 
-                found = run_in_turn(size, sample)
+                found = run_ranks(size, sample, one_at_a_time=True)
                 self.check_sampled(found[0], logits, temperature, uniform)
                 assert all(torch.equal(each, found[0]) for each in found), "ranks disagree"
 

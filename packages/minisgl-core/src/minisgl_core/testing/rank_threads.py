@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -17,19 +18,34 @@ _TIMEOUT_S = 60.0
 
 
 class _Exchange:
-    """Where ranks put their value and read the others'."""
+    """Where ranks put their value and read the others'.
 
-    def __init__(self, size: int) -> None:
+    Attributes:
+        turn: held by a rank that runs, but for its waiting here; None where all may run at once.
+    """
+
+    def __init__(self, size: int, turn: threading.Lock | None) -> None:
+        self.turn = turn
         self._values: list[Any] = [None] * size
         self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
         """Every rank's value, in rank order."""
         self._values[rank] = value
-        self._barrier.wait()
+        self._wait()
         values = list(self._values)
-        self._barrier.wait()
+        self._wait()
         return values
+
+    def _wait(self) -> None:
+        if self.turn is None:
+            self._barrier.wait()
+            return
+        self.turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
 
     def abort(self) -> None:
         """Wake ranks that wait for one that failed."""
@@ -74,15 +90,19 @@ class ThreadCommunicator(Communicator):
         return self._exchange.swap(self.rank, value)[0]
 
 
-def run_ranks(size: int, function: Callable[[Communicator], Result]) -> list[Result]:
-    """Call `function` once a rank, at the same time, and return the results in rank order; the first error is raised."""
+def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a_time: bool = False) -> list[Result]:
+    """Call `function` once a rank and return the results in rank order; the first error is raised.
+
+    Ranks run at the same time, or in turns between collectives, for what bears no other thread, as Triton's interpreter.
+    """
     if size == 1:
         return [function(SingleRank())]
-    exchange = _Exchange(size)
+    exchange = _Exchange(size, threading.Lock() if one_at_a_time else None)
 
     def run(rank: int) -> Result:
         try:
-            return function(ThreadCommunicator(rank, size, exchange))
+            with exchange.turn or nullcontext():
+                return function(ThreadCommunicator(rank, size, exchange))
         except BaseException:
             exchange.abort()
             raise
