@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec, GraphCapturable
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionSpec,
+    GraphCapturable,
+    RotatesDecodes,
+)
 from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
 
@@ -97,6 +103,8 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
         """Where a backend rotates decodes itself: each by its position, norms before, the rest of a head as it is."""
+        if not issubclass(self.backend, RotatesDecodes):
+            pytest.skip("it leaves that to others")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
             rig = self.rig(spec, len(lengths), max(lengths) + 1)

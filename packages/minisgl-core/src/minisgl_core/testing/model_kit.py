@@ -124,6 +124,8 @@ class ModelTests:
                     hidden = model(ids, torch.arange(len(ids)), DenseAttention())
                     own, shard = model.compute_own_logits(hidden), model.vocab_shard()
                     assert torch.equal(own if shard is None else shard.gather(own), logits)
+                    part = logits.shape[1] if shard is None else -(-shard.vocab_size // communicator.size)
+                    assert own.shape == (len(ids), part), "logits that other ranks have"
                 return logits
 
             try:
