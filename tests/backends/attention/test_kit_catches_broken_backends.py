@@ -292,8 +292,8 @@ class StoresWhereItIsTold(RightAttention):
     def kv_slots(self, plan) -> torch.Tensor:
         return plan.slots
 
-    def attend_stored(self, q, layer, plan) -> torch.Tensor:
-        return self.attend(q, layer, plan)
+    def attend_stored(self, q, layer, plan, out) -> None:
+        out.copy_(self.attend(q, layer, plan))
 
 
 class ScalesWhatItStores(StoresWhereItIsTold):
@@ -326,13 +326,19 @@ class AttendsToWhatItStoredItself(StoresWhereItIsTold):
         self.out = super().forward(q, k, v, layer, plan)
         return self.out
 
-    def attend_stored(self, q, layer, plan) -> torch.Tensor:
-        return self.out
+    def attend_stored(self, q, layer, plan, out) -> None:
+        out.copy_(self.out)
+
+
+class WritesBehindItsOutput(StoresWhereItIsTold):
+    def attend_stored(self, q, layer, plan, out) -> None:
+        super().attend_stored(q, layer, plan, out)
+        torch.as_strided(out, out[0].shape, out[0].stride(), out.storage_offset() + out.numel()).zero_()
 
 
 class ForgetsWindowsOfWhatIsStored(StoresWhereItIsTold):
-    def attend_stored(self, q, layer, plan) -> torch.Tensor:
-        return super().attend_stored(q, replace(layer, sliding_window=None), plan)
+    def attend_stored(self, q, layer, plan, out) -> None:
+        super().attend_stored(q, replace(layer, sliding_window=None), plan, out)
 
 
 class NamesTheCapturedSlots(StoresWhereItIsTold):
@@ -478,8 +484,8 @@ class LosesLargeOnes(TorchAttention):
 class AttendsWithoutScales(ScalesWhatItStores):
     """Where others have stored."""
 
-    def attend_stored(self, q, layer: AttentionLayer, plan) -> torch.Tensor:
-        return super().attend_stored(q, replace(layer, kv_scales=(1.0, 1.0)), plan)
+    def attend_stored(self, q, layer: AttentionLayer, plan, out) -> None:
+        super().attend_stored(q, replace(layer, kv_scales=(1.0, 1.0)), plan, out)
 
 
 class RoundsTowardsZero(TorchAttention):

@@ -57,15 +57,14 @@ class Apart(AttentionBackend):
     ) -> torch.Tensor:
         raise AssertionError("K and V were to be stored with the rotation")
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch) -> torch.Tensor:
-        size, out = self.spec.page_size, torch.empty_like(q)
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch, out: torch.Tensor) -> None:
+        size = self.spec.page_size
         k, v = (each.flatten(0, 1) for each in (self.pool.k(layer.index), self.pool.v(layer.index)))
         ends = np.cumsum(plan.q_lens_host)
         for row, start, end, length in zip(plan.rows, ends - plan.q_lens_host, ends, plan.seq_lens_host, strict=True):
             places = torch.arange(length)
             slots = self.page_table[row, places // size] * size + places % size
             out[start:end] = dense_attention(q[start:end], k[slots], v[slots], layer.scale, None)
-        return out
 
 
 @pytest.fixture(params=["storing", "stored apart"])
@@ -150,6 +149,25 @@ def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pyt
         entries = [entry for output in found[name].outputs for entry in output.prompt_logprobs or () if entry]
         assert [entry.token.logprob for entry in entries] == pytest.approx(wanted, abs=1e-4)
     assert sizes == {2, 4}
+
+
+def test_padding_is_made_of_numbers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lay where attention is to write; a router would choose experts that there are not."""
+    run, filled = StepPieces.run, set()
+
+    def run_after_nans(self: StepPieces, inputs: Any) -> torch.Tensor:
+        for recorded in self._recorded.values():
+            for call in recorded.calls:
+                call.out.fill_(torch.nan)
+        hidden, count = run(self, inputs), len(inputs.input_ids)
+        size = min(size for size in SIZES if size >= count)
+        assert self._recorded[size].hidden.isfinite().all()
+        filled.add(count < size)
+        return hidden
+
+    monkeypatch.setattr(StepPieces, "run", run_after_nans)
+    generate(tiny.new_loop(max_prefill_length=16, **OPTIONS), seed=7)
+    assert filled == {True, False}
 
 
 class FailsInTheMiddle(RecordingCpu):

@@ -71,6 +71,7 @@ class FlashAttention(GatheredRowsAttention):
         inputs: RowInputs,
         scale: float,
         window: int | None,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """See `GatheredRowsAttention.attend`."""
-        return self._run(q, k_pages, v_pages, inputs, scale, window)
+        self._run(q, k_pages, v_pages, inputs, scale, window, out)

@@ -26,14 +26,17 @@ class FlashKernel(Protocol):
         inputs: RowInputs,
         scale: float,
         window: int | None,
-    ) -> torch.Tensor: ...
+        out: torch.Tensor,
+    ) -> None: ...
 
 
 def _version_2(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
-        return flash_attn_varlen_func(
+    def run(
+        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+    ) -> None:
+        found = flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
@@ -46,6 +49,7 @@ def _version_2(module: Any) -> FlashKernel:
             window_size=_before_and_after(window),
             block_table=inputs.pages,
         )
+        out.copy_(found)
 
     return run
 
@@ -53,8 +57,10 @@ def _version_2(module: Any) -> FlashKernel:
 def _version_3(module: Any) -> FlashKernel:
     flash_attn_with_kvcache = module.flash_attn_with_kvcache
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
-        return flash_attn_with_kvcache(
+    def run(
+        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+    ) -> None:
+        found = flash_attn_with_kvcache(
             q,
             k_pages,
             v_pages,
@@ -66,6 +72,7 @@ def _version_3(module: Any) -> FlashKernel:
             causal=True,
             window_size=_before_and_after(window),
         )
+        out.copy_(found)
 
     return run
 
@@ -73,8 +80,10 @@ def _version_3(module: Any) -> FlashKernel:
 def _version_3_of_vllm(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
-        return flash_attn_varlen_func(
+    def run(
+        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+    ) -> None:
+        flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
@@ -86,6 +95,7 @@ def _version_3_of_vllm(module: Any) -> FlashKernel:
             causal=True,
             window_size=list(_before_and_after(window)),
             block_table=inputs.pages,
+            out=out,
             fa_version=3,
         )
 
@@ -95,8 +105,10 @@ def _version_3_of_vllm(module: Any) -> FlashKernel:
 def _version_4(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
-    def run(q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None) -> Any:
-        out, _ = flash_attn_varlen_func(
+    def run(
+        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+    ) -> None:
+        found, _ = flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
@@ -109,7 +121,7 @@ def _version_4(module: Any) -> FlashKernel:
             causal=True,
             window_size=(None, None) if window is None else (window - 1, 0),
         )
-        return out
+        out.copy_(found)
 
     return run
 

@@ -109,16 +109,17 @@ class FlashInferAttention(AttentionBackend):
         """See `AttentionBackend.forward`."""
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
         self._paged.store_kv(k, v, *pages, plan.slots, layer.kv_scales)
-        return self.attend_stored(q, layer, plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_stored(q, layer, plan, out)
+        return out
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
         """See `StoresApart`."""
         return plan.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
         """See `StoresApart`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.num_decodes
         # Planned with a scale of 1, which this factor on the keys turns into the layer's own.
         k_scale, v_scale = layer.scale * layer.kv_scales[0], layer.kv_scales[1]
@@ -126,7 +127,6 @@ class FlashInferAttention(AttentionBackend):
             plan.decodes[layer.sliding_window].run(q[:n], pages, out=out[:n], k_scale=k_scale, v_scale=v_scale)
         if plan.prefills is not None:
             plan.prefills[layer.sliding_window].run(q[n:], pages, out=out[n:], k_scale=k_scale, v_scale=v_scale)
-        return out
 
     def _plan_decodes(self, batch: AttentionBatch, wrappers: Wrappers, pages: torch.Tensor | None = None) -> None:
         starts, pages, last_lens = self._lay_out(batch, pages)

@@ -73,7 +73,8 @@ class GatheredRowsAttention(AttentionBackend):
         inputs: RowInputs,
         scale: float,
         window: int | None,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """Causal attention, aligned to each request's last token.
 
         Args:
@@ -83,9 +84,7 @@ class GatheredRowsAttention(AttentionBackend):
             inputs: which pages and lengths.
             scale: on the scores.
             window: latest tokens that count, a query's own included; None for all.
-
-        Returns:
-            [T, Hq, D].
+            out: [T, Hq, D], contiguous.
         """
 
     def plan(self, batch: AttentionBatch) -> RowPlan:
@@ -142,19 +141,18 @@ class GatheredRowsAttention(AttentionBackend):
     ) -> torch.Tensor:
         """See `AttentionBackend.forward`."""
         self._store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.slots)
-        return self.attend_stored(q, layer, plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_stored(q, layer, plan, out)
+        return out
 
     def kv_slots(self, plan: RowPlan) -> torch.Tensor:
         """See `StoresApart`."""
         return plan.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: RowPlan) -> torch.Tensor:
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: RowPlan, out: torch.Tensor) -> None:
         """See `StoresApart`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
-        parts = [
-            self.attend(part, *pages, inputs, layer.scale, layer.sliding_window)
-            for part, inputs in ((q[:n], plan.decodes), (q[n:], plan.prefills))
-            if inputs is not None
-        ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        for part, inputs in ((slice(n), plan.decodes), (slice(n, None), plan.prefills)):
+            if inputs is not None:
+                self.attend(q[part], *pages, inputs, layer.scale, layer.sliding_window, out[part])

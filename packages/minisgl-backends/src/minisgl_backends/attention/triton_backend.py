@@ -107,23 +107,23 @@ class TritonAttention(AttentionBackend):
         """See `AttentionBackend.forward`."""
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
         self._store_kv(k, v, *pages, plan.batch.slots, layer.kv_scales)
-        return self.attend_stored(q, layer, plan)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_stored(q, layer, plan, out)
+        return out
 
     def kv_slots(self, plan: StepPlan) -> torch.Tensor:
         """See `StoresApart`."""
         return plan.batch.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan) -> torch.Tensor:
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
         """See `StoresApart`."""
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n = plan.batch.num_decodes
         if n:
             self._decode(q[:n], layer, plan, out)
         if plan.prefills is not None and plan.tiles is not None:
             of_prefills = (plan.prefills.rows, plan.prefills.cu_seqlens_q, plan.prefills.seq_lens, plan.tiles, out[n:])
             self._prefills.prefill(q[n:], k_pages, v_pages, self.page_table, *of_prefills, layer)
-        return out
 
     def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
         """A step's decodes, q of them alone, to the first rows of `out`."""

@@ -51,7 +51,8 @@ class TrtllmAttention(GatheredRowsAttention):
         inputs: RowInputs,
         scale: float,
         window: int | None,
-    ) -> torch.Tensor:
+        out: torch.Tensor,
+    ) -> None:
         """See `GatheredRowsAttention.attend`."""
         options = {
             "query": q.contiguous(),
@@ -64,12 +65,12 @@ class TrtllmAttention(GatheredRowsAttention):
             "window_left": -1 if window is None else window - 1,
             "kv_layout": "NHD",
             "backend": "trtllm-gen",
+            "out": out,
         }
-        out: torch.Tensor
         if inputs.max_q == 1:
-            out = self._decode(**options, max_seq_len=inputs.max_k)
+            self._decode(**options, max_seq_len=inputs.max_k)
         else:
-            out = self._prefill(
+            self._prefill(
                 **options,
                 max_q_len=inputs.max_q,
                 max_kv_len=inputs.max_k,
@@ -77,4 +78,3 @@ class TrtllmAttention(GatheredRowsAttention):
                 cum_seq_lens_q=inputs.cu_seqlens_q,
                 cum_seq_lens_kv=inputs.cu_seqlens_k,
             )
-        return out

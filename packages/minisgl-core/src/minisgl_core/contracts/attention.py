@@ -188,8 +188,8 @@ class StoresApart(Protocol):
     def kv_slots(self, plan: Any) -> torch.Tensor:
         """Where a planned step's K and V go, ``page * S + offset`` of each token; int64 [T], on the device."""
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any) -> torch.Tensor:
-        """`AttentionBackend.forward` for a step whose K and V are stored already."""
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
+        """`AttentionBackend.forward` for a step whose K and V are stored already, to `out`: [T, Hq, D], contiguous."""
 
 
 @runtime_checkable

@@ -69,5 +69,7 @@ class BoundAttention:
             return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
         q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
         if is_stored and self._apart is not None:
-            return self._apart.attend_stored(q, layer, self._plan)
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            self._apart.attend_stored(q, layer, self._plan, out)
+            return out
         return self._backend.forward(q, k, v, layer, self._plan)

@@ -102,18 +102,15 @@ class CombinedApart(CombinedAttention):
         """Of both parts."""
         return plan.slots
 
-    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan) -> torch.Tensor:
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
         """Each part by its backend."""
         prefill, decode, n = self._prefill, self._decode, plan.num_decodes
         assert isinstance(prefill, StoresApart)
         assert isinstance(decode, StoresApart)
-        if plan.prefill is None:
-            return decode.attend_stored(q, layer, plan.decode)
-        if plan.decode is None:
-            return prefill.attend_stored(q, layer, plan.prefill)
-        return torch.cat(
-            (decode.attend_stored(q[:n], layer, plan.decode), prefill.attend_stored(q[n:], layer, plan.prefill))
-        )
+        if plan.decode is not None:
+            decode.attend_stored(q[:n], layer, plan.decode, out[:n])
+        if plan.prefill is not None:
+            prefill.attend_stored(q[n:], layer, plan.prefill, out[n:])
 
 
 def combine(

@@ -53,7 +53,7 @@ class _Call:
 
 
 class _Recording:
-    """Stands in for attention while a piece is recorded; see `minisgl_core.contracts.model.Attend`."""
+    """Stands in for attention while a piece of more than `least` tokens is recorded; see `contracts.model.Attend`."""
 
     def __init__(
         self,
@@ -61,11 +61,12 @@ class _Recording:
         backend: AttentionBackend,
         ops: Ops,
         slots: torch.Tensor,
+        least: int,
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._ops = platform, backend, ops
         self._slots = None if stores_apart(backend, ops) is None else slots
-        self._between = between
+        self._least, self._between = least, between
         self.calls: list[_Call] = []
 
     def __call__(
@@ -77,7 +78,8 @@ class _Recording:
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
-        out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)  # padding attends to nothing
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out[self._least :].zero_()  # padding attends to nothing
         borrow = self._platform.borrow
         self.calls.append(_Call(borrow(q), borrow(k), borrow(v), borrow(out), layer, is_stored))
         self._between()
@@ -159,15 +161,15 @@ class StepPieces:
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
             if call.is_stored and self._apart is not None:
-                found = self._apart.attend_stored(q, call.layer, plan)
+                self._apart.attend_stored(q, call.layer, plan, call.out[:count])
             else:
-                found = self._attention.forward(q, k, v, call.layer, plan)
-            call.out[:count].copy_(found)
+                call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
         recorded.graphs[-1].replay()
         return recorded.hidden[: num_sampled if self._selects(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
-        attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], between)
+        least = int(max(self._sizes[self._sizes < size], default=0))  # fewer tokens are a smaller size's
+        attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], least, between)
         step = self._ids[:size], self._positions[:size], attend
         hidden: torch.Tensor = (
             self._model.forward_rows(*step, self._rows) if self._selects(size) else self._model(*step)

@@ -57,6 +57,9 @@ def dense_attention(
     return out
 
 
+_UNTOUCHED = 7.0
+
+
 def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
     """By quarters of a turn, another number of them for each token and pair of dimensions, so that nothing is rounded."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
@@ -122,6 +125,7 @@ class AttentionRig:
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
     _way: str = field(init=False, default="")
+    _around: list[torch.Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -233,7 +237,10 @@ class AttentionRig:
         what = f"{self}: the slots are {list(slots.shape)} of {slots.dtype}"
         assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
         self.pool.store(layer.index, k, v, slots, layer.kv_scales)
-        return self.backend.attend_stored(q, layer, plan)
+        room = torch.full((len(q) + 2, *q.shape[1:]), _UNTOUCHED, dtype=q.dtype, device=q.device)
+        self.backend.attend_stored(q, layer, plan, room[1:-1])
+        self._around.append(room[:: len(room) - 1])
+        return room[1:-1]
 
     def _rotate_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
@@ -315,6 +322,8 @@ class AttentionRig:
         changed = (self.pool.data.cpu().float() != self._laid_out(self.known).float()).flatten(3).any(-1)
         wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
         assert not wrong, f"{self}: these (layer, K or V, page) do not hold what belongs there: {wrong[:8]}"
+        is_kept = all(bool((each == _UNTOUCHED).all()) for each in self._around)
+        assert is_kept, f"{self} writes before or behind the output that it is given"
 
     def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
         """What a layer's pool must hold from now on: `given`, [2, T, Hkv, D]."""
