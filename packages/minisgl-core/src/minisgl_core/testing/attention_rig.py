@@ -75,6 +75,11 @@ def turned_back(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
+def _is_captured(x: torch.Tensor) -> bool:
+    """Whether what is done with x is recorded now, and done later."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 @dataclass(eq=False)
 class Tokens:
     """A request: its row of the page table, its pages, and how many of their slots hold its tokens."""
@@ -125,7 +130,6 @@ class AttentionRig:
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
     _way: str = field(init=False, default="")
-    _around: list[torch.Tensor] = field(init=False, default_factory=list)
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -239,7 +243,9 @@ class AttentionRig:
         self.pool.store(layer.index, k, v, slots, layer.kv_scales)
         room = torch.full((len(q) + 2, *q.shape[1:]), _UNTOUCHED, dtype=q.dtype, device=q.device)
         self.backend.attend_stored(q, layer, plan, room[1:-1])
-        self._around.append(room[:: len(room) - 1])
+        if not _is_captured(q):
+            around = room[:: len(room) - 1]
+            assert bool((around == _UNTOUCHED).all()), f"{self} writes before or behind the output that it is given"
         return room[1:-1]
 
     def _rotate_and_attend(
@@ -252,7 +258,7 @@ class AttentionRig:
         given = turned_back(q, rotation), turned_back(k, rotation), v
         kept = [each.clone() for each in given]
         out = self.backend.attend_rotating(*given, layer, rotation, plan)
-        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if not _is_captured(q):
             changed = [name for name, one, other in zip("qkv", given, kept, strict=True) if not torch.equal(one, other)]
             assert not changed, f"{self} writes to what it is given: {', '.join(changed)}"
         return out
@@ -322,8 +328,6 @@ class AttentionRig:
         changed = (self.pool.data.cpu().float() != self._laid_out(self.known).float()).flatten(3).any(-1)
         wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
         assert not wrong, f"{self}: these (layer, K or V, page) do not hold what belongs there: {wrong[:8]}"
-        is_kept = all(bool((each == _UNTOUCHED).all()) for each in self._around)
-        assert is_kept, f"{self} writes before or behind the output that it is given"
 
     def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
         """What a layer's pool must hold from now on: `given`, [2, T, Hkv, D]."""
