@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import ctypes
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +10,6 @@ from minisgl_backends.communicator.torch_distributed import TorchCommunicator
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.testing.communicator_kit import CommunicatorTests
-from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
 
 
 class TestTorch(CommunicatorTests):
@@ -38,15 +35,6 @@ class TestTorchOnGpus(OnGpus):
 @pytest.mark.gpu
 class TestNcclOnGpus(OnGpus):
     provider = NcclCommunicator
-
-
-class NcclSharesAllRows(NcclCommunicator):
-    least_shared_bytes = 1
-
-
-@pytest.mark.gpu
-class TestNcclSharesRowsOnGpus(OnGpus):
-    provider = NcclSharesAllRows
 
 
 @pytest.mark.gpu
@@ -110,54 +98,3 @@ def test_oneshot_takes_sums_of_one_shape_alike_wherever_they_lie(place: str) -> 
     group.all_reduce_add_norm(x, residual, weight, 1e-6, Ops(x.device, x.dtype).add_rms_norm)
     [taken] = group.taken
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in taken)
-
-
-class NcclOfThreads(NcclSharesAllRows):
-    """Its calls into NCCL, of float32, are done by a group of threads."""
-
-    def __init__(self, group: ThreadCommunicator) -> None:
-        self.rank, self.size, self._group = group.rank, group.size, group
-
-    def _call(self, name: str, *arguments: int) -> None:
-        source, place, count, *_ = arguments
-
-        def at(address: int, times: int) -> torch.Tensor:
-            return torch.frombuffer((ctypes.c_float * (times * count)).from_address(address), dtype=torch.float32)
-
-        if name == "ncclReduceScatter":
-            total = self._group.all_reduce(at(source, self.size).clone())
-            at(place, 1).copy_(total.chunk(self.size)[self.rank])
-        elif name == "ncclAllGather":
-            at(place, self.size).copy_(self._group.all_gather(at(source, 1).clone(), 0))
-        else:
-            at(place, 1).copy_(self._group.all_reduce(at(source, 1).clone()))
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-@pytest.mark.parametrize("num_rows", [3, 4, 12])
-def test_nccl_shares_rows_between_sums(num_rows: int, in_place: bool) -> None:
-    """A rank's residual is up to date in its own rows; norms are the same on every rank, and right, layer after layer."""
-    shape, size = (num_rows, 24), 4
-    noise = torch.randn(3, size, *shape, generator=torch.Generator().manual_seed(num_rows))
-    residual, weight = torch.randn(shape), torch.randn(shape[1])
-    ops = Ops(torch.device("cpu"), torch.float32)
-
-    def add_norm(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        norm, added = ops.add_rms_norm(x, residual, weight, eps)
-        return (x.copy_(norm), residual.copy_(added)) if in_place else (norm, added)
-
-    def layers(group: ThreadCommunicator) -> list[torch.Tensor]:
-        nccl, mine, norms = NcclOfThreads(group), residual.clone(), []
-        for parts in noise:
-            norm, mine = nccl.all_reduce_add_norm(parts[group.rank].clone(), mine, weight, 1e-6, add_norm)
-            norms.append(norm.clone())
-        return norms
-
-    found, total = run_ranks(size, layers), residual.double()
-    for layer, parts in enumerate(noise):
-        total = total + parts.double().sum(0)
-        expected = ops.rms_norm(total, weight.double(), 1e-6)
-        for norms in found:
-            torch.testing.assert_close(norms[layer].double(), expected, rtol=1e-5, atol=1e-5)

@@ -26,7 +26,6 @@ _PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
     "ncclCommAbort": (c_void_p,),
     # source, destination, count, dtype, (operation,) communicator, stream
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
-    "ncclReduceScatter": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
 }
 """Arguments by function; each returns an ncclResult_t, 0 for success."""

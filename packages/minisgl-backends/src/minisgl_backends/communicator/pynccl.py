@@ -6,13 +6,12 @@ import ctypes
 import logging
 import threading
 from contextlib import suppress
-from typing import ClassVar
 
 import torch
 
 from minisgl_backends.communicator.meeting import Meeting
 from minisgl_backends.communicator.nccl_library import DTYPES, SUM, NcclLibrary, UniqueId, load_nccl
-from minisgl_core.contracts.communicator import AddNorm, Communicator, CommunicatorSpec
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +20,7 @@ class NcclCommunicator(Communicator):
     """A collective is one call into NCCL, which CUDA graphs record like any kernel.
 
     Nothing watches for a rank that does not join in: whoever started the ranks notices one that ends, and calls `abort`.
-
-    Attributes:
-        least_shared_bytes: shortest message whose rows the ranks share out to be added and normalised; with shorter ones, a
-            second collective costs more than the norm of all rows.
     """
-
-    least_shared_bytes: ClassVar[int] = 16 << 20
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
@@ -80,26 +73,6 @@ class NcclCommunicator(Communicator):
         place = x.data_ptr()
         self._call("ncclAllReduce", place, place, x.numel(), DTYPES[x.dtype], SUM)
         return x
-
-    def all_reduce_add_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For long messages each rank adds and normalises its part of the rows, which then are gathered.
-
-        Shapes and dtypes alone decide, as they are the same for all sums that share a residual.
-        """
-        is_long = x.numel() * x.element_size() >= self.least_shared_bytes
-        if not is_long or len(x) % self.size or not x.dtype == residual.dtype == weight.dtype:
-            return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
-        x, residual = x.contiguous(), residual.contiguous()
-        mine, my_residual = x.chunk(self.size)[self.rank], residual.chunk(self.size)[self.rank]
-        of_mine = mine.numel(), DTYPES[x.dtype]
-        self._call("ncclReduceScatter", x.data_ptr(), mine.data_ptr(), *of_mine, SUM)
-        norm, added = add_norm(mine, my_residual, weight, eps)
-        mine.copy_(norm)  # nothing where it was added in place
-        my_residual.copy_(added)
-        self._call("ncclAllGather", mine.data_ptr(), x.data_ptr(), *of_mine)
-        return x, residual
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Gathers along a new first dimension, then moves it into place."""
