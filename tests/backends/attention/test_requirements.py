@@ -117,8 +117,10 @@ assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
     ("files", "expected"),
     [
         (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py"], {2}),
-        (["flash_attn/cute/interface.py"], {4}),
-        (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"], {2, 4}),
+        (["flash_attn/cute/interface.py", "flash_attn/cute/paged_kv.py"], {4}),
+        (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/paged_kv.py"], {2, 4}),
+        # What flash-attn 2.8.3 itself brings: a draft of version 4.
+        (["flash_attn/__init__.py", "flash_attn/flash_attn_interface.py", "flash_attn/cute/interface.py"], {2}),
         (["flash_attn_interface.py"], {3}),
         (["vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so"], {3}),
         (["vllm/__init__.py", "vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so"], set()),
@@ -144,7 +146,7 @@ def test_the_version_follows_the_gpu(
     tmp_path: Path,
     hopper: None,
 ) -> None:
-    install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/interface.py")
+    install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/paged_kv.py")
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     found, reasons = FlashAttention._pick(replace(SPEC, page_size=page_size))

@@ -182,7 +182,7 @@ class FlashVersion:
 VERSIONS = (
     FlashVersion(3, "flash_attn_interface", "flash_attn_interface.py", (9,), _version_3),
     FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _version_3_of_vllm),
-    FlashVersion(4, "flash_attn.cute", "interface.py", (9, 10, 11), _version_4),
+    FlashVersion(4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _version_4),  # flash-attn brings a draft without it
     FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _version_2, 256, True),
 )
 """The fastest first, where several have kernels for a GPU."""
