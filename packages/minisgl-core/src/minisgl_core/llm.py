@@ -13,6 +13,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.build import build_engine
@@ -68,6 +70,7 @@ class _Running:
 
     Attributes:
         output: filled in as it goes.
+        prompt: its tokens, which the output gets at the end, when there is time.
         decoder: turns its tokens into text.
         decodes_at_once: text is made of each token as it comes, as a stream and stop texts need it; otherwise at the end.
         fresh: text that a stream has not passed on yet.
@@ -75,6 +78,7 @@ class _Running:
     """
 
     output: GenerationOutput
+    prompt: npt.NDArray[np.int32]
     decoder: OutputText
     decodes_at_once: bool
     fresh: str = ""
@@ -101,6 +105,7 @@ class _Running:
         self.fresh += piece.text
         if piece.finish_reason is not None:
             output.finish_reason, output.stop_reason, self.done = piece.finish_reason, piece.stop_reason, True
+            output.prompt_token_ids = self.prompt.tolist()
         return piece.is_early
 
 
@@ -296,8 +301,8 @@ class LLM:
         name = str(next(self._names))
         self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
         names[name] = None
-        output = GenerationOutput(submit.token_ids.tolist())
-        running = _Running(output, OutputText(self._tokens, submit.sampling), decodes_at_once)
+        decoder = OutputText(self._tokens, submit.sampling)
+        running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, decodes_at_once)
         self._running[name] = running
         return running
 

@@ -130,6 +130,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 
     request_id: str
     token_ids: np.ndarray
+    """int32 [n]."""
     sampling: SamplingParams
     worker: int = 0
     """Index of the tokenizer worker that the output goes to."""

@@ -53,9 +53,9 @@ class SchedulerLimits:
                 f"at most {self.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {self.max_seq_len} tokens"
             )
             raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
-        out_of_range = np.flatnonzero((submit.token_ids < 0) | (submit.token_ids >= self.vocab_size))
-        if len(out_of_range):
-            place = int(out_of_range[0])
+        is_outside = submit.token_ids.view(np.uint32) >= self.vocab_size  # what is negative is large
+        if is_outside.any():
+            place = int(is_outside.argmax())
             raise self._bad_token(f"prompt[{place}]", int(submit.token_ids[place]))
         for name, ids in (
             ("logit_bias", submit.sampling.logit_bias),

@@ -38,7 +38,10 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
         array = np.empty((0, 0))
     if array.ndim != 1 or (len(array) and array.dtype.kind not in "iu"):
         raise InvalidValueError("prompt", ids, "a text or a list of token ids")
-    return array.astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)
+    small = array.astype(np.int32)
+    if not np.array_equal(small, array):
+        small = array.astype(np.int64).clip(-(2**31), 2**31 - 1).astype(np.int32)
+    return small
 
 
 def encode_prompt(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
