@@ -19,13 +19,15 @@ MAX_EBNF_CHARS = 20_000
 MAX_RULES = 300
 """llguidance's time for terminals that are made of each other, a fault of which it reports at each, grows with the square."""
 _RULE = re.compile(r"^[ \t]*[?!]?\w[^\":\n]*:", re.MULTILINE)
+_NAME = re.compile(r""""(?:\\.|[^"\\\n])*"|//.*|#.*|/(?:\\.|[^/\\\n])+/|<[^<>\s"]+>""")
+"""What may be a token's name, and what may look as if it held one: a text, a comment, a regular expression."""
 
 Tags = Mapping[str, int]
 """The tokens that llguidance does not take for text, by what they are called."""
 
 
-def from_grammar(text: str) -> str:
-    """A context-free grammar of a user's: as it is, or translated from EBNF.
+def from_grammar(text: str, special: Tags) -> str:
+    """A context-free grammar of a user's: as it is but for the names of special tokens, or translated from EBNF.
 
     Raises:
         ValueError: it is no EBNF, or too long.
@@ -33,7 +35,7 @@ def from_grammar(text: str) -> str:
     if (num_rules := len(_RULE.findall(text))) > MAX_RULES:
         raise ValueError(f"a grammar may have {MAX_RULES} rules, and this has {num_rules}")
     if "::=" not in text or is_lark_syntax(text):
-        return text
+        return _NAME.sub(lambda found: f"<[{special[found[0]]}]>" if found[0] in special else found[0], text)
     if len(text) > MAX_EBNF_CHARS:
         raise ValueError(f"EBNF may have {MAX_EBNF_CHARS} characters, and Lark's notation more; this has {len(text)}")
     try:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import llguidance
-import llguidance.hf
 import numpy as np
 
 from minisgl_backends.grammar import lark
+from minisgl_backends.grammar.tokenizer import read_tokenizer
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.structured_outputs import StructuralTag
@@ -82,27 +82,27 @@ class LlguidanceGrammar(Grammar):
         self.own_width = 0 if num_own == vocab_size else mask_width(num_own)
         """W of a matcher's mask where the tokenizer has more tokens than the model, else 0."""
         try:
-            self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=num_own, eos_token=list(eos_token_ids))
+            self._tokenizer = read_tokenizer(tokenizer, num_own, eos_token_ids)
         except Exception as error:  # its bindings share no base
             raise ModelFormatError(
                 f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
             ) from error
         added = tokenizer.added_tokens_decoder.items()
-        special = {token.content: place for place, token in added if self._tokenizer.is_special_token(place)}
-        self._tags = {text: place for text, place in special.items() if place not in self.eos_token_ids}
+        self._special = {token.content: place for place, token in added if self._tokenizer.is_special_token(place)}
+        self._tags = {text: place for text, place in self._special.items() if place not in self.eos_token_ids}
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
         self._executor: llguidance.LLExecutor | None = None
 
     @staticmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
         """See `Grammar.check`. A schema's keywords that llguidance does not know are faults."""
-        source = _source(kind, text, name, {})
+        source = _source(kind, text, name, {}, {})
         if reason := llguidance.LLMatcher.validate_grammar(source):
             raise _refusal(kind, text, name, reason)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
         """See `Grammar.compile`."""
-        source = _source(kind, text, name, self._tags)
+        source = _source(kind, text, name, self._tags, self._special)
         matcher = llguidance.LLMatcher(self._tokenizer, source, log_level=0, limits=self._limits)
         if matcher.is_error():
             raise _refusal(kind, text, name, matcher.get_error())
@@ -118,17 +118,17 @@ class LlguidanceGrammar(Grammar):
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
-def _source(kind: GrammarKind, text: str, name: str, tags: lark.Tags) -> str:
-    """The grammar in llguidance's own form."""
+def _source(kind: GrammarKind, text: str, name: str, tags: lark.Tags, special: lark.Tags) -> str:
+    """The grammar in llguidance's own form; `special` are the tags and the tokens that end outputs."""
     try:
-        return _written(kind, text, tags)
+        return _written(kind, text, tags, special)
     except RecursionError:
         raise _refusal(kind, text, name, "it is nested too deeply") from None
     except ValueError as error:
         raise _refusal(kind, text, name, str(error)) from None
 
 
-def _written(kind: GrammarKind, text: str, tags: lark.Tags) -> str:
+def _written(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) -> str:
     matcher = llguidance.LLMatcher
     match kind:
         case "json_object":
@@ -140,7 +140,7 @@ def _written(kind: GrammarKind, text: str, tags: lark.Tags) -> str:
         case "choice":
             return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _json(text)))
         case "grammar":
-            return matcher.grammar_from_lark(lark.from_grammar(text))
+            return matcher.grammar_from_lark(lark.from_grammar(text, special))
         case "tagged_json":
             return matcher.grammar_from_lark(lark.tagged_json(_json(text), tags))
         case "structural_tag":

@@ -124,6 +124,14 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 
+SPELLED: list[tuple[GrammarKind, str, str]] = [
+    ("choice", '["a<|call|>b"]', "a<|call|>b"),
+    ("regex", r"<\|end\|>x", "<|end|>x"),
+    ("json_schema", '{"const": "<|stop|>"}', '"<|stop|>"'),
+    ("grammar", 'start: "<|call|>" "<|end|>"', "<|call|><|end|>"),
+]
+"""Kind, text, and the only output that fits."""
+
 INVALID: list[tuple[GrammarKind, str]] = [
     ("json_schema", '{"type": "no such type"}'),
     ("json_schema", '{"type": '),
@@ -253,6 +261,18 @@ class GrammarTests:
             assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
         assert not state.is_complete
         assert _allowed(state) == {*_encode("b"), *_encode("x")}
+
+    @pytest.mark.parametrize(("kind", "text", "output"), SPELLED)
+    def test_text_that_spells_special_tokens(self, kind: GrammarKind, text: str, output: str) -> None:
+        """Is made of other tokens."""
+        tokenizer, state, tokens = byte_tokenizer(), self.provider().compile(kind, text, "it"), list[int]()
+        while not state.is_complete:
+            allowed = _allowed(state)
+            assert not allowed & set(tokenizer.all_special_ids)
+            assert all(state.copy().accept(each) for each in allowed)
+            tokens.append(max(allowed))
+            assert state.accept(tokens[-1])
+        assert tokenizer.decode(tokens) == output
 
     def test_masks_of_several_at_once(self) -> None:
         """As one by one, in any number and order."""
