@@ -120,3 +120,11 @@ def test_collections_in_any_form() -> None:
     )
     assert given == SamplingParams(stop="a", stop_token_ids=(5, 6), logit_bias={7: 1.5})  # type: ignore[arg-type]
     assert Decoder(SamplingParams)(encode(given)) == given  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 5, 2**63 - 1])
+def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
+    seeds = [each.seed for each in SamplingParams(seed=seed, n=3).split()]
+    assert seeds[0] == seed
+    assert len(set(seeds)) == 3
+    assert all(SamplingParams(seed=each).seed == each for each in seeds)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_bodies_that_are_too_large_are_refused_before_they_are_read(guarded: Any
         assert answer.startswith(b"HTTP/1.1 413 "), answer
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
     assert inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_who_sends_all_before_it_listens_hears_that_it_was_too_much(guarded: Any) -> None:
+    """Its connection would break if it were closed before."""
+
+    async def send(content: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=guarded.url, timeout=100) as client:
+            headers = {"Authorization": f"Bearer {KEYS[0]}"}
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b" " * 2**17
+
+    for content in (b" " * (25 * 2**20), parts()):
+        answer = asyncio.run(send(content))
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
 
 
 def test_more_requests_at_a_time_than_wanted_are_429(guarded: Any, inside: httpx.Client) -> None:

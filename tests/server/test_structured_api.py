@@ -225,7 +225,7 @@ def tool(**function: Any) -> list[Any]:
     return [{"type": "function", "function": {"name": "f", **function}}]
 
 
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "schema": (
         {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "alien"}}}},
@@ -275,11 +275,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "guided_json",
     ),
     "regex beside tools": ({"tools": tool(), "guided_regex": "a"}, "guided_regex"),
-    "arguments that are no JSON": (
-        {"messages": [{"role": "assistant", "tool_calls": [CALL]}], "tools": tool()},
-        "messages[0].tool_calls[0].function.arguments",
+    "calls of a user": (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+        "messages[0].tool_calls",
     ),
-    "calls of a user": ({"messages": [{"role": "user", "content": "a", "tool_calls": []}]}, "messages[0].tool_calls"),
     "no content": ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
 }
 

@@ -10,7 +10,7 @@ import pytest
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.grammar_kit import byte_tokenizer
-from minisgl_core.text.chat import read_chat_template, render_chat
+from minisgl_core.text.chat import plain_messages, read_chat_template, render_chat
 
 TEMPLATE = """{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}
 {%- for m in messages %}{{ m.role }}: {{ m.content }}
@@ -40,20 +40,31 @@ def test_tools_calls_and_results(tokenizer: Any) -> None:
     assert render_chat(tokenizer, messages).startswith("user")
 
 
+@pytest.mark.parametrize("arguments", ['{"x": "Par', "[]", r'{"x": "\ud83d"}'])
+def test_arguments_that_are_no_object_are_given_as_they_came(tokenizer: Any, arguments: str) -> None:
+    """As of a call that was cut off, which a client sends back with the conversation."""
+    calls = [{**CALL, "function": {"name": "f", "arguments": arguments}}]
+    [message] = plain_messages([{"role": "assistant", "tool_calls": calls}])
+    assert message["tool_calls"][0]["function"]["arguments"] == arguments
+    assert render_chat(tokenizer, [message]).startswith("assistant: <f >")
+
+
+def test_what_says_nothing_is_left_out() -> None:
+    said = {"role": "assistant", "content": "a", "name": "b"}
+    assert plain_messages([said | {"tool_calls": [], "annotations": [], "refusal": None}]) == [said]
+
+
 @pytest.mark.parametrize(
     ("message", "name"),
     [
         ({"role": "user", "content": None}, "messages[0].content"),
         ({"role": "user", "content": "a", "tool_calls": [CALL]}, "messages[0].tool_calls"),
         ({"role": "user", "content": "a", "tool_call_id": "1"}, "messages[0].tool_call_id"),
-        ({"role": "assistant", "tool_calls": []}, "messages[0].tool_calls"),
+        ({"role": "assistant", "tool_calls": []}, "messages[0].content"),
+        ({"role": "assistant", "content": "a", "annotations": ["b"]}, "messages[0].annotations"),
         ({"role": "assistant", "tool_calls": ["f"]}, "messages[0].tool_calls[0]"),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]},
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": r'{"x": "\ud83d"}'}}]},
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": ["x"]}}]},
             "messages[0].tool_calls[0].function.arguments",
         ),
         ({"role": "function", "content": "a"}, "messages[0].role"),

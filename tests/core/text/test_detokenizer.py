@@ -141,6 +141,18 @@ def test_stop_texts_cut_the_output_before_the_first_match(
     assert "".join(texts) == whole[: first - len(expected)]
 
 
+@given(data=st.data())
+def test_stop_texts_end_nothing_before_so_many_tokens(
+    data: st.DataObject, engine_tokenizer: Any, tokens: TokenBytes
+) -> None:
+    ids = engine_tokenizer("one two one two one two one")["input_ids"]
+    num_free = data.draw(st.integers(0, len(ids)))
+    pieces = chunks(ids, data.draw(st.lists(st.integers(1, 4), max_size=3)))
+    texts, stop = run(IncrementalDetokenizer(tokens, stop=("one",), min_tokens=num_free), pieces)
+    free, rest = decode(engine_tokenizer, ids[:num_free], True), decode(engine_tokenizer, ids[num_free:], True)
+    assert ("".join(texts), stop) == (free + rest.partition("one")[0], "one" if "one" in rest else None)
+
+
 def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     detokenizer = IncrementalDetokenizer(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]

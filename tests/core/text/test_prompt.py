@@ -66,7 +66,7 @@ def test_template_variables(bos_tokenizer: Any) -> None:
         ([{"content": "Hi"}], "messages[0].role"),
         ([*CHAT, {"role": "user"}], "messages[1].content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
-        ([{"role": "user", "content": "Hi", "name": "Bob"}], "messages[0].name"),
+        ([{"role": "user", "content": "Hi", "audio": {"id": "a"}}], "messages[0].audio"),
         ([{"role": "user", "content": "boom"}], "messages"),
     ],
 )
@@ -92,3 +92,10 @@ def test_bytes_of_tokens(engine_tokenizer: Any) -> None:
     token_bytes = TokenBytes(engine_tokenizer)
     assert b"".join(token_bytes[token] for token in engine_tokenizer(text)["input_ids"]) == text.encode()
     assert token_bytes[10**6] == b""
+
+
+def test_half_a_character_is_refused(bos_tokenizer: Any) -> None:
+    with pytest.raises(InvalidValueError, match="half characters"):
+        encode_prompt(bos_tokenizer, "Hi \udce9 Hi")
+    with pytest.raises(InvalidValueError, match="half characters"):
+        encode_chat(bos_tokenizer, [{"role": "user", "content": "\ud800"}])

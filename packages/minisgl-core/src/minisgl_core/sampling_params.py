@@ -34,7 +34,8 @@ class SamplingParams:
         frequency_penalty: the same, times how often it was generated; in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        seed: the same seed gives the same tokens whatever else runs in the batch; None draws a fresh one.
+        seed: the same seed gives the same tokens, where the logits are the same; None draws a fresh one. What else runs in the
+            batch changes no random number, but in bfloat16 and float16 the logits a little, and so a token now and then.
         stop: texts that end the output; the match itself is not returned.
         stop_token_ids: token ids that end the output, besides the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
@@ -127,7 +128,7 @@ class SamplingParams:
         """One `SamplingParams` for each of the `n` outputs; where there is a seed, each gets its own, derived from it."""
         if self.n == 1:
             return [self]
-        seeds = [None if self.seed is None else (self.seed + i) % 2**63 for i in range(self.n)]
+        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
         return [replace(self, n=1, seed=seed) for seed in seeds]
 
 

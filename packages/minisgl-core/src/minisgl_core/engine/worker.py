@@ -142,7 +142,8 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
 def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
     monitor = Monitor(loop.scheduler)
     while True:
-        messages = requests.drain() if loop.has_work else [requests.receive()]
+        waited = [] if loop.has_work else [requests.receive()]
+        messages = [*waited, *requests.drain()]  # all that came: what ends within a step would run one by one otherwise
         for message in messages:
             if isinstance(message, Submit):
                 _submit(loop.scheduler, message, workers)

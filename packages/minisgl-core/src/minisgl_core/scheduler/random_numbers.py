@@ -1,6 +1,6 @@
 """The random number behind each sampled token: a pure function of the request's seed and the token's place.
 
-So a request's tokens depend on its seed alone, whatever else runs in the batch and however often it is preempted.
+So a request's random numbers depend on its seed alone, whatever else runs in the batch and however often it is preempted.
 """
 
 from __future__ import annotations

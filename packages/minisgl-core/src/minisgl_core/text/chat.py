@@ -15,8 +15,10 @@ from jinja2.parser import Parser
 from minisgl_core.errors import InvalidValueError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id", "name"}}
-"""What a message may have besides its role and content."""
+_FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
+"""What a message may have besides its role, content and name."""
+_EMPTY = {"tool_calls", "annotations"}
+"""Lists that other servers' answers have where there is nothing in them; then they are left out."""
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -72,7 +74,8 @@ def render_chat(
         tokenizer: a transformers tokenizer with a chat template.
         messages: ``role`` and ``content`` each; a content is a text or a list of ``{"type": "text", "text": ...}``.
             A ``developer`` message is a system message to templates that do not know the role. An ``assistant`` message may
-            have ``tool_calls`` and ``reasoning_content``, a ``tool`` message the ``tool_call_id`` that it answers.
+            have ``tool_calls`` and ``reasoning_content``, a ``tool`` message the ``tool_call_id`` that it answers, and any a
+            ``name``, which few templates use.
         chat_template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: functions that the model may call, as OpenAI's API describes them.
         add_generation_prompt: end with what the answer begins after; otherwise with the last message.
@@ -123,8 +126,9 @@ def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dic
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     more = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
+    more = {name: value for name, value in more.items() if not (name in _EMPTY and value == [])}
     for name in sorted(more):
-        if name not in _FIELDS.get(role, ()):
+        if name != "name" and name not in _FIELDS.get(role, ()):
             raise InvalidValueError(f"{where}.{name}", more[name], "left out: it is not supported")
     if "tool_calls" in more:
         more["tool_calls"] = _tool_calls(more["tool_calls"], f"{where}.tool_calls")
@@ -137,7 +141,7 @@ def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dic
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects, as templates take them."""
+    """Calls with their arguments as objects, as templates take them, or as text where they are none."""
     if not isinstance(calls, list) or not calls:
         raise InvalidValueError(where, calls, "a list of one or more calls")
     plain = []
@@ -151,7 +155,9 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             parsed = None
-        if not isinstance(parsed, Mapping):
+        if isinstance(arguments, str) and not isinstance(parsed, Mapping):
+            parsed = arguments  # a call that was cut off or is wrong, which the model is to see as it was
+        elif not isinstance(parsed, Mapping):
             raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
         plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
     return plain

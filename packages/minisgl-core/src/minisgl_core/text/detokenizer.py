@@ -30,12 +30,16 @@ class IncrementalDetokenizer:
         tokens: of the tokenizer.
         skip_special_tokens: leave special tokens out.
         stop: texts that end the output.
+        min_tokens: the text of so many tokens ends nothing.
     """
 
-    def __init__(self, tokens: TokenBytes, skip_special_tokens: bool = True, stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, tokens: TokenBytes, skip_special_tokens: bool = True, stop: tuple[str, ...] = (), min_tokens: int = 0
+    ) -> None:
         kind = _Bytes if tokens.make_up_texts else _Window
         self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
         self._stop = StopFinder(stop)
+        self._num_free = min_tokens if stop else 0
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
         """Add tokens.
@@ -48,7 +52,12 @@ class IncrementalDetokenizer:
             New text, and the stop text that ends the output, if one was found: the text then ends before it and the
             detokenizer is done.
         """
+        free = ""
+        if num_free := min(self._num_free, len(token_ids)):
+            self._num_free -= num_free
+            free, token_ids = self._decode(token_ids[:num_free], False), token_ids[num_free:]
         text, stop = self._stop.push(self._decode(token_ids, finished))
+        text = free + text
         if finished and stop is None:
             text += self._stop.finish()
         return text, stop
@@ -142,7 +151,9 @@ class OutputText:
     """Text of one request, from what the scheduler sends of it."""
 
     def __init__(self, tokens: TokenBytes, sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokens, sampling.skip_special_tokens, sampling.stop)
+        self._detokenizer = IncrementalDetokenizer(
+            tokens, sampling.skip_special_tokens, sampling.stop, sampling.min_tokens
+        )
         self._stop_token_ids = sampling.stop_token_ids
 
     def push(self, out: TokenOut) -> Piece:

@@ -45,7 +45,16 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
 
 
 def encode_prompt(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of a plain text, with the BOS that the tokenizer adds if `add_special_tokens`."""
+    """Tokens of a plain text, with the BOS that the tokenizer adds if `add_special_tokens`.
+
+    Raises:
+        InvalidValueError: half a character (a lone surrogate) is in it, which no bytes stand for.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        allowed = "text, without half characters (lone surrogates)"
+        raise InvalidValueError("prompt", text[error.start :][:20], allowed) from None
     ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
     return ids
 

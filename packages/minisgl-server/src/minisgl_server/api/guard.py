@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Sequence
+from contextlib import suppress
 
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
@@ -14,6 +16,9 @@ from minisgl_server.api.access import RequestLog
 from minisgl_server.api.errors import ApiError
 from minisgl_server.options import ServerOptions
 
+_LINGER_S = 5.0
+"""How long what a client still sends is read, and dropped, beside the answer that refuses it: a connection that was closed
+before would be broken to a client that writes all before it reads."""
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
 """What needs no key: it tells nothing but that a server is there. The page's files are the same for everyone."""
@@ -83,6 +88,7 @@ class Limits:
             return await self._app(scope, receive, send)
         length = Headers(scope=scope).get("content-length")
         is_post = scope["method"] == "POST"
+        send = _lingering(receive, send)
         if length is not None and int(length) > self._max_body_bytes:
             return await self._too_large().response()(scope, receive, send)
         if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
@@ -116,3 +122,23 @@ class Limits:
             code="body_too_large",
             headers={"Connection": "close"},
         )
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """`send`, by which an answer of 413 ends when the client has sent what it had, or `_LINGER_S` later."""
+    is_refused = False
+
+    async def send_and_linger(message: Message) -> None:
+        nonlocal is_refused
+        if message["type"] == "http.response.start":
+            is_refused = message["status"] == 413
+        elif is_refused and not message.get("more_body"):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    while (await receive()).get("more_body"):
+                        pass
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    return send_and_linger

@@ -151,7 +151,8 @@ class ChatMessage(Strict):
     tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant.")
     reasoning_content: str | None = Field(None, description="Of an assistant; most chat templates leave it out.")
     tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
-    name: str | None = Field(None, description="Of a tool: the function's name.")
+    name: str | None = Field(None, description="A tool's function, or who speaks; few chat templates use it.")
+    annotations: list[Any] | None = Field(None, max_length=0, description="Empty, as in answers of OpenAI's.")
 
 
 class Function(Strict):
