@@ -128,3 +128,12 @@ def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
     assert seeds[0] == seed
     assert len(set(seeds)) == 3
     assert all(SamplingParams(seed=each).seed == each for each in seeds)
+
+
+def test_what_would_take_a_server_long_is_bounded() -> None:
+    with pytest.raises(InvalidValueError, match="stop='257 texts' is not valid: must be at most 256 texts"):
+        SamplingParams(stop=["a"] * 257)
+    biases = dict.fromkeys(range(10_000), 1.0)
+    assert len(SamplingParams(n=100, logit_bias=biases).split()[99].logit_bias) == 10_000
+    with pytest.raises(InvalidValueError, match="must be at most 8192 tokens, beside n=128"):
+        SamplingParams(n=128, logit_bias=biases)

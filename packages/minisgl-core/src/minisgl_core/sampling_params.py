@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
@@ -13,6 +14,10 @@ from minisgl_core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
+MAX_STOPS = 256
+"""Stop texts: each is looked for at every character."""
+MAX_BIASES = 1 << 20
+"""Entries of ``logit_bias``, times outputs: each output is a request of its own."""
 _LEAST_TEMPERATURE = 1e-5
 """What is below it is greedy: logits divided by ever less leave float32 in the end."""
 
@@ -25,7 +30,7 @@ class SamplingParams:
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        min_tokens: no end-of-sequence and no stop token is sampled before this many tokens.
+        min_tokens: no end-of-sequence and no stop token is sampled before this many tokens, nor a stop text looked for.
         temperature: logits are divided by it; below 1e-5, the most likely token is always taken; in [0, 1e6].
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
@@ -71,6 +76,9 @@ class SamplingParams:
             object.__setattr__(self, name, read(getattr(self, name)))
         self._check_integers()
         self._check_numbers()
+        if self.n * len(self.logit_bias) > MAX_BIASES:
+            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
+            raise InvalidValueError("logit_bias", f"{len(self.logit_bias)} tokens", allowed)
         for name in ("ignore_eos", "skip_special_tokens"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidValueError(name, value, "true or false")
@@ -128,14 +136,20 @@ class SamplingParams:
         """One `SamplingParams` for each of the `n` outputs; where there is a seed, each gets its own, derived from it."""
         if self.n == 1:
             return [self]
-        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
-        return [replace(self, n=1, seed=seed) for seed in seeds]
+        outputs = [copy(self) for _ in range(self.n)]  # not checked again, which takes long with many biases
+        for i, each in enumerate(outputs):
+            object.__setattr__(each, "n", 1)
+            if self.seed is not None:
+                object.__setattr__(each, "seed", (self.seed + i + 2**63) % 2**64 - 2**63)
+        return outputs
 
 
 def _texts(stop: Any) -> tuple[str, ...]:
     texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
     if not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
         raise InvalidValueError("stop", stop, "a text or a list of texts, none of them empty")
+    if len(texts) > MAX_STOPS:
+        raise InvalidValueError("stop", f"{len(texts)} texts", f"at most {MAX_STOPS} texts")
     return tuple(texts)
 
 
