@@ -213,6 +213,7 @@ def test_an_output_that_is_given_up_leaves_nothing(llm: LLM) -> None:
         ({"json": 3}, "structured_outputs.json"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"choice": "ab"}, "structured_outputs.choice"),
+        ({"choice": [str(place) for place in range(10_001)]}, "structured_outputs.choice"),
         ({"grammar": "start: ("}, "structured_outputs.grammar"),
     ],
 )

@@ -21,6 +21,8 @@ _KINDS: dict[str, GrammarKind] = {
     "structural_tag": "structural_tag",
 }
 
+MAX_CHOICES = 10_000
+"""Texts to choose from: ten times as many took 20 s to refuse."""
 MAX_STRUCTURES = 512
 """Of one structural tag: each is compared with each trigger."""
 
@@ -156,4 +158,6 @@ def _texts(choice: Any) -> tuple[str, ...]:
     is_list = isinstance(choice, Sequence) and not isinstance(choice, str)
     if not is_list or not choice or not all(isinstance(each, str) for each in choice):
         raise InvalidValueError("structured_outputs.choice", choice, "a list of one or more texts")
+    if len(choice) > MAX_CHOICES:
+        raise InvalidValueError("structured_outputs.choice", f"{len(choice)} texts", f"at most {MAX_CHOICES} texts")
     return tuple(choice)
