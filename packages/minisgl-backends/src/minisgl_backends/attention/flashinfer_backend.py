@@ -22,7 +22,8 @@ from minisgl_backends.attention.requirements import (
     head_dim_unsupported,
     package_missing,
 )
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_backends.attention.storing import StoringAttention
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVPool
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -43,7 +44,7 @@ class _Plan:
     prefills: Wrappers | None
 
 
-class FlashInferAttention(AttentionBackend):
+class FlashInferAttention(StoringAttention):
     """Two calls a layer where a batch has both decodes and prefills, one else. Modules compile when first used."""
 
     @classmethod
@@ -102,16 +103,6 @@ class FlashInferAttention(AttentionBackend):
         self._plans_copied.synchronize()
         self._plan_decodes(batch, self._graphs[batch.num_requests], self._graph_pages)
         self._plans_copied.record()
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        pages = self.pool.k(layer.index), self.pool.v(layer.index)
-        self._paged.store_kv(k, v, *pages, plan.slots, layer.kv_scales)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend_stored(q, layer, plan, out)
-        return out
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
         """See `StoresApart`."""

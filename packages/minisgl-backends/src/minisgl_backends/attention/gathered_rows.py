@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_backends.attention.storing import StoringAttention
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVPool
 
 
@@ -45,7 +46,7 @@ class RowPlan:
     prefills: RowInputs | None
 
 
-class GatheredRowsAttention(AttentionBackend):
+class GatheredRowsAttention(StoringAttention):
     """Gathers the rows of a batch, stores K and V, and calls a kernel for the decodes and one for the prefills.
 
     They are separate calls because kernels are chosen by the longest run of queries.
@@ -58,9 +59,6 @@ class GatheredRowsAttention(AttentionBackend):
 
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        from minisgl_backends.kernels import paged  # here: asking must not need triton
-
-        self._store_kv = paged.store_kv
         self._graph_pages: torch.Tensor | None = None
         self._graphs: dict[int, RowInputs] = {}
 
@@ -135,15 +133,6 @@ class GatheredRowsAttention(AttentionBackend):
             max_q=int(batch.q_lens_host.max()),
             max_k=int(batch.seq_lens_host.max()),
         )
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: RowPlan
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        self._store_kv(k, v, self.pool.k(layer.index), self.pool.v(layer.index), plan.slots)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend_stored(q, layer, plan, out)
-        return out
 
     def kv_slots(self, plan: RowPlan) -> torch.Tensor:
         """See `StoresApart`."""

@@ -16,7 +16,8 @@ from minisgl_backends.attention.requirements import (
     head_dim_unsupported,
     package_missing,
 )
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_backends.attention.storing import StoringAttention
+from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.kv.pool import KVPool
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class StepPlan:
     tiles: torch.Tensor | None = None
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(StoringAttention):
     """Decodes by equal shares of keys, prefills by tiles; see `kernels.paged_decode` and `kernels.paged_prefill`.
 
     Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
@@ -66,9 +67,9 @@ class TritonAttention(AttentionBackend):
     def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         # Not before: asking must not need triton.
-        from minisgl_backends.kernels import paged, paged_decode, paged_prefill
+        from minisgl_backends.kernels import paged_decode, paged_prefill
 
-        self._store_kv, self._prefills, self._decodes = paged.store_kv, paged_prefill, paged_decode
+        self._prefills, self._decodes = paged_prefill, paged_decode
         self._num_programs = paged_decode.num_programs(spec.device)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
@@ -100,16 +101,6 @@ class TritonAttention(AttentionBackend):
         firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
         tiles = np.stack((requests, firsts), axis=1).astype(np.int32)
         return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)  # long ones tend to be last
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: StepPlan
-    ) -> torch.Tensor:
-        """See `AttentionBackend.forward`."""
-        pages = self.pool.k(layer.index), self.pool.v(layer.index)
-        self._store_kv(k, v, *pages, plan.batch.slots, layer.kv_scales)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.attend_stored(q, layer, plan, out)
-        return out
 
     def kv_slots(self, plan: StepPlan) -> torch.Tensor:
         """See `StoresApart`."""

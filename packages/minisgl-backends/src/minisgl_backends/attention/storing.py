@@ -1,0 +1,39 @@
+"""What backends share that can leave the storing of K and V to others."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
+from minisgl_core.kv.pool import KVPool
+
+
+class StoringAttention(AttentionBackend):
+    """Attends to what is stored; see `StoresApart`. Where nobody has stored it yet, it does so first, by a kernel."""
+
+    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+        super().__init__(spec, pool, page_table)
+        from minisgl_backends.kernels import paged  # here: asking must not need triton
+
+        self._store_kv = paged.store_kv
+
+    @abstractmethod
+    def kv_slots(self, plan: Any) -> torch.Tensor:
+        """See `StoresApart`."""
+
+    @abstractmethod
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
+        """See `StoresApart`."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+    ) -> torch.Tensor:
+        """See `AttentionBackend.forward`."""
+        pages = self.pool.k(layer.index), self.pool.v(layer.index)
+        self._store_kv(k, v, *pages, self.kv_slots(plan), layer.kv_scales)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_stored(q, layer, plan, out)
+        return out
