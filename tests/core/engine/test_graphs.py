@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -139,6 +140,16 @@ def outputs(
     return tokens, logprobs
 
 
+@contextmanager
+def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
+    """Decodes of these sizes are replayed meanwhile."""
+    engine.record_graphs(sizes, progress=False)
+    try:
+        yield
+    finally:
+        engine.free_graphs()
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 @pytest.mark.parametrize(
@@ -148,14 +159,11 @@ def test_tokens_are_those_of_steps_that_are_not_recorded(
     engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
 ) -> None:
     wanted = outputs(kinds, options, cache=cache, overlap=False)
-    engine.record_graphs(SIZES, progress=False)
-    try:
+    with recorded(engine):
         for _ in range(2):
             tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
             assert tokens == wanted[0]
             assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # a padded batch may be rounded otherwise
-    finally:
-        engine.free_graphs()
 
 
 def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,11 +200,8 @@ def test_masks_hold_in_recorded_decodes(
     monkeypatch.setattr(Engine, "begin", with_masks(Engine.begin))
     monkeypatch.setattr(Engine, "finish", masking(Engine.finish))
     wanted = outputs(kinds, options, cache="naive", overlap=overlap)
-    engine.record_graphs(SIZES, progress=False)
-    try:
+    with recorded(engine):
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
-    finally:
-        engine.free_graphs()
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
 
@@ -233,12 +238,9 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     group = OtherHalf(engine.model)
     monkeypatch.setattr(engine.model, "vocab_shard", lambda: VocabShard(group, tiny.VOCAB_SIZE), raising=False)
     monkeypatch.setattr(engine.model, "compute_own_logits", group.compute_own_logits, raising=False)
-    engine.record_graphs(SIZES[-1:], progress=False)
-    num_recorded = group.num_gathered
-    try:
+    with recorded(engine, SIZES[-1:]):
+        num_recorded = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
-    finally:
-        engine.free_graphs()
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
     assert (group.num_gathered > num_recorded) == (set(kinds) != {"random"}), "none is gathered for nothing"
@@ -256,11 +258,8 @@ def test_every_size_runs_with_new_pages_and_without(
         return run(recorded, plan)
 
     monkeypatch.setattr(DecodeGraphs, "run", noted)
-    engine.record_graphs(SIZES, progress=False)
-    try:
+    with recorded(engine):
         outputs(("greedy",) * 6, options, cache="radix", overlap=False)
-    finally:
-        engine.free_graphs()
     assert sizes == {1, 2, 3, 4}
     assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
 
@@ -285,8 +284,5 @@ def test_pages_of_other_tokens_are_written_before(
 
     table = engine._table.data.numpy()
     monkeypatch.setattr(graphs, "own_pages", with_others)
-    engine.record_graphs(SIZES, progress=False)
-    try:
+    with recorded(engine):
         assert outputs(("greedy",) * 6, options, overlap=False) == wanted
-    finally:
-        engine.free_graphs()
