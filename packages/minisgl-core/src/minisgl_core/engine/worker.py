@@ -142,8 +142,8 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
 def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
     monitor = Monitor(loop.scheduler)
     while True:
-        waited = [] if loop.has_work else [requests.receive()]
-        messages = [*waited, *requests.drain()]  # all that came: what ends within a step would run one by one otherwise
+        # All that came, even beside the one waited for: what ends within a step would run one by one otherwise.
+        messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
         for message in messages:
             if isinstance(message, Submit):
                 _submit(loop.scheduler, message, workers)

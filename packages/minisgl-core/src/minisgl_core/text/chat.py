@@ -125,8 +125,10 @@ def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dic
     where, role = f"messages[{place}]", message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
-    more = {name: value for name, value in message.items() if name not in ("role", "content") and value is not None}
-    more = {name: value for name, value in more.items() if not (name in _EMPTY and value == [])}
+    said = {
+        name: value for name, value in message.items() if value is not None and not (name in _EMPTY and value == [])
+    }
+    more = {name: value for name, value in said.items() if name not in ("role", "content")}
     for name in sorted(more):
         if name != "name" and name not in _FIELDS.get(role, ()):
             raise InvalidValueError(f"{where}.{name}", more[name], "left out: it is not supported")
@@ -155,10 +157,10 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             parsed = None
-        if isinstance(arguments, str) and not isinstance(parsed, Mapping):
+        if not isinstance(parsed, Mapping):
+            if not isinstance(arguments, str):
+                raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
             parsed = arguments  # a call that was cut off or is wrong, which the model is to see as it was
-        elif not isinstance(parsed, Mapping):
-            raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
         plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
     return plain
 
