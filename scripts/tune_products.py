@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.cuda.cut import MAX_ROWS, Cut, cut
-from minisgl_backends.cuda.product import HopperProduct, StreamScratch, fits
+from minisgl_backends.cuda.product import ROW_SIZES, HopperProduct, StreamScratch, fits
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
@@ -28,18 +28,26 @@ COLD_BYTES = 600 << 20
 """Of copies of a matrix, ten times what the L2 cache holds."""
 
 
-def ways(matrix_rows: int, num_inputs: int, processors: int) -> Iterator[Cut]:
-    """All that make sense."""
+def ways(num_rows: int, matrix_rows: int, num_inputs: int, processors: int) -> Iterator[Cut]:
+    """All that make sense; `num_rows` is what a kernel is compiled for."""
     for outputs in (64, 128):
         tiles = -(-matrix_rows // outputs)
         yield Cut(outputs)
         yield Cut(outputs, cluster=2)
-        if tiles <= processors:
-            yield Cut(outputs, num_blocks=processors // tiles * tiles)
-            yield Cut(outputs, num_blocks=tiles)
-        for splits in (2, 3, 4, 5, 6, 8):
-            if 40 <= tiles * splits <= processors and splits <= num_inputs // 64:
-                yield Cut(outputs, splits=splits)
+        for row_parts in (1, 2, 4):
+            blocks = tiles * row_parts
+            if num_rows % (row_parts * (16 if outputs == 64 else 8)):
+                continue
+            if row_parts > 1:
+                yield Cut(outputs, row_parts=row_parts)
+            if blocks <= processors:
+                yield from (
+                    Cut(outputs, row_parts=row_parts, num_blocks=count)
+                    for count in {blocks, processors // blocks * blocks}
+                )
+            for splits in (2, 3, 4, 5, 6, 8):
+                if 40 <= blocks * splits <= processors and row_parts * splits <= 8 and splits <= num_inputs // 64:
+                    yield Cut(outputs, splits=splits, row_parts=row_parts)
 
 
 def wrong(
@@ -75,23 +83,26 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
     if not fits(weights[0], None, gated=gated):
         raise click.UsageError(f"the kernel takes no matrix of {shape[0]}x{shape[1]}{' gated' if gated else ''}")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    found: dict[Cut, list[HopperProduct]] = {}
-    chosen_ways = [cut(rows, *shape, processors) for rows in all_rows]
-    for way in dict.fromkeys([*chosen_ways, *ways(*shape, processors)]):
-        options = {"gated": gated, "choose": lambda *_, way=way: way}
-        found[way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
+    made_for = {rows: next(size for size in ROW_SIZES if size >= rows) for rows in all_rows}
+    found: dict[int, dict[Cut, list[HopperProduct]]] = {}
+    for rows, size in made_for.items():  # all at once, since they are compiled beside each other
+        found[rows] = {}
+        for way in dict.fromkeys([cut(size, *shape, processors), *ways(size, *shape, processors)]):
+            options = {"gated": gated, "row_sizes": [size], "choose": lambda *_, way=way: way}
+            found[rows][way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
     all_right = True
-    for rows, chosen in zip(all_rows, chosen_ways, strict=True):
+    for rows, products_of in found.items():
         x = torch.randn(rows, shape[1], **made)
         cublas = [partial(activated if gated else F.linear, x, weight) for weight in weights]
         times = []
-        for way, products in found.items():
+        for way, products in products_of.items():
             if reason := wrong(products[0], x, weights[0], gated=gated):
                 print(f"WRONG: {shape}, {rows} rows, {way}: {reason}", flush=True)
                 all_right = False
             else:
                 times.append((microseconds([partial(product, x) for product in products]), str(way)))
-        own = next((time for time, way in times if way == str(chosen)), float("nan"))
+        chosen = str(cut(made_for[rows], *shape, processors))
+        own = next((time for time, way in times if way == chosen), float("nan"))
         best = "; ".join(f"{time:.1f} {way}" for time, way in sorted(times)[:3])
         name = f"{shape[0]}x{shape[1]}{' gated' if gated else ''}"
         print(

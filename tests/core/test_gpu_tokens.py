@@ -134,12 +134,13 @@ class TestOnOneGpu:
 
 
 def test_the_model_needs_every_cut() -> None:
-    """Tiles of either size, whole and cut by Stream-K; clusters that share x, and clusters that share a tile."""
+    """Tiles of either size, whole and cut by Stream-K; clusters that share x, and those that share a tile by inputs and rows."""
     qkv, both = (HEADS + 2 * KV_HEADS) * 64, 2 * INNER
     matrices = ((qkv, HIDDEN), (HIDDEN, HEADS * 64), (both, HIDDEN), (HIDDEN, INNER))
     ways = {cut(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
     assert {way.outputs for way in ways} == {64, 128}
     assert {way.cluster for way in ways} == {1, 2}
     assert max(way.splits for way in ways) > 1
+    assert {way.row_parts for way in ways} == {1, 2}
     assert any(way.num_blocks is None and way.splits == 1 for way in ways)
     assert any(way.num_blocks is not None for way in ways)

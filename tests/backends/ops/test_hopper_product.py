@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, cut, worthwhile_rows
-from minisgl_backends.cuda.product import HopperProduct, StreamScratch, Variant, fits
+from minisgl_backends.cuda.product import ROW_SIZES, HopperProduct, StreamScratch, Variant, fits
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
@@ -39,12 +39,16 @@ def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth
     way = cut(rows, outputs, depth * DEPTH, processors)
     tiles = -(-outputs // way.outputs)
     assert way.outputs in (64, 128)
-    assert 1 <= way.cluster * way.splits <= 8  # what CUDA promises of a cluster
+    assert 1 <= way.cluster * way.splits * way.row_parts <= 8  # what CUDA promises of a cluster
     assert way.splits <= depth
-    assert way.cluster == 1 or way.splits == 1
-    assert way.splits == 1 or tiles * way.splits <= processors  # clusters of a tile are all there at once
+    assert way.cluster == 1 or way.splits == way.row_parts == 1
+    # Clusters of a tile are all there at once.
+    assert way.splits == 1 or tiles * way.splits * way.row_parts <= processors
+    size = min(each for each in ROW_SIZES if each >= rows)
+    assert size % (way.row_parts * (16 if way.outputs == 64 else 8)) == 0
     assert way.num_blocks is None or 1 <= way.num_blocks <= processors
-    assert way.num_blocks is None or way.num_blocks % tiles == 0  # no tile is cut by another one's border
+    # No tile is cut by another one's border.
+    assert way.num_blocks is None or way.num_blocks % (tiles * way.row_parts) == 0
 
 
 def test_large_matrices_are_left_to_cublas_sooner() -> None:
@@ -52,14 +56,18 @@ def test_large_matrices_are_left_to_cublas_sooner() -> None:
     assert worthwhile_rows(34816, 5120) < MAX_ROWS
 
 
-@pytest.mark.parametrize("rows", range(16, MAX_ROWS + 1, 16))
+@pytest.mark.parametrize(
+    ("rows", "row_parts"), [(rows, parts) for parts in (1, 2) for rows in range(16 * parts, MAX_ROWS + 1, 16 * parts)]
+)
 @pytest.mark.parametrize("outputs", [64, 128])
-def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(rows: int, outputs: int) -> None:
-    variant = Variant(rows, outputs, 1, 3, gated=False, has_bias=False)
+def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(
+    rows: int, row_parts: int, outputs: int
+) -> None:
+    variant = Variant(rows, outputs, 1, 3, row_parts, gated=False, has_bias=False)
     assert variant.stages >= 4
-    ring = variant.stages * (outputs + rows) * DEPTH * 2
-    eighths = (rows // 2 if outputs == 64 else rows) // 8
-    for splits in range(2, 9):
+    ring = variant.stages * (outputs + variant.block_rows) * DEPTH * 2
+    eighths = (variant.block_rows // 2 if outputs == 64 else variant.block_rows) // 8
+    for splits in range(2, 8 // row_parts + 1):
         most = -(-eighths // splits)
         waiting = most * 8 * (2 * outputs + 16) * (2 if outputs == 64 else 1)
         assert splits * most * 256 * 16 + waiting <= ring
@@ -69,12 +77,15 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(row
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant(MAX_ROWS, 128, 2, 1, gated=True, has_bias=False),
-        Variant(MAX_ROWS, 64, 1, 6, gated=False, has_bias=False),
-        Variant(160, 64, 1, 1, gated=True, has_bias=True),
-        Variant(96, 128, 1, 1, gated=False, has_bias=True),
-        Variant(16, 64, 1, 1, gated=True, has_bias=True),
-        Variant(128, 64, 1, 3, gated=False, has_bias=True),
+        Variant(MAX_ROWS, 128, 2, 1, 1, gated=True, has_bias=False),
+        Variant(MAX_ROWS, 64, 1, 6, 1, gated=False, has_bias=False),
+        Variant(160, 64, 1, 1, 1, gated=True, has_bias=True),
+        Variant(96, 128, 1, 1, 1, gated=False, has_bias=True),
+        Variant(16, 64, 1, 1, 1, gated=True, has_bias=True),
+        Variant(128, 64, 1, 3, 1, gated=False, has_bias=True),
+        Variant(160, 64, 1, 2, 2, gated=False, has_bias=False),
+        Variant(MAX_ROWS, 64, 1, 3, 2, gated=False, has_bias=True),
+        Variant(MAX_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
     ],
 )
 def test_a_variant_compiles_without_spilling(variant: Variant, tmp_path: Path) -> None:
@@ -123,16 +134,17 @@ class TestOnHopper:
             assert error < 5e-3, (num_rows, float(error))
         assert not scratch.arrived.any()
 
-    def test_a_chain_in_a_graph_equals_the_same_without_overlap(self) -> None:
+    @pytest.mark.parametrize(("num_rows", "hidden"), [(72, 2048), (200, 1024)])
+    def test_a_chain_in_a_graph_equals_the_same_without_overlap(self, num_rows: int, hidden: int) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
         ops = HopperOps(device, dtype)
-        gain = torch.rand(2048, device=device, dtype=dtype)
-        scale = 2048**-0.5
+        gain = torch.rand(hidden, device=device, dtype=dtype)
         matrices = [
-            torch.randn(rows, cols, device=device, dtype=dtype) * scale for rows, cols in ((12288, 2048), (2048, 6144))
+            torch.randn(*shape, device=device, dtype=dtype) * hidden**-0.5
+            for shape in ((6 * hidden, hidden), (hidden, 3 * hidden))
         ]
         gate_up, down = ops.prepare_gated(matrices[0], None), ops.prepare_linear(matrices[1], None)
-        x = torch.randn(72, 2048, device=device, dtype=dtype)
+        x = torch.randn(num_rows, hidden, device=device, dtype=dtype)
 
         def run(*, apart: bool) -> torch.Tensor:
             between = torch.cuda.synchronize if apart else lambda: None

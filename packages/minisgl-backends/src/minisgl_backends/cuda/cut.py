@@ -23,12 +23,14 @@ class Cut:
         outputs: of a tile, 64 or 128.
         cluster: neighbouring tiles that share x.
         splits: thread blocks of a tile, each with a part of the inputs; 1 for Stream-K.
+        row_parts: thread blocks of a tile, each with a part of the rows, that share its weights.
         num_blocks: thread blocks; None for as many as the device holds.
     """
 
     outputs: int
     cluster: int = 1
     splits: int = 1
+    row_parts: int = 1
     num_blocks: int | None = None
 
 
@@ -67,6 +69,8 @@ def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -
             return Cut(64)
         pairs = -(-tiles // 2)
         return Cut(128, num_blocks=max(num_processors // pairs, 1) * pairs)
+    if num_rows > 144 and tiles <= num_processors // 8:
+        return Cut(64, splits=max(min(depth // 16, 4), 1), row_parts=2)
     share = 0.75 if num_rows > 128 and depth > 32 else 0.53  # of the processors
     splits = min(8, int(share * num_processors / tiles + 0.5), depth // 8)
     return Cut(64, splits=splits) if splits > 1 else Cut(64, num_blocks=tiles)

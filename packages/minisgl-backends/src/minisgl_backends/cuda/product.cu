@@ -7,17 +7,18 @@
 //
 // Where there are fewer tiles than processors, or no whole number of them for each, the inputs are cut as well, in one of two ways:
 // - SPLITS > 1: a cluster has a tile, each of its thread blocks a part of the inputs; they send each other their sums through
-//   distributed shared memory, and each adds up and stores some of the rows.
+//   distributed shared memory, by stores that a barrier there counts, and each adds up and stores some of the rows.
 // - SPLITS == 1: Stream-K (arXiv 2301.03598). The 64-input steps of all tiles are one line, cut into equal parts. Who has the
 //   beginning of a tile adds up what the others have left in `parts`; these did that part first of all, so nobody waits long.
-// With CLUSTER > 1, so many neighbouring tiles are worked on in step, and x is fetched once for them all.
+// With CLUSTER > 1, so many neighbouring tiles are worked on in step, and x is fetched once for them all. With ROW_PARTS > 1, so
+// many thread blocks have a tile, each ROWS other rows of x, and weights are fetched once for them all.
 //
 // Programmatic dependent launch: weights are asked for before the kernel in front has ended, everything else after it.
 //
-// To be defined: ROWS (of x at most; a multiple of 8 * CLUSTER, of 16 for OUTPUTS == 64), OUTPUTS (64: the warp groups share
-// the rows; 128: the outputs), CLUSTER, SPLITS, STAGES, GATED (gate and up rows of a gated MLP: half a tile is of each, and
-// silu(gate) * up is stored), HAS_BIAS, and MULTIPLY, a text with multiply(float (&sums)[], u64 weights, u64 rows, int keep): a
-// wgmma of 64 outputs, the rows of a warp group and 16 inputs, added to sums where `keep`.
+// To be defined: ROWS (of x at most, of a thread block; a multiple of 8 * CLUSTER, of 16 for OUTPUTS == 64), OUTPUTS (64: the warp
+// groups share the rows; 128: the outputs), CLUSTER, SPLITS, ROW_PARTS (1 with CLUSTER > 1), STAGES, GATED (gate and up rows of a
+// gated MLP: half a tile is of each, and silu(gate) * up is stored), HAS_BIAS, and MULTIPLY, a text with multiply(float (&sums)[],
+// u64 weights, u64 rows, int keep): a wgmma of 64 outputs, the rows of a warp group and 16 inputs, added to sums where `keep`.
 
 #include MULTIPLY
 
@@ -30,17 +31,19 @@ constexpr int PITCH = OUTPUTS * 2 + 16;            // of a row that waits to be 
 constexpr int STORERS = OUTPUTS == 64 ? 128 : 256; // threads that store the same rows
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;
 constexpr int CONSUMERS = 256;
+constexpr int SHARERS = CLUSTER * ROW_PARTS;       // thread blocks that fetch for each other
 
 // Without .release.cluster: a stage was read, not written, and the fence would take a microsecond.
 __device__ __forceinline__ void barrier_arrive(u32 at, u32 block) {
-    if (CLUSTER == 1)
+    if (SHARERS == 1)
         barrier_arrive(at);
     else
         asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
                      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at), "r"(block) : "memory");
 }
+// Without .release for the same reason: what is written before it is not read by others.
 __device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // Weights are read once and leave the L2 cache first, x is read by all and stays.
@@ -50,10 +53,10 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, 
                  " [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
 }
-__device__ __forceinline__ void fetch_for_cluster(u32 to, const TensorMap* map, int column, int row, u32 barrier) {
+__device__ __forceinline__ void fetch_for(short blocks, u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
                  " [%0], [%1, {%2, %3}], [%4], %5, %6;"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"((short)((1 << CLUSTER) - 1)), "l"(EVICT_LAST)
+                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
                  : "memory");
 }
 
@@ -109,9 +112,10 @@ __device__ __forceinline__ void put_eight(u32 waiting, float a, float b, float c
                  ::"r"(to), "r"(rounded(a, b)), "r"(rounded(c, d)) : "memory");
 }
 
-// A whole tile's sums to `out`, 32 rows at a time.
-__device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf16* out, const bf16* bias, int column, int M, int N) {
-    int group = threadIdx.x >> 7, row = OUTPUTS == 64 ? group * GROUP_ROWS : 0, id = OUTPUTS == 64 ? 2 + group : 1;
+// A whole tile's sums to `out` from `first_row` on, 32 rows at a time.
+__device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf16* out, const bf16* bias, int first_row, int column,
+                                           int M, int N) {
+    int group = threadIdx.x >> 7, row = first_row + (OUTPUTS == 64 ? group * GROUP_ROWS : 0), id = OUTPUTS == 64 ? 2 + group : 1;
     if (OUTPUTS == 64) waiting += group * 32 * PITCH;
     float2 bias_of = biases(bias, column, N);
     #pragma unroll
@@ -130,24 +134,31 @@ __device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf1
     }
 }
 
-// A cluster's sums of one tile, each of other inputs, to `out`: thread block r adds up the r-th part of the rows.
-__device__ __forceinline__ void store_shared_sums(float (&sums)[SUMS], u32 ring, bf16* out, const bf16* bias, int column, int rank, int M, int N) {
-    constexpr int MOST = (EIGHTS + SPLITS - 1) / SPLITS;
+// Of a thread block's EIGHTS, the first that the one with part `split` of the inputs adds up, and how many it does at most.
+__device__ __forceinline__ int first_eight(int split) { return EIGHTS * split / SPLITS; }
+constexpr int MOST = (EIGHTS + SPLITS - 1) / SPLITS;
+
+// SPLITS thread blocks' sums of the same rows, each of other inputs, to `out`: each adds up a part of the rows.
+__device__ __forceinline__ void store_shared_sums(float (&sums)[SUMS], u32 ring, u32 summed, bf16* out, const bf16* bias, int first_row,
+                                                  int column, int split, int row_part, int M, int N) {
     int thread = threadIdx.x, group = thread >> 7;
-    u32 mine = ring + thread * 16, there[SPLITS];  // [SPLITS][MOST][CONSUMERS] of 4 sums
+    u32 mine = ring + thread * 16, there[SPLITS], barrier[SPLITS];  // [SPLITS][MOST][CONSUMERS] of 4 sums
     #pragma unroll
-    for (int to = 0; to < SPLITS; to++)
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[to]) : "r"(mine + rank * MOST * CONSUMERS * 16), "r"(to));
+    for (int to = 0; to < SPLITS; to++) {
+        int block = to * ROW_PARTS + row_part;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there[to]) : "r"(mine + split * MOST * CONSUMERS * 16), "r"(block));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(barrier[to]) : "r"(summed), "r"(block));
+    }
     cluster_sync();  // everybody has read its stages, which the sums are written over
     #pragma unroll
     for (int j = 0; j < EIGHTS; j++) {
-        const int to = ((j + 1) * SPLITS - 1) / EIGHTS;  // so that to's are those from EIGHTS * to / SPLITS on
-        asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"r"(there[to] + (j - EIGHTS * to / SPLITS) * CONSUMERS * 16),
-                       "f"(sums[4 * j]), "f"(sums[4 * j + 1]), "f"(sums[4 * j + 2]), "f"(sums[4 * j + 3]) : "memory");
+        const int to = ((j + 1) * SPLITS - 1) / EIGHTS;  // whose first_eight is the last up to j
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];"
+                     ::"r"(there[to] + (j - EIGHTS * to / SPLITS) * CONSUMERS * 16), "f"(sums[4 * j]), "f"(sums[4 * j + 1]),
+                       "f"(sums[4 * j + 2]), "f"(sums[4 * j + 3]), "r"(barrier[to]) : "memory");
     }
-    cluster_sync();
-    int begin = EIGHTS * rank / SPLITS, count = EIGHTS * (rank + 1) / SPLITS - begin;
+    barrier_wait(summed, 0);
+    int begin = first_eight(split), count = first_eight(split + 1) - begin;
     u32 waiting = ring + SPLITS * MOST * CONSUMERS * 16 + (OUTPUTS == 64 ? group * MOST * 8 * PITCH : 0);
     float2 bias_of = biases(bias, column, N);
     for (int j = 0; j < count; j++) {
@@ -162,67 +173,80 @@ __device__ __forceinline__ void store_shared_sums(float (&sums)[SUMS], u32 ring,
         put_eight(waiting + j * 8 * PITCH, a, b, c, d);
     }
     sync<STORERS>(OUTPUTS == 64 ? 2 + group : 1);
-    store_rows(waiting, out, (OUTPUTS == 64 ? group * GROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
+    store_rows(waiting, out, first_row + (OUTPUTS == 64 ? group * GROUP_ROWS : 0) + begin * 8, count * 8, column, M, N);
 }
 
 // Where a part begins, of `total` steps cut into equal ones.
 __device__ __forceinline__ int part_begin(int total, int part, int parts) { return (int)((long long)total * part / parts); }
 
 // weight [N, K], or [2 N, K] where GATED; x [M, K]; out [M, N]; bias as weight has rows. parts: float32 [thread blocks, SUMS / 4, 256, 4].
-// arrived: [thread blocks], 0 before and after. K is a multiple of 64, N of 8. Thread blocks: a multiple of CLUSTER * SPLITS;
-// with SPLITS, as many as tiles times SPLITS.
+// arrived: [thread blocks], 0 before and after. K is a multiple of 64, N of 8. Thread blocks: a multiple of SHARERS * SPLITS;
+// with SPLITS, as many as tiles times ROW_PARTS * SPLITS.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out,
         const bf16* __restrict__ bias, float4* __restrict__ parts, int* __restrict__ arrived, int M, int N, int K) {
     extern __shared__ char memory[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u, waiting = ring + STAGES * STAGE_BYTES;
-    const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES, summed = empty + 8 * STAGES;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     u32 rank = 0;
-    if (CLUSTER * SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    const int cluster = blockIdx.x / (CLUSTER * SPLITS), num_clusters = gridDim.x / (CLUSTER * SPLITS);
+    if (SHARERS * SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const int cluster = blockIdx.x / (SHARERS * SPLITS), num_clusters = gridDim.x / (SHARERS * SPLITS);
+    const u32 sharer = SHARERS > 1 ? rank % SHARERS : 0, split = rank / SHARERS, first_sharer = rank - sharer;
+    const int row_part = ROW_PARTS > 1 ? sharer : 0, first_row = row_part * ROWS;
     const int depth = K / DEPTH, total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * depth;
     int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
     if (SPLITS > 1) {
-        begin = cluster * depth + depth * rank / SPLITS;
-        end = cluster * depth + depth * (rank + 1) / SPLITS;
+        begin = cluster * depth + depth * split / SPLITS;
+        end = cluster * depth + depth * (split + 1) / SPLITS;
     }
-    auto column_of = [&](int tile) { return (tile * CLUSTER + (CLUSTER > 1 ? rank : 0)) * COLUMNS; };
+    auto column_of = [&](int tile) { return (tile * CLUSTER + (CLUSTER > 1 ? sharer : 0)) * COLUMNS; };
 
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
-            barrier_init(empty + 8 * s, CONSUMERS / 32 * CLUSTER);
+            barrier_init(empty + 8 * s, CONSUMERS / 32 * SHARERS);
         }
+        barrier_init(summed, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (SPLITS > 1) barrier_expect(summed, SPLITS * (first_eight(split + 1) - first_eight(split)) * CONSUMERS * 16);
     }
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (warp == CONSUMERS / 32) {
+        const short sharers = ((1 << SHARERS) - 1) << first_sharer;
+        auto fetch_part = [&](u32 to, int k, int column, u32 barrier) {
+            constexpr int PART = COLUMNS / ROW_PARTS;
+            if (ROW_PARTS == 1)
+                fetch(to, &weight_map, k * DEPTH, column, barrier, EVICT_FIRST);
+            else
+                fetch_for(sharers, to + row_part * PART * 128, &weight_map, k * DEPTH, column + row_part * PART, barrier, EVICT_FIRST);
+        };
         auto fetch_weights = [&](int tile, int k, int s) {
             u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
             barrier_expect(barrier, STAGE_BYTES);
-            fetch(to, &weight_map, k * DEPTH, column_of(tile), barrier, EVICT_FIRST);
-            if (GATED) fetch(to + WEIGHT_BYTES / 2, &weight_map, k * DEPTH, N + column_of(tile), barrier, EVICT_FIRST);
+            fetch_part(to, k, column_of(tile), barrier);
+            if (GATED) fetch_part(to + WEIGHT_BYTES / 2, k, N + column_of(tile), barrier);
         };
         auto fetch_x = [&](int k, int s) {
             u32 to = ring + s * STAGE_BYTES + WEIGHT_BYTES, barrier = full + 8 * s;
             if (CLUSTER == 1)
-                fetch(to, &x_map, k * DEPTH, 0, barrier, EVICT_LAST);
+                fetch(to, &x_map, k * DEPTH, first_row, barrier, EVICT_LAST);
             else
-                fetch_for_cluster(to + rank * (X_BYTES / CLUSTER), &x_map, k * DEPTH, rank * (ROWS / CLUSTER), barrier);
+                fetch_for(sharers, to + rank * (X_BYTES / CLUSTER), &x_map, k * DEPTH, rank * (ROWS / CLUSTER), barrier, EVICT_LAST);
         };
         const int ahead = min(STAGES, end - begin);
         int tile = begin / depth, k = begin % depth, x_k = k;
+        if (ROW_PARTS > 1) cluster_sync();  // the others' barriers are ready
         if (lane == 0)
             for (int s = 0; s < ahead; s++) {
                 fetch_weights(tile, k, s);
                 if (++k == depth) { k = 0; tile++; }
             }
         __syncwarp();
-        if (CLUSTER > 1) cluster_sync();  // the others' barriers are ready
+        if (CLUSTER > 1) cluster_sync();
         previous_kernel_wait();
         if (lane == 0) {
             for (int s = 0; s < ahead; s++) {
@@ -239,14 +263,15 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
             }
         }
         __syncwarp();
-        if (SPLITS > 1) { cluster_sync(); cluster_sync(); }  // of store_shared_sums
+        if (SPLITS > 1) cluster_sync();  // of store_shared_sums
     } else {
-        if (CLUSTER > 1) cluster_sync();
+        if (SHARERS > 1) cluster_sync();
         const int group = warp >> 2;
         const u32 weight_offset = OUTPUTS == 128 ? group * 64 * 128 : 0, x_offset = OUTPUTS == 64 ? group * GROUP_ROWS * 128 : 0;
-        int s = 0, parity = 0;
-        auto give_back_last = [&] {
-            if (lane < CLUSTER) barrier_arrive(empty + 8 * (s == 0 ? STAGES - 1 : s - 1), lane);
+        int s = 0, parity = 0, given_back = begin;
+        auto give_back_last = [&] {  // if it is filled again: who is arrived at waits for that, and has not ended
+            if (given_back++ < end - STAGES && lane < SHARERS)
+                barrier_arrive(empty + 8 * (s == 0 ? STAGES - 1 : s - 1), first_sharer + lane);
         };
         float sums[SUMS];
         for (int step = begin; step < end;) {
@@ -272,7 +297,7 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
             give_back_last();
             previous_kernel_wait();
             if (SPLITS > 1) {
-                store_shared_sums(sums, ring, out, bias, column_of(tile), rank, M, N);
+                store_shared_sums(sums, ring, summed, out, bias, first_row, column_of(tile), split, row_part, M, N);
                 break;
             }
             if (first > 0) {  // another one's tile
@@ -287,13 +312,13 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
                 int others = 0;
                 while (cluster + 1 + others < num_clusters && part_begin(total, cluster + 1 + others, num_clusters) < (tile + 1) * depth) others++;
                 if (thread < others) {
-                    int there, *flag = arrived + (cluster + 1 + thread) * CLUSTER + rank;
+                    int there, *flag = arrived + (cluster + 1 + thread) * SHARERS + sharer;
                     do asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(flag) : "memory"); while (!there);
                     *flag = 0;  // for the next product
                 }
                 sync<CONSUMERS>(1);
                 for (int other = 1; other <= others; other++) {
-                    const float4* from = parts + (long long)((cluster + other) * CLUSTER + rank) * (SUMS / 4) * CONSUMERS + thread;
+                    const float4* from = parts + (long long)((cluster + other) * SHARERS + sharer) * (SUMS / 4) * CONSUMERS + thread;
                     #pragma unroll
                     for (int i = 0; i < SUMS; i += 4) {
                         float4 part = __ldcg(from + i / 4 * CONSUMERS);
@@ -301,8 +326,8 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
                     }
                 }
             }
-            store_sums(sums, waiting, out, bias, column_of(tile), M, N);
+            store_sums(sums, waiting, out, bias, first_row, column_of(tile), M, N);
         }
     }
-    if (CLUSTER > 1) cluster_sync();  // nobody's barriers are gone while others arrive at them
+    if (SHARERS > 1 && SPLITS == 1) cluster_sync();  // what is fetched for others has come before who fetches it ends
 }

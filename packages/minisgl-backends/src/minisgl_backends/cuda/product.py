@@ -5,7 +5,7 @@ Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,8 +15,8 @@ from minisgl_backends.cuda.compiler import compiled_later, program
 from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 
-_ROWS = (*range(16, 161, 16), 192, 224, MAX_ROWS)
-"""Of x, that there is a kernel for; fewer are padded."""
+ROW_SIZES = (*range(16, 161, 16), 192, 224, MAX_ROWS)
+"""Rows of x that there is a kernel for; fewer are padded."""
 _THREADS = 288
 _SHARED_BYTES = 232_448 - 1024
 """A thread block's on Hopper, but for its barriers."""
@@ -32,6 +32,7 @@ class Variant:
         outputs: see `Cut`.
         cluster: likewise.
         splits: likewise.
+        row_parts: likewise.
         gated: whether it is a gated MLP's.
         has_bias: whether there is one.
     """
@@ -40,13 +41,24 @@ class Variant:
     outputs: int
     cluster: int
     splits: int
+    row_parts: int
     gated: bool
     has_bias: bool
 
     @property
+    def block_rows(self) -> int:
+        """Rows of a thread block."""
+        return self.rows // self.row_parts
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Thread blocks of a cluster."""
+        return self.cluster * self.splits * self.row_parts
+
+    @property
     def stages(self) -> int:
         """Of the ring, as many as fit."""
-        stage = (self.outputs + self.rows) * DEPTH * 2
+        stage = (self.outputs + self.block_rows) * DEPTH * 2
         # Rows that wait to be stored, 32 at a time for each that store apart.
         waiting = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
         return int(min(_MOST_STAGES, (_SHARED_BYTES - 1024 - waiting) // stage))
@@ -54,15 +66,16 @@ class Variant:
     def source(self) -> str:
         """The program."""
         defined = {
-            "ROWS": self.rows,
+            "ROWS": self.block_rows,
             "OUTPUTS": self.outputs,
             "CLUSTER": self.cluster,
             "SPLITS": self.splits,
+            "ROW_PARTS": self.row_parts,
             "STAGES": self.stages,
             "GATED": int(self.gated),
             "HAS_BIAS": int(self.has_bias),
         }
-        group_rows = self.rows // 2 if self.outputs == 64 else self.rows
+        group_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
         return program("product.cu", defined).replace("#include MULTIPLY", _multiply(group_rows))
 
 
@@ -82,10 +95,10 @@ def _multiply(rows: int) -> str:
 @cache
 def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
     """And how many thread blocks the device holds."""
-    size = variant.cluster * variant.splits
     with torch.cuda.device(device):
         cubin = compiled_later(variant.source()).result()
-        kernel = Kernel(cubin, "product", num_threads=_THREADS, shared_bytes=_SHARED_BYTES, cluster=size)
+        sizes = {"shared_bytes": _SHARED_BYTES, "cluster": variant.cluster_blocks}
+        kernel = Kernel(cubin, "product", num_threads=_THREADS, **sizes)
         return kernel, kernel.most_blocks()
 
 
@@ -113,7 +126,7 @@ class HopperProduct:
         scratch: StreamScratch,
         *,
         gated: bool = False,
-        max_rows: int = MAX_ROWS,
+        row_sizes: Sequence[int] = ROW_SIZES,
         choose: Callable[[int, int, int, int], Cut] = cut,
     ) -> None:
         """Keep the matrix, and begin to compile for it.
@@ -123,21 +136,22 @@ class HopperProduct:
             bias: as long as the matrix, or None.
             scratch: of the device.
             gated: whether it is a gated MLP's.
-            max_rows: how many x may have at most.
+            row_sizes: rows of x to have kernels for, ascending.
             choose: how to cut it; called with what `cut` takes.
         """
         self._weight, self._bias, self._scratch, self._gated = weight, bias, scratch, gated
         self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
         processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
-        self._ways: dict[int, tuple[Variant, Cut]] = {}
-        self._maps: dict[int, TensorMap] = {}
-        for rows in (rows for rows in _ROWS if rows <= max_rows):
+        self._ways: dict[int, tuple[Variant, Cut, TensorMap]] = {}
+        maps: dict[int, TensorMap] = {}
+        for rows in row_sizes:
             way = choose(rows, len(weight), self._num_inputs, processors)
-            variant = Variant(rows, way.outputs, way.cluster, way.splits, gated, bias is not None)
+            variant = Variant(rows, way.outputs, way.cluster, way.splits, way.row_parts, gated, bias is not None)
             compiled_later(variant.source())
-            self._ways[rows] = variant, way
-            if way.outputs not in self._maps:
-                self._maps[way.outputs] = TensorMap(weight, (way.outputs // (1 + gated), DEPTH))
+            box = way.outputs // (1 + gated) // way.row_parts
+            if box not in maps:
+                maps[box] = TensorMap(weight, (box, DEPTH))
+            self._ways[rows] = variant, way, maps[box]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""
@@ -155,21 +169,21 @@ class HopperProduct:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x that it takes, [M, K] to [M, N]."""
         rows = next(rows for rows in self._ways if len(x) <= rows)
-        variant, way = self._ways[rows]
+        variant, way, weight_map = self._ways[rows]
         kernel, most = _kernel(variant, x.device)
         columns = way.outputs // (1 + self._gated) * way.cluster
-        tiles, group = -(-self._num_outputs // columns), way.cluster * way.splits
+        tiles, group = -(-self._num_outputs // columns), variant.cluster_blocks
         if way.splits > 1:
-            num_blocks = tiles * way.splits
+            num_blocks = tiles * group
         else:
             steps = tiles * (self._num_inputs // DEPTH)
             num_blocks = min((way.num_blocks or most) // group, most // group, steps) * group
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x_map = TensorMap(x, (rows // way.cluster, DEPTH))
+        x_map = TensorMap(x, (variant.block_rows // way.cluster, DEPTH))
         bias = out if self._bias is None else self._bias
         scratch = self._scratch
         sizes = len(x), self._num_outputs, self._num_inputs
-        kernel.launch(num_blocks, (self._maps[way.outputs], x_map, out, bias, scratch.parts, scratch.arrived, *sizes))
+        kernel.launch(num_blocks, (weight_map, x_map, out, bias, scratch.parts, scratch.arrived, *sizes))
         return out
 
 

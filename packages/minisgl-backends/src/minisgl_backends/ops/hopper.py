@@ -50,5 +50,6 @@ class HopperOps(TritonOps):
             return other
         max_rows = worthwhile_rows(*weight.shape)
         self._most_rows = max(self._most_rows, max_rows)
-        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated, max_rows=max_rows)
+        row_sizes = [rows for rows in self._product.ROW_SIZES if rows <= max_rows]
+        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)
