@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.structured_outputs import MAX_CHOICES
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, GrammarTests, byte_tokenizer
 
 
 class TestLlguidance(GrammarTests):
     grammar = LlguidanceGrammar
+
+
+def test_as_many_choices_as_are_allowed() -> None:
+    tokenizer = byte_tokenizer()
+    choices = json.dumps([f"a{number}b" for number in range(MAX_CHOICES)])
+    state = LlguidanceGrammar(tokenizer, VOCAB_SIZE, EOS).compile("choice", choices, "it")
+    for letter in "a9999":
+        assert state.accept(tokenizer.convert_tokens_to_ids(letter))
+    assert not state.accept(tokenizer.convert_tokens_to_ids("9"))
+    assert state.accept(tokenizer.convert_tokens_to_ids("b"))
+    assert state.is_complete
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,10 @@ def _written(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) 
         case "regex":
             return matcher.grammar_from_regex(text)
         case "choice":
-            return matcher.grammar_from_lark("start: " + " | ".join(json.dumps(each) for each in _json(text)))
+            # As a terminal: a rule takes no more than 2,000.
+            return matcher.grammar_from_lark(
+                "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in _json(text))
+            )
         case "grammar":
             return matcher.grammar_from_lark(lark.from_grammar(text, special))
         case "tagged_json":
