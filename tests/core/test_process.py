@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from minisgl_core.errors import WorkerDiedError
+from minisgl_core.errors import WorkerDiedError, WorkerRefusedError
 from minisgl_core.process import Supervisor
 
 HERE = Path(__file__).parent
@@ -78,6 +78,7 @@ def test_a_failure_is_raised_in_the_parent(supervisor: Supervisor, target, args,
         supervisor.wait()
     assert words in str(caught.value)
     assert "Traceback" not in str(caught.value)
+    assert isinstance(caught.value, WorkerRefusedError) == (target is children.fail_by_user)
 
 
 def test_debug_adds_the_traceback(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:

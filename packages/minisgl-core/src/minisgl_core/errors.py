@@ -96,3 +96,18 @@ class QueueFullError(MinisglError):
 
 class WorkerDiedError(MinisglError):
     """A worker process ended unexpectedly; the message names it and says why where that is known."""
+
+
+class WorkerRefusedError(WorkerDiedError):
+    """A worker process ended by one of `USER_ERRORS`."""
+
+
+USER_ERRORS = (
+    InvalidValueError,
+    PluginError,
+    ModelNotFoundError,
+    ModelFormatError,
+    OutOfMemoryError,
+    WorkerRefusedError,
+)
+"""What the user can put right."""

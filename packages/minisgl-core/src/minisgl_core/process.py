@@ -27,7 +27,7 @@ import msgspec
 import setproctitle
 
 from minisgl_core import logs
-from minisgl_core.errors import MinisglError, WorkerDiedError
+from minisgl_core.errors import USER_ERRORS, MinisglError, WorkerDiedError, WorkerRefusedError
 from minisgl_core.messages import Decoder, Ready, encode
 
 END_SIGNAL = signal.SIGUSR1
@@ -48,6 +48,8 @@ class _Failed(msgspec.Struct, tag=True):
     trace: str
     is_expected: bool
     """A `MinisglError`, whose text is for users and says all."""
+    is_users: bool
+    """One of `USER_ERRORS`."""
 
 
 class Supervisor:
@@ -111,7 +113,7 @@ class Supervisor:
             Whether the condition holds.
 
         Raises:
-            WorkerDiedError: a child failed or ended that was not asked to.
+            WorkerDiedError: a child failed or ended that was not asked to; WorkerRefusedError where its user can put that right.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -161,7 +163,9 @@ class Supervisor:
                 if isinstance(message, Ready):
                     self.ready[name] = message
                 elif name not in self._ending:
-                    raise WorkerDiedError(_describe_failure(name, message))
+                    raise (WorkerRefusedError if message.is_users else WorkerDiedError)(
+                        _describe_failure(name, message)
+                    )
         except (EOFError, OSError):
             process.join(GRACE_S)
             ended = True
@@ -220,7 +224,8 @@ def _child(
         target(*args, lambda ready: pipe.send_bytes(encode(ready)))
     except Exception as error:
         trace = traceback.format_exc() if os.environ.get("MINISGL_DEBUG") == "1" else ""
-        pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, isinstance(error, MinisglError))))
+        kinds = isinstance(error, MinisglError), isinstance(error, USER_ERRORS)
+        pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, *kinds)))
         sys.exit(1)
     finally:
         signal.signal(END_SIGNAL, signal.SIG_DFL)  # nothing is left that an exception could unwind

@@ -9,15 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from minisgl_core.errors import (
-    InvalidValueError,
-    MinisglError,
-    ModelFormatError,
-    ModelNotFoundError,
-    OutOfMemoryError,
-    PluginError,
-    ProviderLoadError,
-)
+from minisgl_core.errors import USER_ERRORS, MinisglError, ProviderLoadError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.suggest import did_you_mean
@@ -29,9 +21,6 @@ KNOWN_COMMANDS = {
     "plugins": "List the installed plugins, check them, and begin new ones.",
 }
 """Summaries of the project's own commands, for a help text that imports none of them."""
-
-USER_ERRORS = (InvalidValueError, PluginError, ModelNotFoundError, ModelFormatError, OutOfMemoryError)
-"""What the user can put right; these end the command with status 2, other errors with 1."""
 
 
 class MinisglGroup(click.Group):
@@ -72,7 +61,10 @@ class MinisglGroup(click.Group):
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1."""
+        """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1.
+
+        The exit status is 2 for what the user can put right, and 1 for other errors.
+        """
         if sys.stderr is None or not sys.stderr.isatty():  # None where it is closed
             os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, some of which ask nobody else
         try:
