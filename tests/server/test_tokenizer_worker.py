@@ -305,6 +305,9 @@ def test_forms_hold_after_the_thoughts(engine_tokenizer: Any) -> None:
     rig = Rig(engine_tokenizer, "none", "deepseek_r1")
     rig.submit(text=None, messages=QUESTION, sampling=form)
     assert rig.scheduler.pop().grammar.after_token is None
+    rig.output("a", finish_reason="stop")
+    [answer] = rig.take()
+    assert (answer.text, answer.reasoning) == ("a", ""), "what the form holds for is the answer"
     thinking = copy.deepcopy(engine_tokenizer)
     thinking.add_tokens(["</think>"])
     rig = Rig(thinking, "none", "deepseek_r1")
