@@ -20,7 +20,7 @@ from minisgl_server.api.tools import tools_of
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **documented(ChatRequest, ChatAnswer, streams=ChatChunk, errors=(400, 404, 429)))
+@router.post("/v1/chat/completions", **documented(ChatRequest, ChatAnswer, streams=ChatChunk, errors=(400, 404)))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     client = request.app.state.client

@@ -25,7 +25,7 @@ MAX_PROMPTS = 2048
 
 @router.post(
     "/v1/completions",
-    **documented(CompletionRequest, CompletionAnswer, streams=CompletionAnswer, errors=(400, 404, 429)),
+    **documented(CompletionRequest, CompletionAnswer, streams=CompletionAnswer, errors=(400, 404)),
 )
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""

@@ -49,7 +49,7 @@ class KeyCheck:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on or answer 401."""
-        if scope["type"] == "lifespan" or _is_open(scope["path"]) or self._knows(scope):
+        if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -65,7 +65,8 @@ class KeyCheck:
         return bool(sum([hmac.compare_digest(digest, known) for known in self._digests])) and scheme.lower() == "bearer"
 
 
-def _is_open(path: str) -> bool:
+def is_open(path: str) -> bool:
+    """Whether a path needs no key."""
     return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 

@@ -62,7 +62,7 @@ class GenerateRequest(Strict):
     priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
 
 
-@router.post("/generate", **documented(GenerateRequest, GenerateAnswers, streams=GenerateAnswer, errors=(400, 429)))
+@router.post("/generate", **documented(GenerateRequest, GenerateAnswers, streams=GenerateAnswer, errors=(400,)))
 async def generate(request: Request) -> Response:
     """Continue one or more prompts; several prompts or outputs give a list of answers."""
     started_s = time.perf_counter()

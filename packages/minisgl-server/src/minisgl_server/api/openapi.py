@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from minisgl_server.api.answers import Error
+from minisgl_server.api.guard import is_open
 
 ERRORS = {
     400: "The request is not valid; param names the field.",
@@ -40,7 +41,7 @@ def documented(
         body: what the route reads.
         answer: what it answers with status 200; None for a route that never does.
         streams: what each server-sent event holds where the body asks for a stream.
-        errors: further statuses, keys of `ERRORS`. Those that any route may answer are added.
+        errors: further statuses, keys of `ERRORS`. Those that any route may answer, or the guard before it, are added.
         is_ready: it answers 503 where the engine does not serve.
     """
     _described.update(each for each in (body, answer, streams) if each is not None)
@@ -50,10 +51,8 @@ def documented(
         if streams is not None:
             content["text/event-stream"] = {"itemSchema": _event(streams)}
         responses[200] = {"description": "Success.", "content": content}
-    general = {401, 500} | ({503} if is_ready else set()) | ({413} if body is not None else set())
-    for status in sorted({*errors, *general}):
-        error = {"application/json": {"schema": _reference(Error)}}
-        responses[status] = {"description": ERRORS[status], "content": error}
+    for status in sorted({*errors, 500, *([503] if is_ready else [])}):
+        responses[status] = _error(status)
     route: dict[str, Any] = {"responses": responses, "response_class": Response, "status_code": min(responses)}
     if body is not None:
         wanted = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
@@ -79,9 +78,21 @@ def _document(app: FastAPI) -> dict[str, Any]:
     schemas = {"schemas": definitions["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
     document["components"] = schemas
     document["security"] = [{}, {"key": []}]
-    for operation in (each for path in document["paths"].values() for each in path.values()):
-        operation["responses"].pop("422", None)  # FastAPI's own checks, which nothing here uses
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            responses = operation["responses"]
+            responses.pop("422", None)  # FastAPI's own checks, which nothing here uses
+            if is_open(path):
+                operation["security"] = []
+            else:
+                responses["401"] = _error(401)
+            if method == "post":
+                responses |= {str(status): _error(status) for status in (413, 429)}
     return document
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": ERRORS[status], "content": {"application/json": {"schema": _reference(Error)}}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
