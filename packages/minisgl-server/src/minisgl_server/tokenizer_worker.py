@@ -266,10 +266,12 @@ class TokenizerWorker:
             raise InvalidValueError(name, [], "at least one token")
         room = limit - len(token_ids)
         if room < 1:
+            is_limited_by_pool = limit == (self._info.num_pages - 1) * self._info.page_size
             raise _TooLongError(
                 name,
                 f"{len(token_ids)} tokens",
                 f"at most {limit - 1} tokens, as the context holds {limit} with the answer",
+                "Shorten it or raise --num-pages." if is_limited_by_pool else "",
             )
         self._check_range("stop_token_ids", sampling.stop_token_ids)
         self._check_range("logit_bias", sampling.logit_bias)

@@ -89,9 +89,9 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     lines = [f"{what:<{widths[0]}}  {value:<{widths[1]}}  {why}".rstrip() for what, value, why in rows]
     question = {"role": "user", "content": "What is the capital of France?"}
     body: dict[str, Any]
-    path, body = "chat/completions", {"messages": [question], "max_tokens": 32}
+    path, body = "chat/completions", {"messages": [question], "max_tokens": 32, "temperature": 0}
     if not any(ready.has_chat_template for ready in supervisor.ready.values()):
-        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32}
+        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     headers = f"-H {shlex.quote('Content-Type: application/json')}"
     if needs_key:
         headers += f' -H "Authorization: Bearer ${KEY_VARIABLE}"'

@@ -28,7 +28,8 @@ class ShellOptions:
 def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     """Chat with a model in the terminal.
 
-    In a pipe, each line of standard input is a message, and the answers are printed as they are.
+    Lines that begin with / are commands, which /help lists. In a pipe, each other line of standard input is a message, and the
+    answers are printed as they are.
     """
     from minisgl_server.shell.answers import LocalModel, RemoteModel
     from minisgl_server.shell.chat import Conversation, check_text, run
