@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import tiny
 
+from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.batch import StepResult
 from minisgl_core.contracts.policy import Policy, Waiting
-from minisgl_core.errors import InvalidValueError, QueueFullError
+from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
 
@@ -223,6 +224,34 @@ def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
     tiny.submit(loop, "urgent", prompt(1, 4), greedy(2), priority=-1)
     assert [each.request_id for each in loop.scheduler.waiting] == ["urgent", "a", "b"]
     assert list(tiny.run(loop)) == ["c", "urgent", "b", "a"]
+
+
+@pytest.mark.parametrize("change", [lambda waiting: waiting[1:], lambda waiting: waiting[:1] * 2, lambda _: None])
+def test_a_policy_that_loses_requests_is_an_error_and_not_a_wait_for_ever(change: Callable[[Any], Any]) -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200)
+    loop.scheduler.policy = type("Odd", (Policy,), {"order": lambda self, waiting, num_cached: change(waiting)})()
+    for name in ("a", "b"):
+        tiny.submit(loop, name, prompt(1, 4), greedy(2))
+    with pytest.raises(PluginError, match="the policy Odd"):
+        loop.step()
+
+
+class Hoards(RadixPrefixCache):
+    """Gives back no page."""
+
+    @property
+    def num_evictable(self) -> int:
+        return 0
+
+
+def test_a_cache_that_keeps_pages_is_an_error_and_not_a_wait_for_ever() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=40)
+    loop.scheduler.pages.cache = Hoards(1)
+    tiny.submit(loop, "a", prompt(1, 30), greedy(2))
+    tiny.run(loop)
+    tiny.submit(loop, "b", prompt(2, 30), greedy(2))
+    with pytest.raises(PluginError, match="prefix cache Hoards"):
+        tiny.run(loop)
 
 
 def test_the_queue_is_bounded() -> None:

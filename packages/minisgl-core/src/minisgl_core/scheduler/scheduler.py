@@ -18,7 +18,7 @@ from typing import cast
 from minisgl_core.batch import BatchPlan, StepResult, TokenMasks
 from minisgl_core.contracts.policy import Policy, Waiting
 from minisgl_core.contracts.prefix_cache import PrefixCache
-from minisgl_core.errors import InvalidValueError, QueueFullError
+from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
 from minisgl_core.messages import Rejected, Submit, TokenOut
 from minisgl_core.plugins.hooks import Hook
@@ -291,7 +291,17 @@ class Scheduler:
         insort(self._waiting, request, key=_queue_key)
 
     def _unblock(self) -> ScheduledStep | None:
-        """Nothing could be planned: where no step in flight will change that, make room by preempting."""
+        """Nothing could be planned: where no step in flight will change that, make room by preempting.
+
+        Raises:
+            PluginError: nothing runs, and yet there is no room for what waits.
+        """
+        if self._waiting and not self._running and not self._compiling and not self._aborted:
+            raise PluginError(
+                f"no request that waits can be admitted, though none runs: of {self.pages.allocator.capacity} pages, "
+                f"{self.num_pages_used} are neither free nor to be had from the prefix cache "
+                f"{type(self.pages.cache).__qualname__}"
+            )
         if not any(r.wants_step for r in self._running) or any(r.num_inflight for r in self._running):
             return None
         assert len(self._running) > 1, "a request that runs alone must fit"
@@ -320,13 +330,27 @@ class Scheduler:
             self._admit(budget, chunks)
         return chunks
 
+    def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
+        """By the policy.
+
+        Raises:
+            PluginError: it left out or added any, which would wait for ever.
+        """
+        given = waiting.copy()
+        ordered = self.policy.order(given, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
+        is_right = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
+        if not is_right or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
+            raise PluginError(
+                f"the policy {type(self.policy).__qualname__} must return the requests that it was given, in an order"
+            )
+        return cast(Sequence[Request], ordered)
+
     def _admit(self, budget: int, chunks: list[Chunk]) -> None:
         reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
-        waiting = self._waiting.copy()
+        waiting = self._waiting
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
-        ordered = self.policy.order(waiting, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
-        for request in cast(Sequence[Request], ordered):
+        for request in self._in_order(waiting):
             if budget <= 0 or self.rows.num_free == 0:
                 return
             request.row = self.rows.allocate()
