@@ -56,6 +56,7 @@ def test_a_hook_module_is_called_with_the_arguments_it_names(site):
         ("plugin_api = '>=7'", "plugin API"),
         ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_startd(info): pass", "engine_startd"),
         ("from minisgl_core import hookimpl\n@hookimpl\ndef engine_started(inf): pass", "inf"),
+        ("def engine_started(info): pass", "minisgl_core.hookimpl"),
     ],
 )
 def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
@@ -119,25 +120,30 @@ def test_two_distributions_may_use_one_name_for_their_hooks(site):
     assert one_hooks.seen == two_hooks.seen == ["started"]
 
 
-def test_a_failing_hook_is_logged_once_and_goes_no_further(site, caplog, monkeypatch):
+@pytest.mark.parametrize("failure", ["RuntimeError('out of ideas')", "SystemExit('out of ideas')"])
+def test_a_failing_hook_is_logged_once_and_goes_no_further(site, caplog, monkeypatch, failure):
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example")  # its routes want an app
-    source = """
+    source = f"""
 from minisgl_core import hookimpl
 
 @hookimpl
 def engine_stopped():
-    raise RuntimeError("out of ideas")
+    raise {failure}
 
 @hookimpl
 def api_routes(app):
     raise RuntimeError("no such app")
 """
     site.install("bad", {"hooks": {"bad": "bad_hooks"}}, bad_hooks=source)
+    for name in ("a_good", "c_good"):  # one is called before it, the other after it
+        good = "from minisgl_core import hookimpl\n@hookimpl\ndef engine_stopped():\n    return 1\n"
+        site.install(name, {"hooks": {name: name}}, **{name: good})
     hooks = Hooks(Registry.from_environment())
     assert hooks.engine_stopped is not None
-    assert hooks.engine_stopped() is None
-    assert hooks.engine_stopped() is None
+    assert hooks.engine_stopped() == [1, 1]
+    assert hooks.engine_stopped() == [1, 1]
     assert len(caplog.records) == 1
+    assert "engine_stopped of bad:bad" in caplog.text
     assert "out of ideas" in caplog.text
     assert hooks.api_routes is not None
     with pytest.raises(RuntimeError, match="no such app"):

@@ -88,6 +88,10 @@ def new_plugin(name: str, kind: str) -> None:
 
 def _report(registry: Registry, entry: Entry) -> None:
     provider = registry.load_entry(entry)
+    if entry.kind == "hooks":
+        from minisgl_core.plugins.hooks import check_hooks
+
+        check_hooks(registry, entry)
     click.echo(f"{entry.kind} {entry.name}")
     declared = getattr(provider, "plugin_api", None)
     rows = {
@@ -99,7 +103,9 @@ def _report(registry: Registry, entry: Entry) -> None:
     from minisgl_core.cli.applicability import reasons_against
 
     try:
-        tried_on, reasons = reasons_against(registry, entry.kind, provider)
+        tried_on, reasons = reasons_against(registry, entry, provider)
+    except PluginError:
+        raise
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ProviderLoadError(f"asking it whether it applies here failed: {cause}") from error

@@ -28,8 +28,8 @@ class Hooks:
         if hooks.batch_finished is not None:
             hooks.batch_finished(plan=plan, result=result)
 
-    An exception in a hook is logged with its traceback, the first time, and goes no further; the call then returns None.
-    Only `api_routes` raises it: who asks for a plugin's routes wants to know that they are missing.
+    An exception in an implementation is logged with its traceback, the first time, and goes no further: it counts as one that
+    returns None. Only those in `api_routes` are raised: who asks for a plugin's routes wants to know that they are missing.
     """
 
     engine_started: Hook | None = None
@@ -54,7 +54,7 @@ class Hooks:
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
-                setattr(self, name, caller if name == "api_routes" else _guarded(caller))
+                setattr(self, name, caller)
 
 
 def _load(registry: Registry | None, entry: Entry) -> object:
@@ -75,8 +75,17 @@ def _load(registry: Registry | None, entry: Entry) -> object:
 
 def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> None:
     name = f"{entry.distribution}:{entry.name}"
+    guarded = _Guarded()
+    for attribute in dir(module):
+        if options := manager.parse_hookimpl_opts(module, attribute):
+            function = getattr(module, attribute)
+            # The exceptions of a wrapper, which is a generator, are those of what it wraps.
+            is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
+            setattr(guarded, attribute, _guard(function, f"{attribute} of {name}") if is_plain else function)
+    if not vars(guarded):
+        raise PluginError("it implements no hook: its functions must be marked with minisgl_core.hookimpl")
     try:
-        manager.register(module, name)
+        manager.register(guarded, name)
         manager.check_pending()
     except pluggy.PluginValidationError:
         if manager.has_plugin(name):
@@ -84,18 +93,38 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
         raise
 
 
-def _guarded(caller: pluggy.HookCaller) -> Hook:
+def check_hooks(registry: Registry, entry: Entry) -> None:
+    """See that a hook module can be used.
+
+    Raises:
+        PluginError: why not.
+    """
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    try:
+        if (module := _load(registry, entry)) is not None:
+            _register(manager, entry, module)
+    except (ValueError, pluggy.PluginValidationError) as error:
+        raise PluginError(f"hooks {entry.name!r} of {entry}: {' '.join(str(error).split())}") from error
+
+
+class _Guarded:
+    """A hook module's implementations."""
+
+
+def _guard(function: Callable[..., Any], what: str) -> Callable[..., Any]:
+    """The function, that lets no exception out."""
     failed = False
 
-    @functools.wraps(caller.__call__)
-    def call(**arguments: Any) -> Any:
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
         nonlocal failed
         try:
-            return caller(**arguments)
-        except Exception:
+            return function(*arguments)
+        except (Exception, SystemExit):
             if not failed:
                 failed = True
-                logger.exception("a plugin's hook %s failed; later failures of this hook are not logged", caller.name)
+                logger.exception("the hook %s failed; later failures of it are not logged", what)
             return None
 
     return call
