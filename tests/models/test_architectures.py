@@ -16,6 +16,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.layers.attention import Attention
 from minisgl_core.layers.decoder import DecoderLayer
+from minisgl_core.layers.embedding import VocabParallelEmbedding
 from minisgl_core.layers.mlp import GatedMLP
 from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.model_kit import ModelTests
@@ -65,6 +66,18 @@ class TestLlama(Small):
 
 class TestLlamaTied(TestLlama):
     changes: ClassVar = {"tie_word_embeddings": True}
+
+
+class OtherEmbedding(LlamaForCausalLM):
+    """Puts in another part than it was made with."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+
+
+class TestLlamaTiedToAnotherEmbedding(TestLlamaTied):
+    model_class = OtherEmbedding
 
 
 class TestLlamaWithBiases(TestLlama):

@@ -179,6 +179,8 @@ class DecoderModel(Model):
         for last_sum, norm in pairs:
             last_sum.is_left, norm.sums = True, last_sum.communicator
         self._selects_rows = not pairs and self._ends_plainly()
+        if isinstance(self.lm_head, LMHead):
+            self.lm_head.tie(self.embedding)
         super().finalize()
 
     def _ends_plainly(self) -> bool:

@@ -52,9 +52,15 @@ class LMHead(ColumnParallelLinear):
     ) -> None:
         """With `tied`, the embedding's matrix is used and nothing is allocated or loaded."""
         super().__init__(hidden_size, [0 if tied else vocab_size], build)
+        self._is_tied = tied is not None
         if tied is not None:
-            self.weight = tied.weight
+            self.tie(tied)
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
+
+    def tie(self, embedding: VocabParallelEmbedding) -> None:
+        """Use another embedding's matrix, where one was used from the beginning."""
+        if self._is_tied:
+            self.weight = embedding.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [N, hidden_size] to [N, vocab_size]."""
