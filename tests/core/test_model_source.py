@@ -19,6 +19,7 @@ from minisgl_core import model_source
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, ProviderLoadError
 from minisgl_core.model_source import locate_model, open_weights
+from minisgl_core.plugins.registry import Entry
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 FILES = {
@@ -203,20 +204,31 @@ class FakeRegistry:
         def unsupported(cls, path: Path) -> list[str]:
             return [] if path.is_dir() else ["it is not a folder"]
 
-    def names(self, kind: str) -> list[str]:
+    def entries(self, kind: str) -> list[Entry]:
         assert kind == "weights"
-        return ["broken", "dummy", "folders"]
+        owners = {
+            "a_stranger": "stranger",
+            "broken": "minisgl-models",
+            "dummy": "minisgl-models",
+            "folders": "minisgl-models",
+        }
+        return [Entry(kind, name, "", owner, "1") for name, owner in owners.items()]
+
+    def unsupported(self, kind: str, name: str, path: Path) -> list[str]:
+        return self.load(kind, name).unsupported(path)
 
     def load(self, kind: str, name: str) -> Any:
         if name == "broken":
             raise ProviderLoadError("no module named x")
-        return type("Dummy", (self.Folders,), {}) if name == "dummy" else self.Folders
+        return self.Folders if name == "folders" else type(name, (self.Folders,), {})
 
 
 def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
     registry: Any = FakeRegistry()
-    assert type(open_weights(tmp_path, registry)).__name__ == "Folders"
-    assert type(open_weights(tmp_path, registry, dummy=True)).__name__ == "Dummy"
+    assert type(open_weights(tmp_path, registry)).__name__ == "Folders", "the project's own before a stranger's"
+    assert type(open_weights(tmp_path, registry, dummy=True)).__name__ == "dummy"
     with pytest.raises(ModelFormatError) as error:
         open_weights(tmp_path / "file", registry)
-    assert str(error.value).endswith("(broken: no module named x; folders: it is not a folder)")
+    assert str(error.value).endswith(
+        "(broken: no module named x; folders: it is not a folder; a_stranger: it is not a folder)"
+    )

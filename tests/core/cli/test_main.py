@@ -158,20 +158,29 @@ def cli_options():
     assert (result.status, result.output) == (0, "9\n{'tp': 2}\n"), result.error
 
 
-def test_a_hook_may_not_take_a_commands_own_flag(site):
-    hooks = """
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("[click.Option(['--fail'])]", "--fail, which dance has already"),
+        ("[click.Option(['--mine/--fail'])]", "--fail, which dance has already"),
+        ("[click.Option(['--mine']), click.Option(['--mine'])]", "--mine, which dance has already"),
+        ("['--mine']", "must return a list of click options, and has '--mine'"),
+    ],
+)
+def test_a_hook_may_not_take_a_commands_own_flag(site, options, reason):
+    hooks = f"""
 import click
 from minisgl_core import hookimpl
 
 @hookimpl
 def cli_options():
-    return [click.Option(["--fail"])]
+    return {options}
 """
     points = {"commands": {"dance": "stranger_cli:run"}, "hooks": {"metrics": "stranger_hooks"}}
     site.install("stranger", points, stranger_cli=COMMAND, stranger_hooks=hooks)
     result = site.run("dance")
     assert result.status == 2
-    assert "--fail, which dance has already" in result.error
+    assert reason in result.error
 
 
 def test_completion_imports_no_command(site):

@@ -94,7 +94,7 @@ def test_check_of_a_provider_that_applies():
     ("value", "reason"),
     [
         ("picky:Missing", "AttributeError"),
-        ("picky:Crashes", "asking it whether it applies here failed: KeyError"),
+        ("picky:Crashes", "its unsupported() failed: KeyError"),
         ("no_such_module:X", "no_such_module"),
     ],
 )

@@ -93,6 +93,11 @@ def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> Non
     assert choose(H200).config.scheduler.disable_overlap is False
 
 
+def test_a_platform_may_be_called_otherwise_than_its_devices() -> None:
+    theirs = replace(LAPTOP, platform="theirs", device_type="cpu")
+    assert choose(theirs).config.backends.attn == choose(LAPTOP).config.backends.attn
+
+
 def test_a_plugin_may_prefer_its_own() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
     assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,hopper"

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from minisgl_core.engine.build import pick_platform
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
@@ -47,6 +48,41 @@ def test_load_returns_the_class(site):
     site.install("one", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
     loaded = Registry.from_environment().load("policy", "backwards")
     assert loaded().order([1, 2, 3], lambda request: 0) == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [("raise OSError('no such device')", "OSError: no such device"), ("return 'needs'", "'needs'"), ("pass", "None")],
+)
+def test_a_provider_that_cannot_say_whether_it_applies_is_named(site, body, cause):
+    source = f"""
+from minisgl_core.platforms.cpu import CpuPlatform
+
+class Odd(CpuPlatform):
+    @classmethod
+    def unsupported(cls):
+        {body}
+"""
+    site.install("stranger", {"platform": {"odd": "odd:Odd"}}, odd=source)
+    registry = Registry.from_environment()
+    with pytest.raises(ProviderLoadError, match=f"'odd' of stranger 1.0 .*{cause}"):
+        registry.unsupported("platform", "odd")
+    assert pick_platform("auto", registry)[0].name in ("cpu", "cuda"), "it is passed over"
+
+
+def test_a_platform_whose_devices_torch_does_not_know_is_named(site):
+    source = """
+from dataclasses import replace
+from minisgl_core.platforms.cpu import CpuPlatform
+
+class Odd(CpuPlatform):
+    @classmethod
+    def hardware(cls):
+        return replace(super().hardware(), platform="odd")
+"""
+    site.install("stranger", {"platform": {"odd": "odd:Odd"}}, odd=source)
+    with pytest.raises(ProviderLoadError, match=r"'odd' cannot be used: .*device_type"):
+        pick_platform("odd", Registry.from_environment())
 
 
 def test_an_unknown_name_lists_what_is_installed_and_a_close_match():

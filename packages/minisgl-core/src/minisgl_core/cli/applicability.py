@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,37 +12,38 @@ from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import PluginError
-from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 
 
-def reasons_against(registry: Registry, kind: str, provider: Any) -> tuple[str, list[str]]:
+def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[str, list[str]]:
     """Ask a provider whether it can serve a typical model here.
 
     Args:
         registry: where the platforms come from.
-        kind: the provider's kind.
+        entry: the provider's.
         provider: the loaded class.
 
     Returns:
         What it was asked for, in words, empty where its kind depends on more than the machine (the checkpoint, the tokenizer);
         and its reasons against, empty if it applies.
     """
+    kind, ask = entry.kind, partial(reasons_of, entry, provider)
     if kind == "platform":
-        return "this machine", provider.unsupported()
+        return "this machine", ask()
     if kind not in ("attention", "communicator", "moe", "ops", "quantization"):
         return "", []
     device, dtype = best_device(registry), torch.bfloat16
     where = f"{device.type}, {str(dtype).removeprefix('torch.')}"
     if kind == "ops":
-        return where, provider.unsupported(device, dtype)
+        return where, ask(device, dtype)
     if kind == "quantization":
-        return where, provider.unsupported(QuantizationSpec(dtype, device))
+        return where, ask(QuantizationSpec(dtype, device))
     if kind == "communicator":
         spec: Any = CommunicatorSpec(rank=0, size=2, device=device, init_method="tcp://127.0.0.1:29500")
-        return f"{device.type}, 2 ranks", provider.unsupported(spec)
+        return f"{device.type}, 2 ranks", ask(spec)
     if kind == "moe":
         spec = MoeSpec(num_experts=128, top_k=8, hidden_size=2048, intermediate_size=768, dtype=dtype, device=device)
-        return f"{where}, 128 experts of width 768", provider.unsupported(spec)
+        return f"{where}, 128 experts of width 768", ask(spec)
     spec = AttentionSpec(
         num_q_heads=32,
         num_kv_heads=8,
@@ -53,16 +55,15 @@ def reasons_against(registry: Registry, kind: str, provider: Any) -> tuple[str, 
         max_seq_len=8192,
         max_batch=256,
     )
-    return f"{where}, 32 query and 8 KV heads of 128, 16 tokens a page", provider.unsupported(spec)
+    return f"{where}, 32 query and 8 KV heads of 128, 16 tokens a page", ask(spec)
 
 
 def best_device(registry: Registry) -> torch.device:
     """The first device of the first platform that this machine has; the CPU comes last, and where no platform loads."""
     for name in sorted(registry.names("platform"), key=lambda name: name == "cpu"):
         try:
-            platform = registry.load("platform", name)
-            if not platform.unsupported():
-                device: torch.device = platform(0).device
+            if not registry.unsupported("platform", name):
+                device: torch.device = registry.load("platform", name)(0).device
                 return device
         except PluginError:
             continue

@@ -110,13 +110,21 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
 
     hook = Hooks(registry).cli_options
     groups = hook(command=name) if hook is not None else None
-    extra = [option for options in groups or () for option in options]
+    extra = [
+        option for options in groups or () for option in (options if isinstance(options, list | tuple) else [options])
+    ]
     taken = {flag for param in command.params for flag in (*param.opts, *param.secondary_opts)}
     for option in extra:
-        if clash := taken.intersection(option.opts):
+        if not isinstance(option, click.Option):
+            raise ProviderLoadError(
+                f"a plugin's hook cli_options must return a list of click options, and has {option!r}."
+            )
+        flags = {*option.opts, *option.secondary_opts}
+        if clash := taken & flags:
             raise ProviderLoadError(
                 f"a plugin's hook cli_options adds {', '.join(sorted(clash))}, which {name} has already."
             )
+        taken |= flags
         option.expose_value = False
     command = copy(command)
     command.params = [*command.params, *extra]

@@ -100,7 +100,7 @@ def resolve(
         raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
 
     _check_tp(config.parallel.tp, hardware, model)
-    torch_dtype, device = getattr(torch, dtype), torch.device(hardware.platform)
+    torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
     page_size, page_why = config.cache.page_size, "as asked"
     if page_size == AUTO:
         page_size, page_why = 16, "little waste a request, few table entries"
@@ -149,12 +149,12 @@ def resolve(
 
     overlap = config.scheduler.disable_overlap
     if overlap == AUTO:
-        overlap = hardware.platform == "cpu"
+        overlap = hardware.torch_name == "cpu"
         why = "the device does its work within the call" if overlap else "the device runs beside the host"
         choices.append(Choice("overlap", "off" if overlap else "on", why))
     prefill = config.scheduler.max_prefill_length
     if prefill == AUTO:
-        prefill = 1024 if hardware.platform == "cpu" else 8192
+        prefill = 1024 if hardware.torch_name == "cpu" else 8192
         choices.append(Choice("max_prefill_length", str(prefill), "prompt tokens in a step"))
 
     resolved = config.with_flat(
@@ -229,7 +229,7 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
 
 def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
     check_tp_size(model, tp)
-    if hardware.platform != "cpu" and tp > hardware.num_devices:
+    if hardware.torch_name != "cpu" and tp > hardware.num_devices:
         raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
 
 

@@ -24,6 +24,7 @@ class Hardware:
         total_memory: bytes a device has.
         num_devices: how many there are.
         dtypes: precisions that matrix products run fast in, best first.
+        device_type: torch's name for the devices; that of the platform where it is empty.
     """
 
     platform: str
@@ -32,6 +33,12 @@ class Hardware:
     total_memory: int
     num_devices: int
     dtypes: tuple[str, ...] = ("bfloat16", "float16", "float32")
+    device_type: str = ""
+
+    @property
+    def torch_name(self) -> str:
+        """What torch calls the devices, such as ``cuda``."""
+        return self.device_type or self.platform
 
 
 class Event(Protocol):

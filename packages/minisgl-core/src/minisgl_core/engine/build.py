@@ -70,7 +70,7 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     model_class: type[Model] = registry.load("models", architecture)  # without it, what the config lacks says nothing
     normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
-    if reasons := model_class.unsupported(normalised):
+    if reasons := registry.unsupported("models", architecture, normalised):
         raise ProviderUnsupportedError("models", architecture, reasons)
     return Checkpoint(name, source, normalised, model_class)
 
@@ -128,7 +128,10 @@ def build_engine(
     def preferred(kind: str) -> str | None:
         if hooks.preferred_provider is None:
             return None
-        return hooks.preferred_provider(kind=kind, hardware=hardware)  # type: ignore[no-any-return]
+        name = hooks.preferred_provider(kind=kind, hardware=hardware)
+        if name is not None and not isinstance(name, str):
+            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
+        return name
 
     resolved = resolve(config, hardware, checkpoint.config, registry.names, _asker(config, registry), preferred)
     config = resolved.config
@@ -181,19 +184,30 @@ def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hard
     """The platform named, or the first of cuda, the plugins' and cpu that this machine has."""
     if wanted != AUTO:
         platform = registry.load("platform", wanted)
-        if reasons := platform.unsupported():
+        if reasons := registry.unsupported("platform", wanted):
             raise ProviderUnsupportedError("platform", wanted, reasons)
-        return platform, platform.hardware()
+        return platform, _hardware_of(platform)
     names = registry.names("platform")
     for name in sorted(names, key=lambda name: (name == "cpu", name != "cuda")):
         try:
-            platform = registry.load("platform", name)
+            if not registry.unsupported("platform", name):
+                platform = registry.load("platform", name)
+                return platform, _hardware_of(platform)
         except ProviderLoadError as error:
             logger.warning("skipped: %s", str(error))
-            continue
-        if not platform.unsupported():
-            return platform, platform.hardware()
     raise ProviderUnsupportedError("platform", AUTO, [f"none of {', '.join(names)} is on this machine"])
+
+
+def _hardware_of(platform: type[Platform]) -> Hardware:
+    hardware = platform.hardware()
+    try:
+        torch.device(hardware.torch_name)
+    except RuntimeError as error:
+        raise ProviderLoadError(
+            f"the platform {hardware.platform!r} cannot be used: torch knows no devices called {hardware.torch_name!r}; "
+            "its Hardware must have their name as device_type"
+        ) from error
+    return hardware
 
 
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
@@ -211,13 +225,13 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         try:
-            provider = registry.load(kind, name)
+            registry.load(kind, name)
+            return registry.unsupported(kind, name, *spec) if spec else []
         except PluginError as error:
             if name in named:
                 raise
             logger.warning("skipped: %s", str(error))
             return [str(error)]
-        return list(provider.unsupported(*spec)) if spec else []
 
     return unsupported
 
@@ -228,7 +242,7 @@ def _join(config: EngineConfig, registry: Registry, platform: Platform, rank: in
         return SingleRank()
     spec = CommunicatorSpec(rank, config.parallel.tp, platform.device, init_method, timeout_s=600)
     provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
-    if reasons := provider.unsupported(spec):
+    if reasons := registry.unsupported("communicator", config.backends.communicator, spec):
         raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
     return provider(spec)
 

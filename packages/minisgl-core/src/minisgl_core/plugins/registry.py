@@ -146,6 +146,10 @@ class Registry:
             raise ProviderLoadError(f"{what} cannot be used: {reason}.")
         return provider
 
+    def unsupported(self, kind: str, name: str, *spec: Any) -> list[str]:
+        """Load a provider and ask it why it cannot serve; see `reasons_of`. Raises what `load` and that raise."""
+        return reasons_of(self.entry(kind, name), self.load(kind, name), *spec)
+
     def digest(self, chosen: Mapping[str, str]) -> str:
         """A hash of what the chosen providers are, for ranks to compare before they join.
 
@@ -175,6 +179,23 @@ class Registry:
         if needed := remedies.requirement(kind, name):
             return f"{text} Try: {remedies.install(needed)}"
         return f"{text} {did_you_mean(name, [*installed, *remedies.shipped_names(kind)])}".rstrip()
+
+
+def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
+    """What ``provider.unsupported(*spec)`` gives: why it cannot serve, one sentence each; empty where it can.
+
+    Raises:
+        ProviderLoadError: it fails, or gives anything else.
+    """
+    what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry} cannot be used"
+    try:
+        reasons = provider.unsupported(*spec)
+    except (Exception, SystemExit) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ProviderLoadError(f"{what}: its unsupported() failed: {cause}.") from error
+    if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
+        raise ProviderLoadError(f"{what}: its unsupported() must return a list of texts, and returned {reasons!r:.80}.")
+    return reasons
 
 
 def _scan(notes: list[str]) -> Iterator[Entry]:

@@ -165,6 +165,7 @@ class MoeKernelTests:
         _, num_experts, top_k, hidden_size, intermediate_size = shape
         spec = MoeSpec(num_experts, top_k, hidden_size, intermediate_size, dtype, torch.device(self.device))
         reasons = self.kernel.unsupported(spec)
+        assert isinstance(reasons, list), f"{reasons!r} is no list"
         if reasons:
             pytest.skip("; ".join(reasons))
         return self.kernel(spec)

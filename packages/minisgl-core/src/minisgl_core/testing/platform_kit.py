@@ -26,16 +26,19 @@ class PlatformTests:
 
     def make(self) -> Platform:
         """Of the first rank; skips the test where the device is missing."""
-        if reasons := self.platform.unsupported():
+        reasons = self.platform.unsupported()
+        assert isinstance(reasons, list), f"{reasons!r} is no list"
+        if reasons:
             assert all(isinstance(reason, str) and reason for reason in reasons)
             pytest.skip("; ".join(reasons))
         return self.platform(0)
 
     def test_hardware(self) -> None:
         """Described as `Hardware` says."""
-        self.make()
+        platform = self.make()
         hardware = self.platform.hardware()
         assert hardware.platform == self.platform.name
+        assert hardware.torch_name == platform.device.type, "Hardware.device_type is torch's name for the devices"
         assert hardware.device_name
         assert hardware.num_devices >= 1
         assert hardware.dtypes, "at least one precision runs fast"
