@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
-from minisgl_core.scheduler.constraints import Constraint, Grammars
+from minisgl_core.contracts.grammar import GrammarKind
+from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
@@ -31,6 +34,19 @@ def begin(grammars: Grammars, after: int | None, begun_by: int | None) -> Constr
 def allowed(grammars: Grammars, constraint: Constraint) -> set[int]:
     masks = grammars.fill([None, constraint], [(), ()])
     return set(np.flatnonzero(np.unpackbits(masks[1].view(np.uint8), bitorder="little")).tolist())
+
+
+class Forgetful(LlguidanceGrammar):
+    def compile(self, kind: GrammarKind, text: str, name: str) -> Any:
+        super().compile(kind, text, name)
+
+
+def test_a_provider_that_compiles_to_nothing_is_named() -> None:
+    grammars = Grammars(lambda: Forgetful(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+    constraint = grammars.start(GrammarSource("choice", '["a"]', "it"))
+    wait_for_any([constraint], 60)
+    constraint.begin()
+    assert "Forgetful.compile()" in constraint.error
 
 
 def test_from_the_beginning(grammars: Grammars) -> None:

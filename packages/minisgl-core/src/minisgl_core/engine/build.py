@@ -136,6 +136,7 @@ def build_engine(
     resolved = resolve(config, hardware, checkpoint.config, registry.names, _asker(config, registry), preferred)
     config = resolved.config
     platform = platform_class(rank)
+    registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
     phases.done("opened the checkpoint")
     with platform.stream():
         communicator = _join(config, registry, platform, rank, init_method)

@@ -86,6 +86,7 @@ class Registry:
                 hidden[entry] = why
             else:
                 entries.append(entry)
+        notes += selection.unmatched((entry.kind, entry.name, entry.distribution) for entry in (*entries, *hidden))
         return cls(entries, hidden, notes)
 
     def entries(self, kind: str) -> list[Entry]:

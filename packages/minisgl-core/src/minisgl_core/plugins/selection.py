@@ -42,13 +42,27 @@ class Selection:
 
     def refusal(self, kind: str, name: str, distribution: str) -> str:
         """Why a provider is hidden, as a phrase; empty if it is not."""
-        owner, provider = canonicalize_name(distribution), f"{kind}:{name}"
-        keys = {owner, provider, f"{owner}:{provider}"}
+        keys = _keys(kind, name, distribution)
         if keys & self.block:
             return f"blocked by {BLOCK_VARIABLE}"
         if self.allow and not keys & (self.allow | SHIPPED):
             return f"not in {ALLOW_VARIABLE}"
         return ""
+
+    def unmatched(self, providers: Iterable[tuple[str, str, str]]) -> list[str]:
+        """What to tell of items that name none of `providers` (kind, name and distribution), and so do nothing."""
+        known = {key for each in providers for key in _keys(*each)}
+        return [
+            f"{variable} names {item!r}, which nothing that is installed is called"
+            for variable, items in ((ALLOW_VARIABLE, self.allow), (BLOCK_VARIABLE, self.block))
+            for item in sorted(items - known - SHIPPED)
+        ]
+
+
+def _keys(kind: str, name: str, distribution: str) -> set[str]:
+    """What an item may call a provider."""
+    owner, provider = canonicalize_name(distribution), f"{kind}:{name}"
+    return {owner, provider, f"{owner}:{provider}"}
 
 
 def _parse(variable: str, text: str) -> frozenset[str]:

@@ -15,7 +15,7 @@ from threading import Lock
 import numpy as np
 
 from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
-from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.errors import InvalidValueError, MinisglError, PluginError
 from minisgl_core.structured_outputs import GrammarSource
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,13 @@ class Grammars:
             return self._made
 
     def _compile(self, source: GrammarSource) -> GrammarState:
-        return self._provider().compile(source.kind, source.text, source.name)
+        provider = self._provider()
+        state = provider.compile(source.kind, source.text, source.name)
+        if not isinstance(state, GrammarState):
+            raise PluginError(
+                f"{type(provider).__qualname__}.compile() must return a GrammarState, and returned {state!r}"
+            )
+        return state
 
 
 def wait_for_any(constraints: Iterable[Constraint], timeout_s: float) -> None:
