@@ -209,12 +209,15 @@ def test_no_key_is_told(guarded: Any, inside: httpx.Client) -> None:
         ({"api_key": ("",)}, None, ["--api-key"]),
         ({"api_key_file": "/no/such"}, None, ["--api-key-file", "/no/such", "No such file"]),
         ({"api_key_file": "/dev/null"}, None, ["--api-key-file", "at least one key"]),
+        ({"api_key_file": "keys.txt"}, None, ["line 3 of --api-key-file", "printable ASCII"]),
         ({}, " ", ["MINISGL_API_KEY"]),
     ],
 )
 def test_a_source_without_a_good_key_leaves_no_server_open(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], environ: str | None, words: list[str]
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], environ: str | None, words: list[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys.txt").write_text("good\n\nse cret\n")
     monkeypatch.delenv("MINISGL_API_KEY", raising=False)
     if environ is not None:
         monkeypatch.setenv("MINISGL_API_KEY", environ)

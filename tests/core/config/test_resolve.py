@@ -101,6 +101,9 @@ def test_a_platform_may_be_called_otherwise_than_its_devices() -> None:
 def test_a_plugin_may_prefer_its_own() -> None:
     assert choose(H200, preferred={"attention": "theirs"}).config.backends.attn == "theirs"
     assert choose(H200, refused=["theirs"], preferred={"attention": "theirs"}).config.backends.attn == "fa,hopper"
+    absent = choose(H200, preferred={"attention": "nobodys"})
+    assert absent.config.backends.attn == "fa,hopper"
+    assert any("nobodys: a plugin prefers it, but it is not installed" in choice.reason for choice in absent.choices)
 
 
 def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:

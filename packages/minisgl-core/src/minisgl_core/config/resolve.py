@@ -202,6 +202,8 @@ class _Picker:
         for name in ([hinted] if hinted else []) + list(ordered):
             parts = name.split(",")
             if not installed.issuperset(parts):
+                if name == hinted:
+                    passed_over.append(f"{name}: a plugin prefers it, but it is not installed")
                 continue
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:

@@ -23,7 +23,7 @@ def key_digests(options: ServerOptions) -> list[bytes]:
         raise InvalidValueError(KEY_VARIABLE, "", "an API key", "Unset it to serve without one.")
     keys = [("--api-key", key) for key in options.api_key]
     if options.api_key_file is not None:
-        keys += [("--api-key-file", key) for key in _read(options.api_key_file)]
+        keys += _read(options.api_key_file)
     for source, key in keys:
         if not (key.isascii() and key.isprintable() and key and " " not in key):
             allowed = "keys of printable ASCII characters without spaces, at least one long"
@@ -31,13 +31,14 @@ def key_digests(options: ServerOptions) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for _, key in keys]
 
 
-def _read(path: str) -> list[str]:
+def _read(path: str) -> list[tuple[str, str]]:
+    """Where each key is, and the key."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
         raise InvalidValueError("--api-key-file", path, "a text file that can be read", f"{reason}.") from None
-    keys = [line.strip() for line in lines if line.strip()]
+    keys = [(f"line {place} of --api-key-file", line.strip()) for place, line in enumerate(lines, 1) if line.strip()]
     if not keys:
         raise InvalidValueError("--api-key-file", path, "a file with at least one key")
     return keys
