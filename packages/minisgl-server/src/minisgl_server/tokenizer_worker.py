@@ -40,6 +40,7 @@ from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import Report
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.scheduler.limits import bounds_context
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText, Piece
@@ -193,7 +194,7 @@ class TokenizerWorker:
             token_ids, prompt = self._encode(message)
             sampling = self._check(message, token_ids)
             grammar = self._grammar(message, prompt)
-            request = self._request(message, prompt, sampling)
+            request = self._request(message, prompt, sampling, grammar)
             if message.echo:
                 request.waiting.prompt_text = self._prompt_text(message, token_ids)
                 request.waiting.prompt_token_ids = token_ids
@@ -229,13 +230,15 @@ class TokenizerWorker:
         self._check_range("prompt", message.token_ids)
         return message.token_ids, ""
 
-    def _request(self, message: Tokenize, prompt: str, sampling: SamplingParams) -> _Request:
+    def _request(
+        self, message: Tokenize, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
+    ) -> _Request:
         waiting = Text(request_id=message.request_id, text="", token_ids=[])
         if message.messages is None:
             return _Request(OutputText(self._token_bytes, sampling), waiting, only_prompt=message.only_prompt)
         if self._chats.needs_special_tokens(message):
             sampling = replace(sampling, skip_special_tokens=False)
-        parser = self._chats.parser(message, prompt)
+        parser = self._chats.parser(message, prompt, grammar)
         return _Request(OutputText(self._token_bytes, sampling), waiting, is_chat=True, parser=parser)
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
@@ -266,7 +269,7 @@ class TokenizerWorker:
             raise InvalidValueError(name, [], "at least one token")
         room = limit - len(token_ids)
         if room < 1:
-            is_limited_by_pool = limit == (self._info.num_pages - 1) * self._info.page_size
+            is_limited_by_pool = bounds_context(self._info.num_pages, self._info.page_size, limit)
             raise _TooLongError(
                 name,
                 f"{len(token_ids)} tokens",

@@ -226,8 +226,10 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
 
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         try:
+            if spec:
+                return registry.unsupported(kind, name, *spec)
             registry.load(kind, name)
-            return registry.unsupported(kind, name, *spec) if spec else []
+            return []
         except PluginError as error:
             if name in named:
                 raise

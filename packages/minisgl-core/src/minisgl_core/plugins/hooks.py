@@ -43,18 +43,40 @@ class Hooks:
 
     def __init__(self, registry: Registry | None = None) -> None:
         """Load the hook modules in `registry`; a bad one is skipped with a warning. Without a registry, there are none."""
-        manager = pluggy.PluginManager(hookspecs.PROJECT)
-        manager.add_hookspecs(hookspecs)
+        manager = _new_manager()
         for entry in registry.entries("hooks") if registry else ():
             try:
-                if (module := _load(registry, entry)) is not None:
-                    _register(manager, entry, module)
-            except (PluginError, ValueError, pluggy.PluginValidationError) as error:
+                _add(manager, registry, entry)
+            except PluginError as error:
                 logger.warning("hooks %r of %s are skipped: %s", entry.name, entry, " ".join(str(error).split()))
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
                 setattr(self, name, caller)
+
+
+def check_hooks(registry: Registry, entry: Entry) -> None:
+    """See that a hook module can be used.
+
+    Raises:
+        PluginError: why not.
+    """
+    _add(_new_manager(), registry, entry)
+
+
+def _new_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def _add(manager: pluggy.PluginManager, registry: Registry | None, entry: Entry) -> None:
+    """Load a hook module and register it; raises PluginError where it cannot be used."""
+    try:
+        if (module := _load(registry, entry)) is not None:
+            _register(manager, entry, module)
+    except (ValueError, pluggy.PluginValidationError) as error:
+        raise PluginError(" ".join(str(error).split())) from error
 
 
 def _load(registry: Registry | None, entry: Entry) -> object:
@@ -91,21 +113,6 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
         if manager.has_plugin(name):
             manager.unregister(name=name)
         raise
-
-
-def check_hooks(registry: Registry, entry: Entry) -> None:
-    """See that a hook module can be used.
-
-    Raises:
-        PluginError: why not.
-    """
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
-    try:
-        if (module := _load(registry, entry)) is not None:
-            _register(manager, entry, module)
-    except (ValueError, pluggy.PluginValidationError) as error:
-        raise PluginError(f"hooks {entry.name!r} of {entry}: {' '.join(str(error).split())}") from error
 
 
 class _Guarded:

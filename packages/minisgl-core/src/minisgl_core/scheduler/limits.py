@@ -45,7 +45,7 @@ class SchedulerLimits:
             raise InvalidValueError("prompt", "", "at least one token long")
         if num_tokens >= self.max_seq_len:
             allowed = f"shorter than the context of {self.max_seq_len} tokens"
-            is_limited_by_pool = self.max_seq_len == (self.num_pages - 1) * self.page_size
+            is_limited_by_pool = bounds_context(self.num_pages, self.page_size, self.max_seq_len)
             remedy = "Shorten it or raise --num-pages." if is_limited_by_pool else "Shorten it."
             raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
@@ -67,3 +67,8 @@ class SchedulerLimits:
 
     def _bad_token(self, name: str, token: int) -> InvalidValueError:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")
+
+
+def bounds_context(num_pages: int, page_size: int, max_seq_len: int) -> bool:
+    """Whether a sequence could be longer if the pool had more pages; one of them is for padding."""
+    return max_seq_len == (num_pages - 1) * page_size

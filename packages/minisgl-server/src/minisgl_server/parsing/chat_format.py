@@ -86,12 +86,13 @@ class ChatFormat:
             messages = without_calls(messages, self._parser_for_tools(f"messages[{place}]", "a call or its result"))
         return render_chat(self._tokenizer, messages, chat.chat_template_kwargs, tools, chat.add_generation_prompt)
 
-    def parser(self, chat: Tokenize, prompt: str) -> ChatParser | None:
-        """Of the answer to `prompt`; None where all of it is content."""
+    def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatParser | None:
+        """Of the answer to `prompt`, which follows `grammar`; None where all of it is content."""
         splitter = tools = None
         if self._reasoning_parser is not None:
-            thinks = begins_inside(self._reasoning_parser, prompt)
-            splitter = ReasoningSplitter(False if self._leaves_no_thoughts(chat) else thinks)
+            # What a form holds for from the first token on is no thought.
+            is_bound = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
+            splitter = ReasoningSplitter(False if is_bound else begins_inside(self._reasoning_parser, prompt))
         if chat.tools is not None:
             strict = chat.tools.strict_names if _is_structural(chat) else ()
             tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
@@ -119,12 +120,6 @@ class ChatFormat:
         if thinks is False or end is None:
             return source
         return msgspec.structs.replace(source, after_token=end, free_if_begun_by=None if thinks else self._token(BEGIN))
-
-    def _leaves_no_thoughts(self, chat: Tokenize) -> bool:
-        """Whether a form holds from the first token on, since there is none that ends thoughts."""
-        form, tools = chat.sampling.structured_outputs, chat.tools
-        is_bound = (form is not None and form.structural_tag is None) or (tools is not None and tools.is_required)
-        return is_bound and self._token(END) is None
 
     def _token(self, tag: str) -> int | None:
         """The token that stands for a tag, if there is one."""

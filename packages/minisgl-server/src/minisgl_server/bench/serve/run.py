@@ -15,7 +15,7 @@ import httpx
 
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import ModelOptions
-from minisgl_core.errors import InvalidValueError, MinisglError, ModelNotFoundError
+from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.progress import progress_bar
@@ -186,10 +186,7 @@ def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
 def _prompts(options: ServeOptions) -> IdPrompts | ChatPrompts:
     if options.tokenizer is None:
         return IdPrompts(options.vocab_size) if options.endpoint == "completions" else ChatPrompts.approximate()
-    try:
-        path = locate_model(ModelOptions(model=options.tokenizer))
-    except ModelNotFoundError as error:
-        raise ModelNotFoundError(str(error).replace("--model", "--tokenizer", 1)) from None
+    path = locate_model(ModelOptions(model=options.tokenizer), "--tokenizer")
     tokenizer = open_weights(path, Registry.from_environment()).tokenizer()
     if options.endpoint == "completions":
         return IdPrompts(len(tokenizer))
