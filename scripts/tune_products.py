@@ -34,10 +34,9 @@ def ways(num_rows: int, matrix_rows: int, num_inputs: int, processors: int) -> I
         tiles = -(-matrix_rows // outputs)
         yield Cut(outputs)
         yield Cut(outputs, cluster=2)
+        yield Cut(outputs, cluster=4)
         for row_parts in (1, 2, 4):
             blocks = tiles * row_parts
-            if num_rows % (row_parts * (16 if outputs == 64 else 8)):
-                continue
             if row_parts > 1:
                 yield Cut(outputs, row_parts=row_parts)
             if blocks <= processors:
@@ -88,6 +87,8 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
     for rows, size in made_for.items():  # all at once, since they are compiled beside each other
         found[rows] = {}
         for way in dict.fromkeys([cut(size, *shape, processors), *ways(size, *shape, processors)]):
+            if size % way.row_multiple:
+                continue
             options = {"gated": gated, "row_sizes": [size], "choose": lambda *_, way=way: way}
             found[rows][way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
     all_right = True

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from compile_cuda import compile_by_nvcc
+from hopper_reference import HAS_HOPPER, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, cut, worthwhile_rows
-from minisgl_backends.cuda.product import ROW_SIZES, HopperProduct, StreamScratch, Variant, fits
+from minisgl_backends.cuda.cut import MAX_ROWS, cut, worthwhile_rows
+from minisgl_backends.cuda.product import HopperProduct, StreamScratch, Variant, fits
+from minisgl_backends.cuda.products import DEPTH
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 MATRICES = [
     (rows, inputs, gated, bias)
     for rows, inputs in (
@@ -44,8 +44,7 @@ def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth
     assert way.cluster == 1 or way.splits == way.row_parts == 1
     # Clusters of a tile are all there at once.
     assert way.splits == 1 or tiles * way.splits * way.row_parts <= processors
-    size = min(each for each in ROW_SIZES if each >= rows)
-    assert size % (way.row_parts * (16 if way.outputs == 64 else 8)) == 0
+    assert way.row_multiple == way.row_parts * (16 if way.outputs == 64 else 8)
     assert way.num_blocks is None or 1 <= way.num_blocks <= processors
     # No tile is cut by another one's border.
     assert way.num_blocks is None or way.num_blocks % (tiles * way.row_parts) == 0
@@ -79,6 +78,7 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(
     [
         Variant(MAX_ROWS, 128, 2, 1, 1, gated=True, has_bias=False),
         Variant(MAX_ROWS, 64, 1, 6, 1, gated=False, has_bias=False),
+        Variant(232, 128, 2, 1, 1, gated=True, has_bias=False),
         Variant(160, 64, 1, 1, 1, gated=True, has_bias=True),
         Variant(96, 128, 1, 1, 1, gated=False, has_bias=True),
         Variant(16, 64, 1, 1, 1, gated=True, has_bias=True),
@@ -98,16 +98,6 @@ def test_it_says_what_it_needs() -> None:
     assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it is for Hopper GPUs, not for cpu"]
 
 
-def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
-    """In float64, rounded where the product rounds."""
-    out = x.double() @ weight.double().T
-    out = (out if bias is None else out + bias.double()).bfloat16()
-    if not gated:
-        return out.double()
-    gate, up = out.chunk(2, -1)
-    return (F.silu(gate.float()).bfloat16().float() * up.float()).double()
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 class TestOnHopper:
@@ -120,7 +110,8 @@ class TestOnHopper:
         bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
         scratch = StreamScratch(device)
         assert fits(weight, bias, gated=gated)
-        product = HopperProduct(weight, bias, scratch, gated=gated)
+        sizes = (16, 32, 48, 64, 96, 128, 152, 160, 192, 224, MAX_ROWS)
+        product = HopperProduct(weight, bias, scratch, gated=gated, row_sizes=sizes)
         for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, 160, 190, 224, MAX_ROWS):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
             assert product.takes(x)

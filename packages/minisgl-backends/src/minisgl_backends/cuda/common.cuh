@@ -1,4 +1,4 @@
-// What the programs of this folder have in common; it stands before each of them.
+// What the programs of this folder have in common.
 
 typedef unsigned short bf16;
 typedef unsigned int u32;

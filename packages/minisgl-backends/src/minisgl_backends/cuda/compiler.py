@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import logging
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import Future
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
@@ -23,6 +24,7 @@ from minisgl_backends.build_cache import cache_dir, keep
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
+_INCLUDE = re.compile(r'#include "(.+)"\n')
 _FLAGS = ("--gpu-architecture=sm_90a", "--std=c++17")
 _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nvrtcVersion": (POINTER(c_int), POINTER(c_int)),
@@ -74,13 +76,14 @@ def _open(name: str) -> ctypes.CDLL:
 
 @cache
 def _text(name: str) -> str:
-    return files(__package__).joinpath(name).read_text()
+    """Of a file of this folder, with those that it includes."""
+    text = files(__package__).joinpath(name).read_text()
+    return _INCLUDE.sub(lambda found: _text(found[1]), text)
 
 
 def program(name: str, defined: Mapping[str, int]) -> str:
-    """One of this folder's programs, after what is to be defined for it and what all of them have in common."""
-    lines = [f"#define {each} {value}" for each, value in defined.items()]
-    return "\n".join([*lines, _text("common.cuh"), _text(name)])
+    """One of this folder's programs, after what is to be defined for it."""
+    return "\n".join([*(f"#define {each} {value}" for each, value in defined.items()), _text(name)])
 
 
 @cache

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DEPTH = 64
-"""Inputs that are multiplied in one step."""
+from minisgl_backends.cuda.products import DEPTH
+
 MAX_ROWS = 256
 """Of x, that product.cu can be compiled for."""
 _SMALL_MATRIX = 8 << 20
@@ -32,6 +32,11 @@ class Cut:
     splits: int = 1
     row_parts: int = 1
     num_blocks: int | None = None
+
+    @property
+    def row_multiple(self) -> int:
+        """Of which the rows are that product.cu can be compiled for."""
+        return self.row_parts * (16 if self.outputs == 64 else 8)
 
 
 def worthwhile_rows(matrix_rows: int, num_inputs: int) -> int:

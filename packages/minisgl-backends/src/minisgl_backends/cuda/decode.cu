@@ -22,6 +22,8 @@
 // To be defined: GROUP (query heads of a KV head, 1 to 8), DIM (64 or 128), PAGE (tokens a page: 8, 16, 32 or a multiple of
 // 64), STAGES, ROTATES and NORM (0 or 1).
 
+#include "common.cuh"
+
 constexpr int KEYS = 64, KEYS_OF_WARP = 16, CONSUMERS = 128, LEAST_TILES = 2;
 constexpr int LINES = DIM / 64;                   // of a key, 128 bytes each, which a swizzle takes
 constexpr int TILE_BYTES = KEYS * LINES * 128, STAGE_BYTES = 2 * TILE_BYTES;

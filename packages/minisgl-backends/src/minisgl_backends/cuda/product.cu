@@ -15,14 +15,12 @@
 //
 // Programmatic dependent launch: weights are asked for before the kernel in front has ended, everything else after it.
 //
-// To be defined: ROWS (of x at most, of a thread block; a multiple of 8 * CLUSTER, of 16 for OUTPUTS == 64), OUTPUTS (64: the warp
+// To be defined: ROWS (of x at most, of a thread block; a multiple of 8, of 16 for OUTPUTS == 64), OUTPUTS (64: the warp
 // groups share the rows; 128: the outputs), CLUSTER, SPLITS, ROW_PARTS (1 with CLUSTER > 1), STAGES, GATED (gate and up rows of a
-// gated MLP: half a tile is of each, and silu(gate) * up is stored), HAS_BIAS, and MULTIPLY, a text with multiply(float (&sums)[],
-// u64 weights, u64 rows, int keep): a wgmma of 64 outputs, the rows of a warp group and 16 inputs, added to sums where `keep`.
+// gated MLP: half a tile is of each, and silu(gate) * up is stored), HAS_BIAS, and MULTIPLY of the rows of a warp group.
 
-#include MULTIPLY
+#include "products.cuh"
 
-constexpr int DEPTH = 64;  // inputs of a stage: 128 bytes, what a swizzle takes
 constexpr int GROUP_ROWS = OUTPUTS == 64 ? ROWS / 2 : ROWS;
 constexpr int WEIGHT_BYTES = OUTPUTS * DEPTH * 2, X_BYTES = ROWS * DEPTH * 2, STAGE_BYTES = WEIGHT_BYTES + X_BYTES;
 constexpr int SUMS = GROUP_ROWS / 2;               // of a thread
@@ -30,45 +28,9 @@ constexpr int EIGHTS = GROUP_ROWS / 8;             // a thread has 4 sums of eac
 constexpr int PITCH = OUTPUTS * 2 + 16;            // of a row that waits to be stored: no two threads meet in a bank
 constexpr int STORERS = OUTPUTS == 64 ? 128 : 256; // threads that store the same rows
 constexpr int COLUMNS = GATED ? OUTPUTS / 2 : OUTPUTS;
-constexpr int CONSUMERS = 256;
 constexpr int SHARERS = CLUSTER * ROW_PARTS;       // thread blocks that fetch for each other
-
-// Without .release.cluster: a stage was read, not written, and the fence would take a microsecond.
-__device__ __forceinline__ void barrier_arrive(u32 at, u32 block) {
-    if (SHARERS == 1)
-        barrier_arrive(at);
-    else
-        asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
-                     " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(at), "r"(block) : "memory");
-}
-// Without .release for the same reason: what is written before it is not read by others.
-__device__ __forceinline__ void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Weights are read once and leave the L2 cache first, x is read by all and stays.
-constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
-__device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy) : "memory");
-}
-__device__ __forceinline__ void fetch_for(short blocks, u32 to, const TensorMap* map, int column, int row, u32 barrier, u64 policy) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
-                 " [%0], [%1, {%2, %3}], [%4], %5, %6;"
-                 ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(policy)
-                 : "memory");
-}
-
-// Of a tile in shared memory, rows of 128 bytes, swizzled; 8 rows are 1,024 bytes.
-__device__ __forceinline__ u64 descriptor(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
-
-__device__ __forceinline__ float low_of(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high_of(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
-__device__ __forceinline__ float silu(float x) { return low_of(rounded(x / (1.f + __expf(-x)), 0.f)); }
-__device__ __forceinline__ u32 gated(u32 gate, u32 up) {
-    return rounded(silu(low_of(gate)) * low_of(up), silu(high_of(gate)) * high_of(up));
-}
+constexpr int BOX_ROWS = (ROWS / CLUSTER + 7) / 8 * 8;  // of x, that each of them fetches; the last ones' may overlap
+constexpr int FETCHED_BYTES = WEIGHT_BYTES + CLUSTER * BOX_ROWS * DEPTH * 2;
 
 // Of the 16 outputs of a tile that a warp has.
 __device__ __forceinline__ int first_output() {
@@ -217,6 +179,7 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
 
     if (warp == CONSUMERS / 32) {
         const short sharers = ((1 << SHARERS) - 1) << first_sharer;
+        // Weights are read once and leave the L2 cache first, x is read by all and stays.
         auto fetch_part = [&](u32 to, int k, int column, u32 barrier) {
             constexpr int PART = COLUMNS / ROW_PARTS;
             if (ROW_PARTS == 1)
@@ -226,16 +189,17 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
         };
         auto fetch_weights = [&](int tile, int k, int s) {
             u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
-            barrier_expect(barrier, STAGE_BYTES);
+            barrier_expect(barrier, FETCHED_BYTES);
             fetch_part(to, k, column_of(tile), barrier);
             if (GATED) fetch_part(to + WEIGHT_BYTES / 2, k, N + column_of(tile), barrier);
         };
         auto fetch_x = [&](int k, int s) {
             u32 to = ring + s * STAGE_BYTES + WEIGHT_BYTES, barrier = full + 8 * s;
+            const int row = min((int)rank * BOX_ROWS, ROWS - BOX_ROWS);
             if (CLUSTER == 1)
                 fetch(to, &x_map, k * DEPTH, first_row, barrier, EVICT_LAST);
             else
-                fetch_for(sharers, to + rank * (X_BYTES / CLUSTER), &x_map, k * DEPTH, rank * (ROWS / CLUSTER), barrier, EVICT_LAST);
+                fetch_for(sharers, to + row * DEPTH * 2, &x_map, k * DEPTH, row, barrier, EVICT_LAST);
         };
         const int ahead = min(STAGES, end - begin);
         int tile = begin / depth, k = begin % depth, x_k = k;
@@ -270,8 +234,8 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
         const u32 weight_offset = OUTPUTS == 128 ? group * 64 * 128 : 0, x_offset = OUTPUTS == 64 ? group * GROUP_ROWS * 128 : 0;
         int s = 0, parity = 0, given_back = begin;
         auto give_back_last = [&] {  // if it is filled again: who is arrived at waits for that, and has not ended
-            if (given_back++ < end - STAGES && lane < SHARERS)
-                barrier_arrive(empty + 8 * (s == 0 ? STAGES - 1 : s - 1), first_sharer + lane);
+            const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
+            if (given_back++ < end - STAGES && lane < SHARERS) SHARERS == 1 ? barrier_arrive(last) : barrier_arrive(last, first_sharer + lane);
         };
         float sums[SUMS];
         for (int step = begin; step < end;) {
@@ -281,19 +245,12 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
                 barrier_wait(full + 8 * s, parity);
                 const u64 weights = descriptor(ring + s * STAGE_BYTES + weight_offset);
                 const u64 rows = descriptor(ring + s * STAGE_BYTES + WEIGHT_BYTES + x_offset);
-                #pragma unroll
-                for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
-                asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-                #pragma unroll
-                for (int i = 0; i < DEPTH / 16; i++) multiply(sums, weights + 2 * i, rows + 2 * i, k > first || i > 0);
-                asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-                asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+                multiply_stage(sums, weights, rows, k > first);
+                multiplied_but<1>();
                 if (k > first) give_back_last();  // its product is done
                 if (++s == STAGES) { s = 0; parity ^= 1; }
             }
-            asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-            #pragma unroll
-            for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
+            all_multiplied(sums);
             give_back_last();
             previous_kernel_wait();
             if (SPLITS > 1) {

@@ -12,14 +12,12 @@ from functools import cache
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
-from minisgl_backends.cuda.cut import DEPTH, MAX_ROWS, Cut, cut
+from minisgl_backends.cuda.cut import MAX_ROWS, Cut, cut
 from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.products import DEPTH, SHARED_BYTES, THREADS, multiply, takes_matrix, takes_rows
 
-ROW_SIZES = (*range(16, 161, 16), 192, 224, MAX_ROWS)
-"""Rows of x that there is a kernel for; fewer are padded."""
-_THREADS = 288
-_SHARED_BYTES = 232_448 - 1024
-"""A thread block's on Hopper, but for its barriers."""
+ROW_SIZES = (*range(16, 64, 16), *range(64, MAX_ROWS + 1, 8))
+"""Rows of x that there is a kernel for, where the `Cut` allows so many; fewer are padded."""
 _MOST_STAGES = 16
 
 
@@ -51,6 +49,11 @@ class Variant:
         return self.rows // self.row_parts
 
     @property
+    def box_rows(self) -> int:
+        """Rows that a thread block fetches at once, for all of its cluster that share x."""
+        return -(-self.block_rows // (8 * self.cluster)) * 8
+
+    @property
     def cluster_blocks(self) -> int:
         """Thread blocks of a cluster."""
         return self.cluster * self.splits * self.row_parts
@@ -61,7 +64,7 @@ class Variant:
         stage = (self.outputs + self.block_rows) * DEPTH * 2
         # Rows that wait to be stored, 32 at a time for each that store apart.
         waiting = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
-        return int(min(_MOST_STAGES, (_SHARED_BYTES - 1024 - waiting) // stage))
+        return int(min(_MOST_STAGES, (SHARED_BYTES - 1024 - waiting) // stage))
 
     def source(self) -> str:
         """The program."""
@@ -76,20 +79,7 @@ class Variant:
             "HAS_BIAS": int(self.has_bias),
         }
         group_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
-        return program("product.cu", defined).replace("#include MULTIPLY", _multiply(group_rows))
-
-
-def _multiply(rows: int) -> str:
-    """wgmma of 64 outputs, `rows` rows and 16 inputs, whose operands' number depends on `rows`."""
-    count = rows // 2
-    sums = ", ".join(f"%{i}" for i in range(count))
-    outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
-    return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 a, u64 b, int keep) {{\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"\n'
-        f'    " wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
-        f'    : {outputs} : "l"(a), "l"(b), "r"(keep));\n}}'
-    )
+        return program("product.cu", defined).replace("#include MULTIPLY", multiply(group_rows))
 
 
 @cache
@@ -97,8 +87,8 @@ def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
     """And how many thread blocks the device holds."""
     with torch.cuda.device(device):
         cubin = compiled_later(variant.source()).result()
-        sizes = {"shared_bytes": _SHARED_BYTES, "cluster": variant.cluster_blocks}
-        kernel = Kernel(cubin, "product", num_threads=_THREADS, **sizes)
+        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
+        kernel = Kernel(cubin, "product", num_threads=THREADS, **sizes)
         return kernel, kernel.most_blocks()
 
 
@@ -146,6 +136,8 @@ class HopperProduct:
         maps: dict[int, TensorMap] = {}
         for rows in row_sizes:
             way = choose(rows, len(weight), self._num_inputs, processors)
+            if rows % way.row_multiple:
+                continue
             variant = Variant(rows, way.outputs, way.cluster, way.splits, way.row_parts, gated, bias is not None)
             compiled_later(variant.source())
             box = way.outputs // (1 + gated) // way.row_parts
@@ -155,16 +147,7 @@ class HopperProduct:
 
     def takes(self, x: torch.Tensor) -> bool:
         """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads."""
-        return (
-            0 < len(x) <= max(self._ways)
-            and x.shape[1] == self._num_inputs
-            and x.dtype == torch.bfloat16
-            and x.device == self._weight.device
-            and x.stride(1) == 1
-            and x.stride(0) >= self._num_inputs
-            and x.stride(0) % 8 == 0
-            and x.data_ptr() % 16 == 0
-        )
+        return 0 < len(x) <= max(self._ways) and takes_rows(x, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x that it takes, [M, K] to [M, N]."""
@@ -179,7 +162,7 @@ class HopperProduct:
             steps = tiles * (self._num_inputs // DEPTH)
             num_blocks = min((way.num_blocks or most) // group, most // group, steps) * group
         out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
-        x_map = TensorMap(x, (variant.block_rows // way.cluster, DEPTH))
+        x_map = TensorMap(x, (variant.box_rows, DEPTH))
         bias = out if self._bias is None else self._bias
         scratch = self._scratch
         sizes = len(x), self._num_outputs, self._num_inputs
@@ -190,11 +173,7 @@ class HopperProduct:
 def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
     """Whether `HopperProduct` takes this matrix, with this bias."""
     return (
-        weight.is_cuda
+        takes_matrix(weight)
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
-        and weight.dtype == torch.bfloat16
-        and weight.is_contiguous()
-        and weight.shape[1] % DEPTH == 0
         and len(weight) % (8 * (1 + gated)) == 0
-        and weight.data_ptr() % 16 == 0
     )

@@ -1,4 +1,4 @@
-"""Triton's kernels, and products of few rows in CUDA C++ for Hopper GPUs."""
+"""Triton's kernels, and for Hopper GPUs products in CUDA C++: of few rows, and with an activation of many."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class HopperOps(TritonOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.cuda import product
+        from minisgl_backends.cuda import gated, product
 
+        self._gated = gated
         self._product, self._stream_scratch = product, product.StreamScratch(device)
         self._most_rows = 0
 
@@ -41,7 +42,11 @@ class HopperOps(TritonOps):
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `Ops.prepare_gated`."""
-        return self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        few = self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        if not self._gated.fits(weight, bias):
+            return few
+        many = self._gated.GatedProduct(weight)
+        return lambda x: many(x) if x.dim() == 2 and many.takes(x) else few(x)
 
     def _with_product(
         self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool

@@ -1,0 +1,61 @@
+"""A gated MLP's first half of many rows by gated.cu.
+
+Shape legend: M rows of x, N outputs, K inputs; the matrix is [2 * N, K], gate above up.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from minisgl_backends.cuda.compiler import compiled_later, program
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.products import DEPTH, SHARED_BYTES, THREADS, multiply, takes_matrix, takes_rows
+
+LEAST_ROWS = 512
+"""Of x, from which on it is faster than cuBLAS and the activation on an H200."""
+_ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
+
+
+def source() -> str:
+    """The program."""
+    return program("gated.cu", {}).replace("#include MULTIPLY", multiply(2 * _OUTPUTS))
+
+
+@cache
+def _kernel(device: torch.device) -> tuple[Kernel, int]:
+    """And how many thread blocks the device holds."""
+    with torch.cuda.device(device):
+        cubin = compiled_later(source()).result()
+        kernel = Kernel(cubin, "gated_product", num_threads=THREADS, shared_bytes=SHARED_BYTES, cluster=2)
+        return kernel, kernel.most_blocks()
+
+
+class GatedProduct:
+    """``silu(x @ gate.T) * (x @ up.T)`` of many rows, rounded where torch rounds."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Keep the matrix, one that `fits`, and begin to compile."""
+        self._weight, self._num_outputs = weight, len(weight) // 2
+        self._weight_map = TensorMap(weight, (_OUTPUTS, DEPTH))
+        compiled_later(source())
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads, and M large enough to be worthwhile."""
+        return len(x) >= LEAST_ROWS and takes_rows(x, self._weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K] to [M, N]."""
+        kernel, most = _kernel(x.device)
+        num_rows, num_inputs = x.shape
+        tiles = -(-num_rows // (2 * _ROWS)) * -(-self._num_outputs // _OUTPUTS)
+        out = torch.empty(num_rows, self._num_outputs, dtype=x.dtype, device=x.device)
+        maps = self._weight_map, TensorMap(x, (_ROWS, DEPTH)), TensorMap(out, (_STORED_ROWS, 64))
+        kernel.launch(min(most, 2 * tiles), (*maps, num_rows, self._num_outputs, num_inputs))
+        return out
+
+
+def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `GatedProduct` takes this matrix: no biases."""
+    return bias is None and takes_matrix(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * DEPTH

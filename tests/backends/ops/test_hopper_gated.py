@@ -1,0 +1,68 @@
+"""A gated MLP's first half of many rows in CUDA C++: that it compiles, when it is taken, and on a Hopper GPU that it is right."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from compile_cuda import compile_by_nvcc
+from hopper_reference import HAS_HOPPER, reference
+
+from minisgl_backends.cuda.gated import LEAST_ROWS, GatedProduct, fits, source
+from minisgl_backends.ops.hopper import HopperOps
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_it_compiles_without_spilling(tmp_path: Path) -> None:
+    said = compile_by_nvcc(source(), tmp_path)
+    assert "0 bytes spill stores" in said
+    assert "serialized" not in said  # what ptxas says where wgmma waits for each other
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
+class TestOnHopper:
+    """Against float64, on memory that was NaN."""
+
+    @pytest.mark.parametrize(
+        ("matrix_rows", "inputs"), [(34816, 512), (6144, 1024), (25_600, 256), (336, 128), (144, 192), (16, 5120)]
+    )
+    def test_products(self, matrix_rows: int, inputs: int) -> None:
+        device = torch.device("cuda")
+        weight = torch.randn(matrix_rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
+        assert fits(weight, None)
+        product = GatedProduct(weight)
+        for num_rows in (1, 64, 129, 256, 300, 1000, 2049, 4500):
+            x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
+            wanted = reference(x, weight, None, gated=True)
+            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely the memory of the result
+            results = [product(x) for _ in range(3)]
+            assert all(torch.equal(result, results[0]) for result in results)
+            error = (results[0].double() - wanted).norm() / wanted.norm()
+            assert error < 5e-3, (num_rows, float(error))
+
+    def test_what_it_does_not_take_is_done_by_others(self) -> None:
+        device, dtype = torch.device("cuda"), torch.bfloat16
+        ops = HopperOps(device, dtype)
+        weight = torch.randn(512, 128, device=device, dtype=dtype) / 12
+        bias = torch.randn(512, device=device, dtype=dtype)
+        assert not fits(weight, bias)
+        assert not fits(weight[:, :64].contiguous(), None)
+        assert not fits(weight[:504], None)
+        rows = LEAST_ROWS
+        x = torch.randn(rows, 128, device=device, dtype=dtype)
+        product = GatedProduct(weight)
+        assert product.takes(x)
+        assert not product.takes(x[:-1])
+        assert not product.takes(x.half())
+        assert not product.takes(x.t().contiguous().t())
+        for each, its_bias in (
+            (x, None), (x[:-1], None), (x.view(2, -1, 128), None), (x.t().contiguous().t(), None), (x, bias),
+        ):  # fmt: skip
+            found = ops.prepare_gated(weight, its_bias)(each)
+            wanted = reference(each.reshape(-1, 128), weight, its_bias, gated=True)
+            assert found.shape == (*each.shape[:-1], 256)
+            error = (found.reshape(-1, 256).double() - wanted).norm() / wanted.norm()
+            assert error < 5e-3
