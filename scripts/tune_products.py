@@ -1,9 +1,10 @@
-"""Products of few rows on a Hopper GPU: every way to cut them, right first, then timed beside cuBLAS.
+"""Products on a Hopper GPU: of few rows every way to cut them, right first, then timed beside cuBLAS.
 
-    python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128]
+    python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128 --rows 8192]
 
 Microseconds of one product among many in a CUDA graph, its weights not in the cache: by cuBLAS (and the activation's kernel), by
-what `minisgl_backends.cuda.cut.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step.
+what `minisgl_backends.cuda.cut.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step. Of more rows,
+those of a gated MLP, repeated for 0.4 s, since the GPU lowers its clock where it draws too much power.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from triton.testing import do_bench_cudagraph
 
 from minisgl_backends.cuda.cut import MAX_ROWS, Cut, cut
+from minisgl_backends.cuda.gated import GatedProduct, worthwhile
 from minisgl_backends.cuda.product import ROW_SIZES, HopperProduct, StreamScratch, fits
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
 GATED = ((34816, 5120), (6144, 1024))
 """Of Qwen3-14B and 0.6B: outputs and inputs."""
+MADE = {"device": "cuda", "dtype": torch.bfloat16}
 COLD_BYTES = 600 << 20
 """Of copies of a matrix, ten times what the L2 cache holds."""
 
@@ -69,31 +72,60 @@ def activated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return silu_and_mul(F.linear(x, weight))
 
 
-def microseconds(calls: list[Callable[[], torch.Tensor]]) -> float:
-    """Of one call, the median."""
-    return float(do_bench_cudagraph(lambda: [call() for call in calls], return_mode="median")) * 1000 / len(calls)
+def microseconds(calls: list[Callable[[], torch.Tensor]], *, seconds: float = 0.2) -> float:
+    """Of one call, the median, repeated for so long: ten graphs of a tenth."""
+    found = do_bench_cudagraph(lambda: [call() for call in calls], rep=int(seconds * 100), return_mode="median")
+    return float(found) * 1000 / len(calls)
 
 
 def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:
     """Print a line for each number of rows; False where a product is wrong."""
-    made = {"device": "cuda", "dtype": torch.bfloat16}
     count = max(3, COLD_BYTES // (2 * shape[0] * shape[1]))
-    weights = [torch.randn(shape, **made) / shape[1] ** 0.5 for _ in range(count)]
+    weights = [torch.randn(shape, **MADE) / shape[1] ** 0.5 for _ in range(count)]
     if not fits(weights[0], None, gated=gated):
         raise click.UsageError(f"the kernel takes no matrix of {shape[0]}x{shape[1]}{' gated' if gated else ''}")
+    few = tuple(rows for rows in all_rows if rows <= MAX_ROWS)
+    right = measure_few(weights, few, scratch, gated=gated)
+    return right and (not gated or measure_many(weights, [rows for rows in all_rows if rows > MAX_ROWS]))
+
+
+def measure_many(weights: list[torch.Tensor], all_rows: list[int]) -> bool:
+    """Of a gated MLP."""
+    shape, all_right = weights[0].shape, True
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    made_for = {rows: next(size for size in ROW_SIZES if size >= rows) for rows in all_rows}
+    products = [GatedProduct(weight) for weight in weights]
+    for rows in all_rows:
+        x = torch.randn(rows, shape[1], **MADE)
+        if reason := wrong(products[0], x, weights[0], gated=True):
+            print(f"WRONG: {tuple(shape)}, {rows} rows: {reason}", flush=True)
+            all_right = False
+            continue
+        cublas = microseconds([partial(activated, x, weight) for weight in weights], seconds=0.4)
+        own = microseconds([partial(product, x) for product in products], seconds=0.4)
+        taken = worthwhile(rows, shape[0] // 2, shape[1], processors)
+        name = f"{shape[0]}x{shape[1]} gated"
+        print(f"{name:18} {rows:4} rows: cuBLAS {cublas:6.1f}  own {own:6.1f}{', taken' if taken else ''}", flush=True)
+    return all_right
+
+
+def measure_few(weights: list[torch.Tensor], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:
+    """Of at most MAX_ROWS."""
+    shape = (weights[0].shape[0], weights[0].shape[1])
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    chosen = {size: cut(size, *shape, processors) for size in ROW_SIZES}
+    possible = [size for size in ROW_SIZES if size % chosen[size].row_multiple == 0]
+    made_for = {rows: next(size for size in possible if size >= rows) for rows in all_rows}
     found: dict[int, dict[Cut, list[HopperProduct]]] = {}
     for rows, size in made_for.items():  # all at once, since they are compiled beside each other
         found[rows] = {}
-        for way in dict.fromkeys([cut(size, *shape, processors), *ways(size, *shape, processors)]):
+        for way in dict.fromkeys([chosen[size], *ways(size, *shape, processors)]):
             if size % way.row_multiple:
                 continue
             options = {"gated": gated, "row_sizes": [size], "choose": lambda *_, way=way: way}
             found[rows][way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
     all_right = True
     for rows, products_of in found.items():
-        x = torch.randn(rows, shape[1], **made)
+        x = torch.randn(rows, shape[1], **MADE)
         cublas = [partial(activated if gated else F.linear, x, weight) for weight in weights]
         times = []
         for way, products in products_of.items():
@@ -102,8 +134,7 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
                 all_right = False
             else:
                 times.append((microseconds([partial(product, x) for product in products]), str(way)))
-        chosen = str(cut(made_for[rows], *shape, processors))
-        own = next((time for time, way in times if way == chosen), float("nan"))
+        own = next((time for time, way in times if way == str(chosen[made_for[rows]])), float("nan"))
         best = "; ".join(f"{time:.1f} {way}" for time, way in sorted(times)[:3])
         name = f"{shape[0]}x{shape[1]}{' gated' if gated else ''}"
         print(
@@ -123,7 +154,7 @@ def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple
 @click.command()
 @click.option("--matrix", multiple=True, callback=shape_of, help="Outputs x inputs; those of Qwen3-14B and 0.6B.")
 @click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate above up.")
-@click.option("--rows", multiple=True, type=click.IntRange(1, MAX_ROWS), default=(16, 64, 128, 192, MAX_ROWS))
+@click.option("--rows", multiple=True, type=click.IntRange(1, 16_384), default=(16, 64, 128, 192, MAX_ROWS, 8192))
 def main(matrix: list[tuple[int, int]], gated: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Check and time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:

@@ -10,7 +10,8 @@ import torch
 from compile_cuda import compile_by_nvcc
 from hopper_reference import HAS_HOPPER, reference
 
-from minisgl_backends.cuda.gated import LEAST_ROWS, GatedProduct, fits, source
+from minisgl_backends.cuda.cut import MAX_ROWS
+from minisgl_backends.cuda.gated import GatedProduct, fits, source, worthwhile
 from minisgl_backends.ops.hopper import HopperOps
 
 
@@ -19,6 +20,16 @@ def test_it_compiles_without_spilling(tmp_path: Path) -> None:
     said = compile_by_nvcc(source(), tmp_path)
     assert "0 bytes spill stores" in said
     assert "serialized" not in said  # what ptxas says where wgmma waits for each other
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(17_408, 5120), (3072, 1024), (6400, 5120), (1024, 512)])
+def test_it_is_taken_where_processors_have_work_to_the_end(outputs: int, inputs: int) -> None:
+    taken = [rows for rows in range(1, 20_000) if worthwhile(rows, outputs, inputs, 132)]
+    assert taken[0] > MAX_ROWS
+    assert worthwhile(8192, outputs, inputs, 132)
+    for rows in taken:
+        tiles = -(-rows // 256) * -(-outputs // 128)
+        assert tiles > (1 - 160 / inputs) * -(-tiles // 66) * 66
 
 
 @pytest.mark.gpu
@@ -51,15 +62,14 @@ class TestOnHopper:
         assert not fits(weight, bias)
         assert not fits(weight[:, :64].contiguous(), None)
         assert not fits(weight[:504], None)
-        rows = LEAST_ROWS
-        x = torch.randn(rows, 128, device=device, dtype=dtype)
+        x = torch.randn(66 * 128, 128, device=device, dtype=dtype)  # tiles for 66 pairs of processors
         product = GatedProduct(weight)
         assert product.takes(x)
-        assert not product.takes(x[:-1])
+        assert not product.takes(x[:256])
         assert not product.takes(x.half())
         assert not product.takes(x.t().contiguous().t())
         for each, its_bias in (
-            (x, None), (x[:-1], None), (x.view(2, -1, 128), None), (x.t().contiguous().t(), None), (x, bias),
+            (x, None), (x[:256], None), (x.view(2, -1, 128), None), (x.t().contiguous().t(), None), (x, bias),
         ):  # fmt: skip
             found = ops.prepare_gated(weight, its_bias)(each)
             wanted = reference(each.reshape(-1, 128), weight, its_bias, gated=True)

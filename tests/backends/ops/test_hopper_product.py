@@ -51,8 +51,8 @@ def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth
 
 
 def test_large_matrices_are_left_to_cublas_sooner() -> None:
-    assert worthwhile_rows(6144, 1024) == MAX_ROWS
-    assert worthwhile_rows(34816, 5120) < MAX_ROWS
+    assert worthwhile_rows(6144, 1024, gated=True) == MAX_ROWS
+    assert worthwhile_rows(34816, 5120, gated=False) < worthwhile_rows(34816, 5120, gated=True) < MAX_ROWS
 
 
 @pytest.mark.parametrize(

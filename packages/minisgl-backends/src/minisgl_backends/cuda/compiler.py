@@ -98,7 +98,7 @@ def compiled_later(source: str) -> Future[bytes]:
 def _builders() -> SimpleQueue[tuple[str, Future[bytes]]]:
     """What is put in is compiled, by threads that a process does not wait for when it ends."""
     queue: SimpleQueue[tuple[str, Future[bytes]]] = SimpleQueue()
-    for _ in range(min(8, os.cpu_count() or 1)):
+    for _ in range(min(16, os.cpu_count() or 1)):
         Thread(target=_build_all, args=(queue,), name="nvrtc", daemon=True).start()
     return queue
 

@@ -39,7 +39,7 @@ class Cut:
         return self.row_parts * (16 if self.outputs == 64 else 8)
 
 
-def worthwhile_rows(matrix_rows: int, num_inputs: int) -> int:
+def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
     """How many rows product.cu multiplies in less time than cuBLAS, in a decode step on an H200.
 
     More are bound by arithmetic, of which cuBLAS does more at a time.
@@ -47,8 +47,11 @@ def worthwhile_rows(matrix_rows: int, num_inputs: int) -> int:
     Args:
         matrix_rows: N, or 2 * N of a gated MLP.
         num_inputs: K.
+        gated: whether it is a gated MLP's, whose activation cuBLAS leaves to another kernel.
     """
-    return MAX_ROWS if matrix_rows * num_inputs <= _SMALL_MATRIX else 192
+    if matrix_rows * num_inputs <= _SMALL_MATRIX:
+        return MAX_ROWS
+    return 240 if gated else 192
 
 
 def cut(num_rows: int, matrix_rows: int, num_inputs: int, num_processors: int) -> Cut:

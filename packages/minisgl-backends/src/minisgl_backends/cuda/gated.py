@@ -10,12 +10,33 @@ from functools import cache
 import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
+from minisgl_backends.cuda.cut import MAX_ROWS
 from minisgl_backends.cuda.driver import Kernel, TensorMap
 from minisgl_backends.cuda.products import DEPTH, SHARED_BYTES, THREADS, multiply, takes_matrix, takes_rows
 
-LEAST_ROWS = 512
-"""Of x, from which on it is faster than cuBLAS and the activation on an H200."""
 _ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
+
+
+def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_processors: int) -> bool:
+    """Whether it takes less time than cuBLAS and the activation, on an H200.
+
+    The activation costs more of it the fewer inputs there are; what the tiles of the last turn leave idle is lost.
+
+    Args:
+        num_rows: M.
+        num_outputs: N.
+        num_inputs: K.
+        num_processors: of the device.
+    """
+    pairs = num_processors // 2
+    turns = -(-_tiles(num_rows, num_outputs) // pairs)
+    filled = num_rows * num_outputs / (turns * pairs * 2 * _ROWS * _OUTPUTS)
+    return num_rows > MAX_ROWS and filled > 1 - 160 / num_inputs
+
+
+def _tiles(num_rows: int, num_outputs: int) -> int:
+    """Of a pair of thread blocks."""
+    return -(-num_rows // (2 * _ROWS)) * -(-num_outputs // _OUTPUTS)
 
 
 def source() -> str:
@@ -39,17 +60,19 @@ class GatedProduct:
         """Keep the matrix, one that `fits`, and begin to compile."""
         self._weight, self._num_outputs = weight, len(weight) // 2
         self._weight_map = TensorMap(weight, (_OUTPUTS, DEPTH))
+        self._processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
         compiled_later(source())
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads, and M large enough to be worthwhile."""
-        return len(x) >= LEAST_ROWS and takes_rows(x, self._weight)
+        """Whether x, with two dimensions, is [M, K] of a kind that the kernel reads, and it is `worthwhile`."""
+        sizes = len(x), self._num_outputs, self._weight.shape[1]
+        return worthwhile(*sizes, self._processors) and takes_rows(x, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [M, K] to [M, N]."""
         kernel, most = _kernel(x.device)
         num_rows, num_inputs = x.shape
-        tiles = -(-num_rows // (2 * _ROWS)) * -(-self._num_outputs // _OUTPUTS)
+        tiles = _tiles(num_rows, self._num_outputs)
         out = torch.empty(num_rows, self._num_outputs, dtype=x.dtype, device=x.device)
         maps = self._weight_map, TensorMap(x, (_ROWS, DEPTH)), TensorMap(out, (_STORED_ROWS, 64))
         kernel.launch(min(most, 2 * tiles), (*maps, num_rows, self._num_outputs, num_inputs))

@@ -49,9 +49,10 @@ __device__ __forceinline__ float2 biases(const bf16* bias, int column, int N) {
 // Rows that wait in shared memory, to `out` from `row` on.
 __device__ __forceinline__ void store_rows(u32 waiting, bf16* out, int row, int num_rows, int column, int M, int N) {
     constexpr int PIECES = COLUMNS / 8;  // of 16 bytes
-    for (int piece = threadIdx.x % STORERS; piece < num_rows * PIECES; piece += STORERS) {
+    const int pieces = min(num_rows, M - row) * PIECES;
+    for (int piece = threadIdx.x % STORERS; piece < pieces; piece += STORERS) {
         int m = piece / PIECES, n = piece % PIECES * 8;
-        if (row + m >= M || column + n >= N) continue;
+        if (column + n >= N) continue;
         uint4 values, up;
         u32 from = waiting + m * PITCH + n * 2;
         asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -74,15 +75,15 @@ __device__ __forceinline__ void put_eight(u32 waiting, float a, float b, float c
                  ::"r"(to), "r"(rounded(a, b)), "r"(rounded(c, d)) : "memory");
 }
 
-// A whole tile's sums to `out` from `first_row` on, 32 rows at a time.
-__device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf16* out, const bf16* bias, int first_row, int column,
+// A whole tile's sums to `out` from `first_row` on, AT_ONCE * 8 rows at a time.
+template <int AT_ONCE> __device__ __forceinline__ void store_sums(float (&sums)[SUMS], u32 waiting, bf16* out, const bf16* bias, int first_row, int column,
                                            int M, int N) {
     int group = threadIdx.x >> 7, row = first_row + (OUTPUTS == 64 ? group * GROUP_ROWS : 0), id = OUTPUTS == 64 ? 2 + group : 1;
-    if (OUTPUTS == 64) waiting += group * 32 * PITCH;
+    if (OUTPUTS == 64) waiting += group * AT_ONCE * 8 * PITCH;
     float2 bias_of = biases(bias, column, N);
     #pragma unroll
-    for (int eight = 0; eight < EIGHTS; eight += 4) {
-        const int count = EIGHTS - eight < 4 ? EIGHTS - eight : 4;
+    for (int eight = 0; eight < EIGHTS; eight += AT_ONCE) {
+        const int count = EIGHTS - eight < AT_ONCE ? EIGHTS - eight : AT_ONCE;
         if (row + eight * 8 >= M) continue;
         sync<STORERS>(id);
         #pragma unroll
@@ -283,7 +284,12 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
                     }
                 }
             }
-            store_sums(sums, waiting, out, bias, first_row, column_of(tile), M, N);
+            if (EIGHTS <= 4 || step < end)
+                store_sums<4>(sums, waiting, out, bias, first_row, column_of(tile), M, N);
+            else {  // nothing is fetched any more
+                sync<CONSUMERS>(1);  // nor read
+                store_sums<EIGHTS>(sums, ring, out, bias, first_row, column_of(tile), M, N);
+            }
         }
     }
     if (SHARERS > 1 && SPLITS == 1) cluster_sync();  // what is fetched for others has come before who fetches it ends

@@ -53,7 +53,7 @@ class HopperOps(TritonOps):
     ) -> LinearOp:
         if not self._product.fits(weight, bias, gated=gated):
             return other
-        max_rows = worthwhile_rows(*weight.shape)
+        max_rows = worthwhile_rows(*weight.shape, gated=gated)
         self._most_rows = max(self._most_rows, max_rows)
         row_sizes = [rows for rows in self._product.ROW_SIZES if rows <= max_rows]
         own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)

@@ -155,7 +155,7 @@ class OpsTests:
             for dtype in {ops.dtype, torch.float32}:
                 self.rotate_and_compare(ops, ops.dtype, dtype, shape, has_norms)
 
-    @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (3, 2, 80, 20)])
+    @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (3, 2, 80, 20), (18, 9, 32, 16)])
     @pytest.mark.parametrize("has_norms", [False, True])
     def test_rotation_and_storing(self, shape: HeadShape, has_norms: bool) -> None:
         """Into pages of the model's dtype and of float8; what lies in other slots stays."""
