@@ -131,7 +131,8 @@ class MatchesWithinTheOutput(LlguidanceGrammar):
 
 
 def broken() -> list[type[LlguidanceGrammar]]:
-    return [*_Of.__subclasses__(), *(each for each in LlguidanceGrammar.__subclasses__() if each is not _Of)]
+    found = [*_Of.__subclasses__(), *(each for each in LlguidanceGrammar.__subclasses__() if each is not _Of)]
+    return [each for each in found if each.__module__ == __name__]  # other tests have some, too
 
 
 @pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
+import tiny
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
-from minisgl_core.contracts.grammar import GrammarKind
+from minisgl_core.contracts.grammar import GrammarKind, GrammarState
+from minisgl_core.messages import Submit
+from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
@@ -47,6 +52,35 @@ def test_a_provider_that_compiles_to_nothing_is_named() -> None:
     wait_for_any([constraint], 60)
     constraint.begin()
     assert "Forgetful.compile()" in constraint.error
+
+
+class Broken(LlguidanceGrammar):
+    def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
+        if text == "broken":
+            raise RuntimeError("no such table")
+        return super().compile(kind, text, name)
+
+
+@pytest.mark.parametrize(
+    ("provider", "text", "kind", "param", "message"),
+    [
+        (Broken, "(", "invalid", "it", r"it='\('"),
+        (Broken, "broken", "internal", None, "The grammar cannot be compiled"),
+        (Forgetful, "a", "internal", None, r"Forgetful.compile\(\)"),
+    ],
+)
+def test_whose_fault_it_is(
+    provider: type[LlguidanceGrammar], text: str, kind: str, param: str | None, message: str
+) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=20)
+    loop.scheduler.grammars = Grammars(lambda: provider(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE)
+    submit = Submit(request_id="r", token_ids=np.array([3, 4], np.int32), sampling=SamplingParams(max_tokens=2))
+    loop.scheduler.submit(msgspec.structs.replace(submit, grammar=GrammarSource("regex", text, "it")))
+    [output] = tiny.run(loop)["r"].outputs
+    assert output.finish_reason == "abort"
+    assert output.rejected is not None
+    assert (output.rejected.kind, output.rejected.param) == (kind, param)
+    assert re.search(message, output.rejected.message)
 
 
 def test_from_the_beginning(grammars: Grammars) -> None:

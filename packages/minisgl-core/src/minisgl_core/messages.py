@@ -167,7 +167,7 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Set once, with the first tokens; the first entry is None: nothing predicts the first token."""
     rejected: Rejected | None = None
-    """Set with the reason ``abort`` where the fault is the request's: a grammar that does not compile or gets too complex."""
+    """Set with the reason ``abort`` where a grammar does not compile or gets too complex; whose fault it is, its kind says."""
 
 
 class TokenBatch(msgspec.Struct, tag=True):

@@ -125,7 +125,7 @@ class StructuredOutputs:
         given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
-            raise InvalidValueError("structured_outputs", ", ".join(given), allowed)
+            raise InvalidValueError("structured_outputs", ", ".join(given) or None, allowed)
         for name in ("json", "structural_tag"):
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, _json_text(value, f"structured_outputs.{name}"))

@@ -30,7 +30,7 @@ class Constraint:
 
     Attributes:
         error: why its output cannot go on; empty for none.
-        param: the field of the request at fault then.
+        param: the field of the request at fault then; None where it is the provider.
         opening: a token that may come next besides what the grammar allows; None for none.
     """
 
@@ -39,7 +39,8 @@ class Constraint:
     def __init__(self, source: GrammarSource, compiled: Future[GrammarState]) -> None:
         self._compiled, self._after_token, self.opening = compiled, source.after_token, source.free_if_begun_by
         self._state: GrammarState | None = None
-        self.error, self.param = "", source.name
+        self.error = ""
+        self.param: str | None = source.name
 
     @property
     def is_compiled(self) -> bool:
@@ -60,7 +61,7 @@ class Constraint:
         if not isinstance(error, MinisglError):
             logger.error("a grammar was not compiled", exc_info=error)
         self.error = str(error) if isinstance(error, MinisglError) else "The grammar cannot be compiled."
-        self.param = error.name if isinstance(error, InvalidValueError) else self.param
+        self.param = error.name if isinstance(error, InvalidValueError) else None
 
     @property
     def active_state(self) -> GrammarState | None:

@@ -416,7 +416,8 @@ class Scheduler:
         )
         if request.constraint is not None and (why := request.constraint.error):
             param = request.constraint.param
-            output.rejected = Rejected(request_id=request.request_id, kind="invalid", message=why, param=param)
+            kind = "internal" if param is None else "invalid"
+            output.rejected = Rejected(request_id=request.request_id, kind=kind, message=why, param=param)
         return output
 
     def _release_if_done(self, request: Request) -> None:

@@ -164,7 +164,7 @@ def _prompts(asked: GenerateRequest) -> tuple[dict[str, Any], bool]:
     """Prompts by what the request calls them, and whether there is one, given alone and not in a list."""
     given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(asked, name)) is not None}
     if len(given) != 1:
-        raise InvalidValueError("text", ", ".join(given) or "nothing", "exactly one of text, prompt and input_ids")
+        raise InvalidValueError("text", ", ".join(given) or None, "exactly one of text, prompt and input_ids")
     [(name, prompt)] = given.items()
     prompts = named_prompts(name, prompt)
     return prompts, name in prompts
