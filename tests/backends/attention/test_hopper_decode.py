@@ -50,7 +50,7 @@ def test_it_says_what_it_needs() -> None:
 @pytest.mark.parametrize("num_requests", [1, 3, 64, 256])
 @pytest.mark.parametrize("longest", [40, 1500, 9000])
 def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
-    """Against float64, over a pool that is NaN where no request's tokens are; again and again by one kernel."""
+    """Against float64, over a pool that is NaN where no request's tokens are; again and again by one kernel, in two layers."""
     draw = random.Random(num_requests * longest)
     lengths = torch.tensor([draw.randint(1, longest) for _ in range(num_requests)], device="cuda", dtype=torch.int32)
     size, heads, group, dim, device = 64, 2, 5, 128, torch.device("cuda")
@@ -59,7 +59,7 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
     table = torch.zeros(num_requests + 1, max(counts), dtype=torch.int32)
     for row, count in enumerate(counts, 1):
         table[row, :count] = torch.tensor([next(pages) for _ in range(count)])
-    shape = KVPoolSpec(1, sum(counts) + 9, size, heads, dim, torch.bfloat16, device)
+    shape = KVPoolSpec(2, sum(counts) + 9, size, heads, dim, torch.bfloat16, device)
     pool, table = KVPool(shape), table.to(device)
     pool.data.fill_(float("nan"))
     places = torch.arange(max(counts) * size, device=device)
@@ -67,17 +67,22 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
     slots = table[1:, places // size].long() * size + places % size
     num = int(is_there.sum())
     keys, values = torch.randn(2, num, heads, dim, device=device, dtype=torch.bfloat16)
-    pool.store(0, keys, values, slots[is_there])
+    for layer in range(2):
+        pool.store(layer, keys, values, slots[is_there])
     q = 3 * torch.randn(num_requests, heads * group, dim, device=device, dtype=torch.bfloat16)
 
     decode = HopperDecode(pool, heads * group)
     rows = torch.arange(1, num_requests + 1, device=device, dtype=torch.int32)
     results = []
-    for _ in range(3):
+    for layer in (0, 1, 1, 0, 1):
         results.append(torch.full_like(q, float("nan")))
-        decode(q, 0, dim**-0.5, table, rows, lengths, results[-1])
+        decode(q, layer, dim**-0.5, table, rows, lengths, results[-1])
     assert all(torch.equal(result, results[0]) for result in results)
     assert (decode._letters == -1).all()
+    for layer in range(2):  # of fewer requests, which are shared out anew
+        few = torch.full_like(q[::2], float("nan"))
+        decode(q[::2].contiguous(), layer, dim**-0.5, table, rows[::2].contiguous(), lengths[::2].contiguous(), few)
+        torch.testing.assert_close(few, results[0][::2], atol=TOLERANCES[torch.bfloat16], rtol=0)
     start = 0
     for request, length in enumerate(lengths.tolist()):
         k, v = (each[start : start + length].double() for each in (keys, values))

@@ -39,7 +39,8 @@ class HopperAttention(TritonAttention):
         self._own = decode.HopperDecode(pool, spec.num_q_heads)
 
     def _scratch(self, num_requests: int) -> None:
-        """Its kernel has its own."""
+        """Its kernel has its own. Asked for at the beginning of a step."""
+        self._own.begin()
 
     def rotates(self, plan: StepPlan, rotation: Rotation) -> bool:
         """Steps of decodes alone, whole heads. See `RotatesDecodes`."""

@@ -19,6 +19,10 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
     asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
                  ::"r"(at), "r"(parity) : "memory");
 }
+// How soon what is fetched leaves the L2 cache.
+constexpr u64 EVICT_NORMAL = 0x1000000000000000ull, EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
+// So that the first fetch by it has not to wait for the map itself.
+__device__ __forceinline__ void fetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 template <int THREADS> __device__ __forceinline__ void sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }

@@ -32,9 +32,11 @@ constexpr int UNITS = KEYS / UNIT;                // of a tile
 constexpr int SMALL_BOX = 8;                      // keys that a request's last tile is fetched by
 constexpr int PITCH = DIM + 4;                    // of a head's sums, in floats: no two threads of a warp meet in a bank
 
+// Keys and values are read once a step: what else a step reads is to stay in the L2 cache.
 __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int line, int token, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];"
-                 ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(token), "r"(barrier) : "memory");
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                 " [%0], [%1, {%2, %3, %4}], [%5], %6;"
+                 ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(token), "r"(barrier), "l"(EVICT_FIRST) : "memory");
 }
 
 struct Matrix { u32 a, b, c, d; };
@@ -75,6 +77,15 @@ __device__ __forceinline__ float total(float x) {
     for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(ALL, x, i);
     return x;
 }
+
+// Where a share begins, the same in all layers of a step. The pages of its first units, and the lengths and rows of its first
+// requests, 32 of each, come after it.
+struct alignas(32) Beginning {
+    int number, size;               // which share, and how many tiles the shares have
+    int tile, last;                 // its first, and the one after its last, of all requests' tiles
+    int request, first;             // whose that is, and that one's first tile
+};
+constexpr int BEGINNING = 128;      // words, with what comes after
 
 // What is in a stage, for those who attend to it.
 struct alignas(16) Tile {
@@ -135,7 +146,8 @@ __device__ __forceinline__ void leave_one(u32* at, u32 x) {
 // a request that begins before it, [shares, heads, GROUP, DIM + 4]; NOTHING before and after. Thread blocks: heads times the
 // number of shares; those that have work are the first, later shares before earlier ones, so that nobody waits for one that has
 // not begun. For ROTATES alone: k, v: [requests, heads, DIM]; cos, sin: [requests, DIM / 2]; q_gain, k_gain: [DIM], of NORM;
-// k_pages, v_pages: [tokens, heads, DIM]; slots: which of these each request's token is.
+// k_pages, v_pages: [tokens, heads, DIM]; slots: which of these each request's token is. beginnings: [shares, BEGINNING], made
+// by a step's first layer and read by the others, since what they say takes several trips to memory to find.
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 2)
 decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map,
        const __grid_constant__ TensorMap k_small_map, const __grid_constant__ TensorMap v_small_map,
@@ -143,7 +155,8 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
        const int* __restrict__ seq_lens, bf16* __restrict__ out, u32* letters, float scale, int num_requests, int heads,
        int row_stride, int q_stride_t, int q_stride_h, const bf16* k, const bf16* v, int k_stride_t, int k_stride_h,
        int v_stride_t, int v_stride_h, const bf16* cos, const bf16* sin, const bf16* __restrict__ q_gain,
-       const bf16* __restrict__ k_gain, float eps, bf16* k_pages, bf16* v_pages, const long long* slots) {
+       const bf16* __restrict__ k_gain, float eps, bf16* k_pages, bf16* v_pages, const long long* slots,
+       int* beginnings, int makes_beginnings) {
     extern __shared__ __align__(1024) char memory[];
     char* const after_ring = memory + STAGES * STAGE_BYTES;
     float* const sums = (float*)after_ring;                              // [4 warps, GROUP, PITCH]
@@ -154,6 +167,12 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     const int head = blockIdx.x % heads, num_shares = gridDim.x / heads;
 
+    if (thread == CONSUMERS) {
+        fetch_map(&k_map);
+        fetch_map(&v_map);
+        fetch_map(&k_small_map);
+        fetch_map(&v_small_map);
+    }
     if (thread == 0) {
         if (ring & 1023) __trap();
         for (int s = 0; s < STAGES; s++) {
@@ -163,54 +182,75 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    // The kernels of a step that come after those who make the beginnings find them there.
+    if (!makes_beginnings) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (warp == CONSUMERS / 32) {
-        // Where the share begins: each thread counts the tiles of some requests.
-        const int each = (num_requests + 31) / 32;
-        auto tiles_of = [&](int request) {
-            return request < num_requests ? (seq_lens[request] + KEYS - 1) / KEYS : 0;
+        // Pages of a request's units from `unit` on, one a thread.
+        auto pages_of = [&](int row, int length, int unit) {
+            int page = (unit + lane) * UNIT / PAGE;
+            return page * PAGE < length ? page_table[(long long)row * row_stride + page] : 0;
         };
-        int mine = 0;
-        for (int i = 0; i < each; i++) mine += tiles_of(lane * each + i);
-        int until_mine = mine;
-        for (int i = 1; i < 32; i *= 2) {
-            int other = __shfl_up_sync(ALL, until_mine, i);
-            if (lane >= i) until_mine += other;
+        int length_of = 0, row_of = 0;  // of the share's first request and those after it, one a thread
+        auto look_up = [&](int request) {
+            int index = min(request + lane, num_requests - 1);
+            length_of = seq_lens[index];
+            row_of = rows[index];
+        };
+        Beginning share;
+        int next_pages = 0;
+        if (makes_beginnings) {
+            // Each thread counts the tiles of some requests.
+            const int each = (num_requests + 31) / 32;
+            auto tiles_of = [&](int request) {
+                return request < num_requests ? (seq_lens[request] + KEYS - 1) / KEYS : 0;
+            };
+            int mine = 0;
+            for (int i = 0; i < each; i++) mine += tiles_of(lane * each + i);
+            int until_mine = mine;
+            for (int i = 1; i < 32; i *= 2) {
+                int other = __shfl_up_sync(ALL, until_mine, i);
+                if (lane >= i) until_mine += other;
+            }
+            const int num_tiles = __shfl_sync(ALL, until_mine, 31);
+            share.size = max((num_tiles + num_shares - 1) / num_shares, LEAST_TILES);
+            share.number = (num_tiles + share.size - 1) / share.size - 1 - blockIdx.x / heads;
+            share.tile = max(share.number * share.size, 0);
+            share.last = share.number < 0 ? 0 : min(share.tile + share.size, num_tiles);
+            int request = lane * each, first = until_mine - mine;
+            const bool is_here = first <= share.tile && share.tile < until_mine;
+            if (is_here)
+                for (int count; first + (count = tiles_of(request)) <= share.tile; request++) first += count;
+            const int finder = __ffs(__ballot_sync(ALL, is_here)) - 1;
+            share.request = __shfl_sync(ALL, request, finder);
+            share.first = __shfl_sync(ALL, first, finder);
+            look_up(share.request);
+            next_pages = pages_of(__shfl_sync(ALL, row_of, 0), __shfl_sync(ALL, length_of, 0), (share.tile - share.first) * UNITS & ~31);
+            int* const record = beginnings + blockIdx.x / heads * BEGINNING;
+            if (head == 0) {
+                if (lane == 0) *(Beginning*)record = share;
+                record[32 + lane] = next_pages;
+                record[64 + lane] = length_of;
+                record[96 + lane] = row_of;
+            }
+        } else {
+            const int* const record = beginnings + blockIdx.x / heads * BEGINNING;
+            share = *(const Beginning*)record;
+            next_pages = record[32 + lane];
+            length_of = record[64 + lane];
+            row_of = record[96 + lane];
         }
-        const int num_tiles = __shfl_sync(ALL, until_mine, 31);
-        const int size = max((num_tiles + num_shares - 1) / num_shares, LEAST_TILES);
-        const int share = (num_tiles + size - 1) / size - 1 - blockIdx.x / heads;
-        int tile = share * size;
-        const int last = share < 0 ? 0 : min(tile + size, num_tiles);
+        int tile = share.tile, request = share.request, first = share.first;
+        const int size = share.size, last = share.last;
         bool has_waited = false;
         int s = 0, parity = 1;  // an empty stage's barrier has its phase before the first behind it
-        if (share >= 0) {
-            int request = lane * each, first = until_mine - mine;  // and its first tile
-            const bool is_here = first <= tile && tile < until_mine;
-            if (is_here)
-                for (int count; first + (count = tiles_of(request)) <= tile; request++) first += count;
-            const int finder = __ffs(__ballot_sync(ALL, is_here)) - 1;
-            request = __shfl_sync(ALL, request, finder);
-            first = __shfl_sync(ALL, first, finder);
-
-            int known = request, length_of = 0, row_of = 0;  // of requests from `known` on, one a thread
-            auto look_up = [&] {
-                int index = min(known + lane, num_requests - 1);
-                length_of = seq_lens[index];
-                row_of = rows[index];
-            };
-            look_up();
-            // Pages of a request's units from `unit` on, one a thread.
-            auto pages_of = [&](int row, int length, int unit) {
-                int page = (unit + lane) * UNIT / PAGE;
-                return page * PAGE < length ? page_table[(long long)row * row_stride + page] : 0;
-            };
-            int pages = 0, unit = -1, next_pages = 0, next_request = -1, next_unit = -1;
+        if (share.number >= 0) {
+            int known = request;  // the first that length_of and row_of are of
+            int pages = 0, unit = -1, next_request = request, next_unit = (tile - first) * UNITS & ~31;
             while (tile < last) {
                 if (request - known == 32) {
                     known = request;
-                    look_up();
+                    look_up(known);
                 }
                 const int length = __shfl_sync(ALL, length_of, request - known), row = __shfl_sync(ALL, row_of, request - known);
                 const int count = (length + KEYS - 1) / KEYS, after = first + count, until = min(after, last);
@@ -242,7 +282,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                     const int box = keys == KEYS ? UNIT : SMALL_BOX, copies = (keys + box - 1) / box * 2;
                     const u32 barrier = full + 8 * s;
                     if (lane == 0) {
-                        tiles[s] = Tile{request, keys, until < last ? request + 1 : -1, other - one, share, share > one, tile == from, tile == until - 1, place == count - 1};
+                        tiles[s] = Tile{request, keys, until < last ? request + 1 : -1, other - one, share.number, share.number > one, tile == from, tile == until - 1, place == count - 1};
                         barrier_expect(barrier, copies * box * LINES * 128);
                     }
                     __syncwarp();

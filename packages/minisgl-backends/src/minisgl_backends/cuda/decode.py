@@ -21,6 +21,8 @@ MAX_GROUP = 8
 BLOCKS = 2
 """Thread blocks that a processor holds."""
 _THREADS = 160
+_BEGINNING = 128
+"""Words that say where a share begins."""
 _KEYS = 64
 """Of a tile."""
 _SHARED_BYTES = 233_472 // BLOCKS - 1024
@@ -111,6 +113,12 @@ class HopperDecode:
         self._num_shares = max(processors * BLOCKS // spec.num_kv_heads, 1)
         size = self._num_shares, num_q_heads, spec.head_dim + 4
         self._letters = torch.full(size, -1, dtype=torch.int32, device=spec.device)
+        self._beginnings = torch.zeros(self._num_shares, _BEGINNING, dtype=torch.int32, device=spec.device)
+        self._last_layer = spec.num_layers
+
+    def begin(self) -> None:
+        """Have the next call find out how the batch is shared out; so does one of no later layer than the call before it."""
+        self._last_layer = self._pool.spec.num_layers
 
     def rotates(self, rotation: Rotation) -> bool:
         """Whether the kernel does this rotation."""
@@ -129,7 +137,8 @@ class HopperDecode:
         out: torch.Tensor,
         unrotated: Unrotated | None = None,
     ) -> None:
-        """Enqueue it. One after the other: calls share what thread blocks leave for each other.
+        """Enqueue it. One after the other: calls share what thread blocks leave for each other, and a batch's layers, which
+        come in order, how it is shared out.
 
         Args:
             q: [B, Hq, D], any strides but the last.
@@ -157,7 +166,8 @@ class HopperDecode:
                 k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos, rotation.sin, q_gain, k_gain,
                 float(rotation.eps), self._pool.k(layer), self._pool.v(layer), unrotated.slots,
             )  # fmt: skip
-        kernel.launch(self._num_shares * heads, (*maps, *arguments, *sizes, *new))
+        is_first, self._last_layer = layer <= self._last_layer, layer
+        kernel.launch(self._num_shares * heads, (*maps, *arguments, *sizes, *new, self._beginnings, int(is_first)))
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:

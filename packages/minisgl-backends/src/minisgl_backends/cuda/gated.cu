@@ -65,6 +65,11 @@ gated_product(const __grid_constant__ TensorMap weight_map, const __grid_constan
         row = ((first + inside % height) * 2 + rank) * ROWS;
         column = inside / height * OUTPUTS;
     };
+    if (thread == CONSUMERS) {
+        fetch_map(&x_map);
+        fetch_map(&weight_map);
+        fetch_map(&out_map);
+    }
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);

@@ -166,6 +166,10 @@ product(const __grid_constant__ TensorMap weight_map, const __grid_constant__ Te
     }
     auto column_of = [&](int tile) { return (tile * CLUSTER + (CLUSTER > 1 ? sharer : 0)) * COLUMNS; };
 
+    if (thread == CONSUMERS) {
+        fetch_map(&weight_map);
+        fetch_map(&x_map);
+    }
     if (thread == 0) {
         for (int s = 0; s < STAGES; s++) {
             barrier_init(full + 8 * s, 1);
