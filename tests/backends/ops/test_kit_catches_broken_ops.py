@@ -229,27 +229,62 @@ class SamplesWhatIsRuledOut(Ops):
 
 
 class ForgetsNewPages(Ops):
-    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
-        table = page_table.clone()
-        return super().decode_inputs(rows, token_ids, positions, new_pages, last_tokens, table, page_size)
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(shared, turn, inputs, last_tokens, page_table.clone(), page_size)
 
 
 class LooksUpBeforeItWrites(Ops):
-    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
-        known = page_table[rows, positions // page_size].long() * page_size + positions % page_size
-        arguments = rows, token_ids, positions, new_pages, last_tokens, page_table, page_size
-        return super().decode_inputs(*arguments)[0], known
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        rows, _, positions = shared[int(turn), :3]
+        slots = page_table[rows, positions // page_size].long() * page_size + positions % page_size
+        return super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)[0], slots
 
 
 class TakesLastTokensByPlace(Ops):
-    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
-        given = torch.where(token_ids < 0, last_tokens[: len(rows)].repeat(2)[: len(rows)], token_ids)
-        return super().decode_inputs(rows, given, positions, new_pages, last_tokens, page_table, page_size)
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        known, slots = super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)
+        return torch.where(inputs[1] < 0, last_tokens.repeat(5)[: len(known)], known), slots
 
 
 class ReadsTheTableFlat(Ops):
-    def decode_inputs(self, rows, token_ids, positions, new_pages, last_tokens, page_table, page_size) -> Any:
-        return super().decode_inputs(rows, token_ids, positions, new_pages, last_tokens, flat(page_table), page_size)
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(shared, turn, inputs, last_tokens, flat(page_table), page_size)
+
+
+class TakesTheFirstPlace(Ops):
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(shared, turn * 0, inputs, last_tokens, page_table, page_size)
+
+
+class CopiesWhatItReadsItself(Ops):
+    def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
+        return super().decode_inputs(shared[:, :4], turn, inputs[:4], last_tokens, page_table, page_size)
+
+
+class ForgetsTheHost(Ops):
+    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, shared.clone(), turn)
+
+
+class ForgetsTheNextStep(Ops):
+    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
+        super().decode_outputs(tokens, rows, last_tokens.clone(), shared, turn)
+
+
+class LeavesTokensOneTurnLate(Ops):
+    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, shared, 1 - turn)
+        turn.neg_().add_(1)
+
+
+class KeepsItsTurn(Ops):
+    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
+        super().decode_outputs(tokens, rows, last_tokens, shared, turn.clone())
+
+
+class LeavesTokensByRow(Ops):
+    def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
+        super().decode_outputs(tokens[rows.argsort()], rows.sort().values, last_tokens, shared, turn)
 
 
 class TakesRowsByPlace(Ops):

@@ -10,42 +10,73 @@ _BLOCK = 128
 _MOST_COLUMNS = 4096
 
 
-@triton.jit(do_not_specialize=["num_tokens"], do_not_specialize_on_alignment=["rows", "ids", "positions", "new_pages"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _decode_inputs(
-    rows, ids, positions, new_pages, last_tokens, table, known, slots, num_tokens, stride,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    shared, turn, inputs, last_tokens, table, known, slots, num_tokens, stride,
+    K: tl.constexpr, K_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """All that is in the host's memory is asked for before any of it is used."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
-    row = tl.load(rows + token, mask=mask, other=0).to(tl.int64)
-    position = tl.load(positions + token, mask=mask, other=0)
+    start = shared + tl.load(turn) * K * num_tokens + token
+    row = tl.load(start, mask=mask, other=0)
+    given = tl.load(start + num_tokens, mask=mask, other=0)
+    position = tl.load(start + 2 * num_tokens, mask=mask, other=0)
+    new = tl.load(start + 3 * num_tokens, mask=mask, other=-1)
+    kind = 4 + tl.arange(0, K_BLOCK)[:, None]
+    rest_mask = (kind < K) & mask[None, :]
+    rest = tl.load(start[None, :] + kind * num_tokens, mask=rest_mask, other=0)
+    to = inputs + token
+    tl.store(to, row, mask=mask)
+    tl.store(to + num_tokens, given, mask=mask)
+    tl.store(to + 2 * num_tokens, position, mask=mask)
+    tl.store(to + 3 * num_tokens, new, mask=mask)
+    tl.store(to[None, :] + kind * num_tokens, rest, mask=rest_mask)
+    row = row.to(tl.int64)
     entry = table + row * stride + position // PAGE_SIZE
-    new = tl.load(new_pages + token, mask=mask, other=-1)
     page = tl.where(new < 0, tl.load(entry, mask=mask, other=0), new)
     tl.store(entry, new, mask=mask & (new >= 0))
     tl.store(slots + token, page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE, mask=mask)
-    given = tl.load(ids + token, mask=mask, other=0)
     tl.store(known + token, tl.where(given < 0, tl.load(last_tokens + row, mask=mask, other=0), given), mask=mask)
 
 
 def decode_inputs(
-    rows: torch.Tensor,
-    token_ids: torch.Tensor,
-    positions: torch.Tensor,
-    new_pages: torch.Tensor,
+    shared: torch.Tensor,
+    turn: torch.Tensor,
+    inputs: torch.Tensor,
     last_tokens: torch.Tensor,
     page_table: torch.Tensor,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `minisgl_core.contracts.ops.Ops.decode_inputs`; all are contiguous but for rows of the page table."""
-    count = len(rows)
-    known, slots = torch.empty_like(token_ids), torch.empty(count, dtype=torch.int64, device=rows.device)
-    if count:
-        _decode_inputs[(triton.cdiv(count, _BLOCK),)](
-            rows, token_ids, positions, new_pages, last_tokens, page_table, known, slots, count, page_table.stride(0),
-            PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4,
-        )  # fmt: skip
+    kinds, count = inputs.shape
+    known, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
+    _decode_inputs[(triton.cdiv(count, _BLOCK),)](
+        shared, turn, inputs, last_tokens, page_table, known, slots, count, page_table.stride(0),
+        K=kinds, K_BLOCK=triton.next_power_of_2(max(kinds - 4, 1)), PAGE_SIZE=page_size, BLOCK=_BLOCK, num_warps=4,
+    )  # fmt: skip
     return known, slots
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _decode_outputs(tokens, rows, last_tokens, shared, turn, num_tokens, BLOCK: tl.constexpr):
+    """One program, as the turn changes when all have read it."""
+    now = tl.load(turn)
+    for start in range(0, num_tokens, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        mask = place < num_tokens
+        token = tl.load(tokens + place, mask=mask, other=0)
+        tl.store(shared + now * num_tokens + place, token, mask=mask)
+        tl.store(last_tokens + tl.load(rows + place, mask=mask, other=0), token.to(tl.int32), mask=mask)
+    tl.debug_barrier()
+    tl.store(turn, 1 - now)
+
+
+def decode_outputs(
+    tokens: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor, shared: torch.Tensor, turn: torch.Tensor
+) -> None:
+    """See `minisgl_core.contracts.ops.Ops.decode_outputs`; all are contiguous."""
+    _decode_outputs[(1,)](tokens, rows, last_tokens, shared, turn, len(tokens), BLOCK=256, num_warps=4)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])

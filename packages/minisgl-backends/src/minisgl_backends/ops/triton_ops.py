@@ -114,19 +114,26 @@ class TritonOps(Ops):
 
     def decode_inputs(
         self,
-        rows: torch.Tensor,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        new_pages: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+        inputs: torch.Tensor,
         last_tokens: torch.Tensor,
         page_table: torch.Tensor,
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Ops.decode_inputs`."""
-        rows, token_ids, positions, new_pages, last_tokens = (
-            each.contiguous() for each in (rows, token_ids, positions, new_pages, last_tokens)
-        )
-        return self._inputs.decode_inputs(rows, token_ids, positions, new_pages, last_tokens, page_table, page_size)
+        return self._inputs.decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)
+
+    def decode_outputs(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+    ) -> None:
+        """See `Ops.decode_outputs`."""
+        self._inputs.decode_outputs(tokens.contiguous(), rows, last_tokens, shared, turn)
 
     def take_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """See `Ops.take_rows`."""

@@ -138,8 +138,8 @@ class AttentionBackend(ABC):
     kv_layout: ClassVar[KVLayout] = "NHD"
     """How the pool must be laid out; two backends that are combined must agree."""
     reads_page_table: bool = False
-    """Whether what it records (see `GraphCapturable`) reads `page_table` in the replay itself, not in `plan_replay`. Then the
-    replay may write the step's new pages, before `forward`; otherwise they are there before `plan_replay`."""
+    """Whether `plan_replay` (see `GraphCapturable`) needs nothing that is on the device: what is recorded reads the page table
+    and the batch's tensors. Then the replay brings these up to date, before `forward`; otherwise `plan_replay` finds them so."""
 
     @classmethod
     @abstractmethod
@@ -212,8 +212,8 @@ class GraphCapturable(Protocol):
     For every captured batch size, `plan_capture` is called once and its result is used while `forward` is recorded. Before a
     replay the captured batch's tensors are overwritten with the step's values, and `plan_replay`, which gets those tensors
     and new host arrays, brings up to date in place what else the recorded kernels read. `slots` are overwritten by the
-    replay itself, before `forward`, and so is the page table for a backend that says so (`reads_page_table`). A batch is
-    padded to the captured size with decodes of row 0, one token long, at slot 0.
+    replay itself, before `forward`, and for a backend that says so (`reads_page_table`), the batch's other tensors and the page
+    table too. A batch is padded to the captured size with decodes of row 0, one token long, at slot 0.
     """
 
     def plan_capture(self, batch: AttentionBatch) -> Any:

@@ -90,23 +90,26 @@ class Ops:
 
     def decode_inputs(
         self,
-        rows: torch.Tensor,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        new_pages: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+        inputs: torch.Tensor,
         last_tokens: torch.Tensor,
         page_table: torch.Tensor,
         page_size: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a step of decodes begins with: fill in the tokens that only the device knows, and note new pages.
+        """What a step of decodes begins with: take its numbers, fill in the tokens that only the device knows, note new pages.
 
-        Recorded, as the model is (see `Model.forward`).
+        Recorded, as the model is (see `Model.forward`). The first four rows of a step's numbers are:
+
+        - rows of the page table, one a token; one that comes again has the same position and no new page.
+        - token ids; -1 stands for the row's last token.
+        - positions.
+        - new pages: the token's, where the page table has another yet, otherwise -1.
 
         Args:
-            rows: of the page table, one a token, int32 [T]; one that comes again has the same position and no new page.
-            token_ids: int32 [T]; -1 stands for the row's last token.
-            positions: int32 [T].
-            new_pages: the token's page, where the page table has another yet, otherwise -1; int32 [T].
+            shared: the numbers in memory of the host (`Platform.share_memory`), slow to read, int32 [2, K, T].
+            turn: 0 or 1, int32 [1]: ``shared[turn]`` are this step's.
+            inputs: where they are copied to, int32 [K, T].
             last_tokens: of every row, int32 [R].
             page_table: int32 [R, C]; the new pages are written to it.
             page_size: tokens of a page.
@@ -114,11 +117,34 @@ class Ops:
         Returns:
             The token ids, int32 [T]; the slot (``page * page_size + offset``) of each, int64 [T].
         """
+        inputs.copy_(shared.index_select(0, turn)[0])
+        rows, token_ids, positions, new_pages = inputs[:4].unbind(0)
         columns = positions // page_size
         pages = torch.where(new_pages < 0, page_table[rows, columns], new_pages)
         page_table.index_put_((rows, columns), pages)
         slots = pages.long() * page_size + positions % page_size
         return torch.where(token_ids < 0, last_tokens[rows], token_ids), slots
+
+    def decode_outputs(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+    ) -> None:
+        """What a step of decodes ends with: note its tokens, for the next step and for the host, whose turn is the other then.
+
+        Args:
+            tokens: int64 [T].
+            rows: int32 [T]; where one is named twice, either token is its last.
+            last_tokens: of every row, int32 [R], changed at `rows`.
+            shared: memory of the host, int64 [2, T]; ``shared[turn]`` is changed.
+            turn: 0 or 1, int32 [1]; becomes the other.
+        """
+        self.put(last_tokens, rows, tokens)
+        shared.index_copy_(0, turn.long(), tokens[None])
+        turn.neg_().add_(1)
 
     def take_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         """``table[index]``: rows of [N, D], contiguous, at int32 or int64 [T], to [T, D]."""

@@ -103,6 +103,15 @@ class Platform(ABC):
         """
         return tensor
 
+    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of the host that the device addresses too, zeroed: the host's tensor, and the device's, valid while that lives.
+
+        What the host has written when it launches a kernel, or a graph, is there for that; what the device writes is there for
+        the host when an event recorded afterwards has passed. Here, where both have the same memory, they are the same tensor.
+        """
+        shared = torch.zeros(shape, dtype=dtype)
+        return shared, shared
+
     def record_event(self) -> Event:
         """Mark the current point of the current stream."""
         return _PastEvent()

@@ -25,6 +25,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
+from minisgl_core.engine.exchange import LeftTokens
 from minisgl_core.engine.graphs import DecodeGraphs
 from minisgl_core.engine.pieces import StepPieces
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
@@ -45,6 +46,7 @@ class BegunStep:
         rows: page-table rows of the sampling requests, int32 [N].
         logits: of those, [N, V]; None where N is 0. With `tokens`, this rank's, where the model has a `vocab_shard`.
         tokens: sampled already, by temperature alone, and noted as the rows' last ones; int64 [N].
+        left: the same on their way to the host.
     """
 
     plan: BatchPlan
@@ -52,6 +54,7 @@ class BegunStep:
     rows: torch.Tensor
     logits: torch.Tensor | None
     tokens: torch.Tensor | None = None
+    left: LeftTokens | None = None
 
 
 class Engine:
@@ -98,7 +101,7 @@ class Engine:
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 found = self._graphs.run(plan)
-                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens)
+                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens, found.left)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
@@ -129,20 +132,23 @@ class Engine:
             prompt = self._prompt_logprobs(plan, step.hidden) if len(plan.prompt_logprobs) else None
             return PendingStep(plan, self.platform, tokens, logprobs, prompt)
 
-    def _sample(self, step: BegunStep, masks: TokenMasks | None) -> tuple[torch.Tensor, LogprobTensors | None]:
+    def _sample(
+        self, step: BegunStep, masks: TokenMasks | None
+    ) -> tuple[torch.Tensor | LeftTokens, LogprobTensors | None]:
         """Tokens, int64 [N], and what was asked about them."""
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
         num_top = int(step.plan.sample.num_logprobs.max())
         tokens = None if needs_sampler(step.plan.sample) else step.tokens
-        if tokens is not None and num_top < 0:
-            return tokens, None
+        left = None if tokens is None else step.left
+        if left is not None and num_top < 0:
+            return left, None
         shard = None if step.tokens is None else self.model.vocab_shard()
         logits = step.logits if shard is None else shard.gather(step.logits)
         if tokens is None:
             tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
             self._ops.put(self._last_tokens, step.rows, tokens)
-        return tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
+        return left or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
         """Log-probabilities of the plan's prompt targets, a slice of the prompt at a time."""

@@ -21,6 +21,7 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import BoundAttention
+from minisgl_core.engine.exchange import Exchange, LeftTokens
 from minisgl_core.engine.ladder import free, record_ladder
 from minisgl_core.engine.step import update_table
 from minisgl_core.kv.page_table import PageTable
@@ -40,12 +41,14 @@ class DecodeResult:
         hidden: [N, hidden_size].
         logits: [N, V], or this rank's, where the model has a `vocab_shard`.
         tokens: sampled by temperature alone, int64 [N]; they are the rows' last tokens by now.
+        left: the same on their way to the host; they stay valid.
     """
 
     rows: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
+    left: LeftTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +56,23 @@ class _Recorded:
     """One graph of B requests and its fixed buffers.
 
     Attributes:
-        inputs: rows, token ids, positions, sequence lengths, new pages, and the bits of temperatures and of random numbers;
-            int32 [7, B].
+        exchange: for the host's part.
+        inputs: rows, token ids, positions, new pages, sequence lengths, and the bits of temperatures and of random numbers;
+            int32 [7, B]. The replay takes them from the exchange.
         batch: views of the inputs, for the attention backend.
         attend: holds the backend's plan, whose buffers the graph reads.
         graphs: one, replayed with ``replay()``.
-        result: of all B. It borrows the graph's memory.
+        hidden: [B, hidden_size], and the others as in `DecodeResult`; they borrow the graph's memory.
     """
 
+    exchange: Exchange
     inputs: torch.Tensor
     batch: AttentionBatch
     attend: BoundAttention
     graphs: list[Any]
-    result: DecodeResult
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
 
 
 def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
@@ -120,25 +127,35 @@ class DecodeGraphs:
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample
-        inputs = np.zeros((7, size), np.int32)
-        inputs[4] = -1
+        inputs = recorded.exchange.begin()
+        inputs[:, count:] = 0
         inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
-        inputs[3] = inputs[2] + 1
-        inputs[4, :count] = -1 if new_pages is None else new_pages
+        inputs[3] = -1
+        if new_pages is not None:
+            inputs[3, :count] = new_pages
+        inputs[4] = inputs[2] + 1
         inputs[5:, :count] = sample.temperature.view(np.int32), sample.uniform.view(np.int32)
-        self._platform.fill(recorded.inputs, inputs)
-        recorded.batch.seq_lens_host[:] = inputs[3]
+        if not self._attention.reads_page_table:
+            self._platform.fill(recorded.inputs, inputs)
+        recorded.batch.seq_lens_host[:] = inputs[4]
         assert isinstance(self._attention, GraphCapturable)
         self._attention.plan_replay(recorded.batch)
         recorded.graphs[0].replay()
-        result = recorded.result
-        return DecodeResult(result.rows[:count], result.hidden[:count], result.logits[:count], result.tokens[:count])
+        return DecodeResult(
+            recorded.inputs[0, :count],
+            recorded.hidden[:count],
+            recorded.logits[:count],
+            recorded.tokens[:count],
+            recorded.exchange.launched(count),
+        )
 
     def _record(self, size: int, pool: Any) -> _Recorded:
         device = self._platform.device
-        inputs = torch.zeros(7, size, dtype=torch.int32, device=device)
-        inputs[3], inputs[4] = 1, -1
-        rows, ids, positions, seq_lens, new_pages = inputs[:5].unbind(0)
+        exchange = Exchange(self._platform, 7, size)
+        first = exchange.begin()
+        first[3], first[4] = -1, 1
+        inputs = self._platform.to_device(first)
+        rows, _, _, _, seq_lens = inputs[:5].unbind(0)
         temperature, uniform = inputs[5:].view(torch.float32).unbind(0)
         batch = AttentionBatch(
             num_decodes=size,
@@ -152,20 +169,23 @@ class DecodeGraphs:
         assert isinstance(self._attention, GraphCapturable)
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops)
         table, ops, last_tokens, borrow = self._table, self._ops, self._last_tokens, self._platform.borrow
-        results: list[DecodeResult] = []
+        results: list[torch.Tensor] = []
 
         def run() -> torch.Tensor:
-            known, slots = ops.decode_inputs(rows, ids, positions, new_pages, last_tokens, table.data, table.page_size)
+            turn = exchange.turn
+            known, slots = ops.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
-            hidden: torch.Tensor = self._model(known, positions, attend)
+            hidden: torch.Tensor = self._model(known, inputs[2], attend)
             logits, shard = self._model.compute_own_logits(hidden), self._model.vocab_shard()
             numbers = temperature, uniform
             tokens = ops.sample(logits, *numbers) if shard is None else ops.sample_shard(logits, *numbers, shard)
-            ops.put(last_tokens, rows, tokens)
-            results.append(DecodeResult(rows, borrow(hidden), borrow(logits), borrow(tokens)))
+            ops.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)
+            results[:] = borrow(hidden), borrow(logits), borrow(tokens)
             return tokens
 
         run()  # compiles kernels, and lets libraries allocate their workspaces
+        exchange.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)
-        return _Recorded(inputs, batch, attend, [graph], results[-1])
+        exchange.restart()
+        return _Recorded(exchange, inputs, batch, attend, [graph], *results)

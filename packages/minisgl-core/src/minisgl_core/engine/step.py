@@ -11,6 +11,7 @@ import torch
 from minisgl_core.batch import FROM_DEVICE, BatchPlan, StepResult
 from minisgl_core.contracts.attention import AttentionBatch
 from minisgl_core.contracts.platform import Event, Platform
+from minisgl_core.engine.exchange import LeftTokens
 from minisgl_core.engine.sampler import LogprobTensors
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.messages import Logprob, TokenLogprobs
@@ -96,13 +97,13 @@ class PendingStep:
         self,
         plan: BatchPlan,
         platform: Platform,
-        tokens: torch.Tensor,
+        tokens: torch.Tensor | LeftTokens,
         logprobs: LogprobTensors | None,
         prompt: LogprobTensors | None,
     ) -> None:
-        """`tokens`: int64 [N]; `prompt`: about the prompt targets that are not -1, in order."""
+        """`tokens`: int64 [N], or what a recorded step leaves; `prompt`: about the prompt targets that are not -1, in order."""
         self._plan = plan
-        self._tokens = platform.to_host(tokens)
+        self._tokens = tokens if isinstance(tokens, LeftTokens) else platform.to_host(tokens)
         self._logprobs = _to_host(logprobs, platform)
         self._prompt = _to_host(prompt, platform)
         self._done: Event = platform.record_event()
@@ -110,7 +111,8 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the device and return what the step sampled."""
         self._done.synchronize()
-        tokens, plan = self._tokens.numpy(), self._plan
+        tokens = self._tokens.read() if isinstance(self._tokens, LeftTokens) else self._tokens.numpy()
+        plan = self._plan
         logprobs: list[TokenLogprobs | None] = []
         if self._logprobs is not None:
             rows = _rows(self._logprobs, tokens.tolist(), plan.sample.num_logprobs.tolist())

@@ -77,6 +77,10 @@ class CudaPlatform(Platform):
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
+    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        host = torch.zeros(shape, dtype=dtype, pin_memory=True)
+        return host, self.borrow(host)
+
     def record_event(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
@@ -119,7 +123,9 @@ class CudaPlatform(Platform):
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-        return torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
+        borrowed = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
+        assert borrowed.data_ptr() == tensor.data_ptr(), "torch made a copy"
+        return borrowed
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

@@ -417,16 +417,18 @@ class DecodeGraph:
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
         for replay, _ in zip(self._recorded, self.rig.ways(), strict=True):
-            for name in ("rows", "cu_seqlens_q", "seq_lens"):
-                getattr(self.batch, name).copy_(getattr(now, name))
+            late = self.backend.reads_page_table
+            for name in ("rows", "seq_lens"):
+                getattr(self.batch, name).copy_(0 if late else getattr(now, name))
             for fused in self.inputs:
                 fused.copy_(self.rig.inputs(now))
             self.batch.q_lens_host[:], self.batch.seq_lens_host[:] = now.q_lens_host, now.seq_lens_host
             table = self.backend.page_table
             whole = table.clone()
-            if self.backend.reads_page_table:
+            if late:
                 table.zero_()  # for the replay alone to read
             self.backend.plan_replay(self.batch)
             table.copy_(whole)
-            self.batch.slots.copy_(now.slots)
+            for name in ("rows", "seq_lens", "slots"):
+                getattr(self.batch, name).copy_(getattr(now, name))
             self.rig.check(work, now, self.inputs, replay())

@@ -190,7 +190,7 @@ class OpsTests:
             return torch.randint(low, high, size, generator=random).int().to(self.device)
 
         for ops in self.providers(self.dtypes[:1]):
-            table, last_tokens = draw(1, 10_000, count + 2, 40)[:, :33], draw(0, 1000, count + 2)
+            wide, last_tokens = draw(1, 10_000, count + 2, 40), draw(0, 1000, count + 2)
             rows = (torch.randperm(count + 1, generator=random).int() + 1)[:count].to(self.device)
             ids, positions = draw(0, 1000, count), draw(0, 33 * page_size, count)
             ids[::3], new_pages = -1, draw(10_000, 20_000, count)
@@ -199,21 +199,43 @@ class OpsTests:
                 torch.cat((each, each.new_full((4,), padding)))
                 for each, padding in ((rows, 0), (ids, 0), (positions, 0), (new_pages, -1))
             )
-            expected = table.clone()
+            expected = wide.clone()[:, :33]
             pages = []
             for row, position, new in zip(rows.tolist(), positions.tolist(), new_pages.tolist(), strict=True):
                 if new >= 0:
                     expected[row, position // page_size] = new
                 pages.append(int(expected[row, position // page_size]))
-            rows, ids, positions, new_pages = torch.stack((rows, ids, positions, new_pages)).unbind(0)
-            found, slots = ops.decode_inputs(rows, ids, positions, new_pages, last_tokens, table, page_size)
-            assert (found.dtype, slots.dtype) == (torch.int32, torch.int64)
-            assert found.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
-            assert slots.tolist() == [
-                page * page_size + position % page_size
-                for page, position in zip(pages, positions.tolist(), strict=True)
-            ]
-            assert torch.equal(table, expected), "the page table"
+            given = torch.stack((rows, ids, positions, new_pages, *draw(-9, 9, 3, count + 4)))
+            for turn in (1, 0):
+                shared, inputs = torch.stack((given, given.flip(1))[:: 1 - 2 * turn]), torch.zeros_like(given)
+                of_turn = torch.tensor([turn], dtype=torch.int32, device=self.device)
+                table = wide.clone()[:, :33]
+                found, slots = ops.decode_inputs(shared, of_turn, inputs, last_tokens, table, page_size)
+                assert torch.equal(inputs, given)
+                assert (found.dtype, slots.dtype) == (torch.int32, torch.int64)
+                assert found.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
+                assert slots.tolist() == [
+                    page * page_size + position % page_size
+                    for page, position in zip(pages, positions.tolist(), strict=True)
+                ]
+                assert torch.equal(table, expected), "the page table"
+
+    @pytest.mark.parametrize("count", [1, 5, 300])
+    def test_outputs_of_decodes(self, count: int) -> None:
+        """Every token is noted for its row and for the host, and nothing else changes; then it is the other place's turn."""
+        for ops in self.providers(self.dtypes[:1]):
+            last_tokens = torch.full((count + 20,), -7, dtype=torch.int32, device=self.device)
+            shared = torch.full((2, count), -5, device=self.device)
+            turn = torch.zeros(1, dtype=torch.int32, device=self.device)
+            noted, left = last_tokens.clone(), shared.clone()
+            for place in (0, 1, 0):
+                rows = torch.randperm(count + 20, device=self.device)[:count].int()
+                tokens = torch.randint(0, 200_000, (count,), device=self.device)
+                noted[rows.long()], left[place] = tokens.int(), tokens
+                ops.decode_outputs(tokens, rows, last_tokens, shared, turn)
+                assert torch.equal(last_tokens, noted)
+                assert torch.equal(shared, left)
+                assert turn.tolist() == [1 - place]
 
     def test_rows_of_tables(self) -> None:
         """Of any length, at either kind of integers."""

@@ -118,6 +118,29 @@ class PlatformTests:
                 assert copy.device.type == "cpu"
                 assert (copy == number).all().item()
 
+    @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+    def test_shared_memory(self, dtype: torch.dtype) -> None:
+        """What either writes is there for the other, of several blocks, and for kernels and graphs alike."""
+        platform = self.make()
+        if not self.platform.supports_graphs and platform.device.type != "cpu":
+            pytest.skip("only recorded steps use it")
+        blocks = [platform.share_memory((3, size), dtype) for size in (1, 50, 1000)]
+        for host, shared in blocks:
+            assert (host.device.type, shared.device.type) == ("cpu", platform.device.type)
+            assert host.shape == shared.shape
+            assert host.dtype == shared.dtype == dtype
+            assert not host.any()
+        with platform.stream():
+            for number in range(4):
+                for index, (host, shared) in enumerate(blocks):
+                    host[0].numpy()[:] = number * 10 + index
+                    shared[1] = shared[0] * 2
+                    shared[2, :1] += 1
+                platform.record_event().synchronize()
+                for index, (host, _) in enumerate(blocks):
+                    assert (host[1].numpy() == (number * 10 + index) * 2).all()
+                    assert host[2].tolist() == [number + 1] + [0] * (host.shape[1] - 1)
+
     def test_synchronize(self) -> None:
         """Waits for work of any stream."""
         platform = self.make()
