@@ -46,7 +46,7 @@ compiled("silu_and_mul", _silu_and_mul, rows, {"BLOCK": 2048}, num_warps=8)
 
 heads = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "k_pool", "v_pool"), "*bf16")
 heads |= dict.fromkeys(("k_scale", "v_scale"), "fp32") | {"slots": "*i64"}
-sizes = {"D": 128, "R": 64, "D_BLOCK": 128, "R_BLOCK": 64, "Q_BLOCK": 16, "K_BLOCK": 8}
+sizes = {"D": 128, "R": 64, "D_BLOCK": 128, "R_BLOCK": 64, "H_BLOCK": 8}
 for norm, store in ((True, True), (False, False)):
     compiled(f"rotary_{norm}_{store}", _rotary, heads, sizes | {"NORM": norm, "STORE": store})
 

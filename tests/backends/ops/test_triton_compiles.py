@@ -34,7 +34,7 @@ def compiled(kernel, kinds, constants, **options):
 scales = dict.fromkeys(("scale", "k_scale", "v_scale", "eps"), "fp32")
 for store, norm, (size, half) in itertools.product((False, True), (False, True), ((128, 64), (80, 20))):
     constants = {"D": size, "R": half, "D_BLOCK": 128, "R_BLOCK": 64 if half == 64 else 32}
-    constants |= {"Q_BLOCK": 16, "K_BLOCK": 8, "NORM": norm, "STORE": store}
+    constants |= {"H_BLOCK": 8, "NORM": norm, "STORE": store}
     kinds = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight"), "*bf16") | scales
     for pool in ("*bf16", "*fp8e4nv")[: 1 + store]:
         kinds |= {"slots": "*i64" if store else "*bf16", "k_pool": pool, "v_pool": pool}

@@ -13,6 +13,9 @@ from minisgl_backends.kernels.dependent_launch import await_previous, launch_opt
 from minisgl_backends.kernels.fp8 import as_stored
 from minisgl_core.contracts.ops import Rotation
 
+_HEADS, _WARPS = 8, 4
+"""Of a program, which has heads of one token: few enough that many programs fit on a processor."""
+
 
 @triton.jit
 def _gain(normed, gain):
@@ -22,12 +25,10 @@ def _gain(normed, gain):
 
 @triton.jit
 def _heads(
-    x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, heads,
-    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
-    NORM: tl.constexpr, IN_PLACE: tl.constexpr,
+    x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, head, heads,
+    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate one token's heads."""
-    head = tl.arange(0, H_BLOCK)
+    """Rotate some of a token's heads."""
     half = tl.arange(0, R_BLOCK)
     mask = (head < heads)[:, None] & (half < R)[None, :]
     start, to = x + head[:, None] * stride_h, out + head[:, None] * out_stride_h
@@ -63,40 +64,41 @@ def _heads(
 def _rotary(
     q, k, v, q_stride_t, q_stride_h, k_stride_t, k_stride_h, v_stride_t, v_stride_h, cos, sin, q_weight, k_weight, eps,
     k_pool, v_pool, slots, k_scale, v_scale, q_heads, k_heads,
-    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr,
-    Q_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr,
-    PDL: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
+    NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With STORE, k goes to its slot instead of back, and a third program a token stores v."""
-    token = tl.program_id(0).to(tl.int64)
+    """H_BLOCK heads of a token: programs of q, then of k. With STORE, k goes to its slot instead of back, and further programs
+    store v."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_parts, k_parts = tl.cdiv(q_heads, H_BLOCK), tl.cdiv(k_heads, H_BLOCK)
     cos += token * R
     sin += token * R
     await_previous(PDL)
-    if tl.program_id(1) == 0:
+    if part < q_parts:
         q += token * q_stride_t
+        head = part * H_BLOCK + tl.arange(0, H_BLOCK)
         _heads(
-            q, q_stride_h, q, q_stride_h, 1.0, cos, sin, q_weight, eps, q_heads,
-            D, R, D_BLOCK, R_BLOCK, Q_BLOCK, NORM, True,
+            q, q_stride_h, q, q_stride_h, 1.0, cos, sin, q_weight, eps, head, q_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
         )  # fmt: skip
-    elif tl.program_id(1) == 1:
+    elif part < q_parts + k_parts:
         k += token * k_stride_t
+        head = (part - q_parts) * H_BLOCK + tl.arange(0, H_BLOCK)
         if STORE:
             to = k_pool + tl.load(slots + token) * k_heads * D
             _heads(
-                k, k_stride_h, to, D, k_scale, cos, sin, k_weight, eps, k_heads,
-                D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, False,
+                k, k_stride_h, to, D, k_scale, cos, sin, k_weight, eps, head, k_heads, D, R, D_BLOCK, R_BLOCK, NORM, False
             )  # fmt: skip
         else:
             _heads(
-                k, k_stride_h, k, k_stride_h, 1.0, cos, sin, k_weight, eps, k_heads,
-                D, R, D_BLOCK, R_BLOCK, K_BLOCK, NORM, True,
+                k, k_stride_h, k, k_stride_h, 1.0, cos, sin, k_weight, eps, head, k_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
             )  # fmt: skip
     elif STORE:
-        head, column = tl.arange(0, K_BLOCK)[:, None], tl.arange(0, D_BLOCK)[None, :]
-        mask = (head < k_heads) & (column < D)
-        values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
+        head = (part - q_parts - k_parts) * H_BLOCK + tl.arange(0, H_BLOCK)
+        column = tl.arange(0, D_BLOCK)[None, :]
+        mask = (head < k_heads)[:, None] & (column < D)
+        values = tl.load(v + token * v_stride_t + head[:, None] * v_stride_h + column, mask=mask, other=0.0)
         tl.store(
-            v_pool + tl.load(slots + token) * k_heads * D + head * D + column,
+            v_pool + tl.load(slots + token) * k_heads * D + head[:, None] * D + column,
             as_stored(values, v_scale, v_pool),
             mask=mask,
         )
@@ -126,12 +128,13 @@ def rotate(
     size, half = q.shape[-1], rotation.cos.shape[-1]
     q_weight, k_weight = rotation.norms or (q, q)
     v, k_pages, v_pages, slots = store or (k, k, k, k)
-    _rotary[(len(q), 2 if store is None else 3)](
+    block = min(_HEADS, triton.next_power_of_2(max(q.shape[1], k.shape[1])))
+    q_parts, k_parts = triton.cdiv(q.shape[1], block), triton.cdiv(k.shape[1], block)
+    _rotary[(len(q), q_parts + (k_parts if store is None else 2 * k_parts))](
         q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         rotation.cos.contiguous(), rotation.sin.contiguous(), q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
         q.shape[1], k.shape[1],
-        D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half),
-        Q_BLOCK=triton.next_power_of_2(q.shape[1]), K_BLOCK=triton.next_power_of_2(k.shape[1]),
-        NORM=rotation.norms is not None, STORE=store is not None, num_warps=4,
+        D=size, R=half, D_BLOCK=triton.next_power_of_2(size), R_BLOCK=triton.next_power_of_2(half), H_BLOCK=block,
+        NORM=rotation.norms is not None, STORE=store is not None, num_warps=_WARPS,
         **launch_options(overlap),
     )  # fmt: skip
