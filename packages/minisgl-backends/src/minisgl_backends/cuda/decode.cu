@@ -430,6 +430,35 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         if (++s == STAGES) { s = 0; parity ^= 1; }
         if (!tile.ends) continue;
 
+        constexpr int QUADS = GROUP * DIM / 4, EACH = (QUADS + CONSUMERS - 1) / CONSUMERS, AT_ONCE = 5 / EACH;
+        const long long pitch = (long long)heads * LETTER;
+        u32* const mine = letters + tile.share * pitch + head * LETTER;
+        auto is_mine = [&](int j) { return thread + j * CONSUMERS < QUADS; };
+        auto quad = [&](int j) { return min(thread + j * CONSUMERS, QUADS - 1) * 4; };
+        int place[EACH], of_lse[EACH];  // in a letter
+        #pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            place[j] = quad(j) / DIM * (DIM + 4) + quad(j) % DIM;
+            of_lse[j] = quad(j) / DIM * (DIM + 4) + DIM;
+        }
+        const bool merges = !tile.is_later && tile.others > 0;
+        auto letter = [&](int other) { return mine + min(other, tile.others) * pitch; };
+        auto ask = [&](Quad (&its)[EACH], float (&its_lse)[EACH], int other) {
+            #pragma unroll
+            for (int j = 0; j < EACH; j++) {
+                its[j] = look(letter(other) + place[j]);
+                its_lse[j] = look_at_one(letter(other) + of_lse[j]);
+            }
+        };
+        auto is_here = [&](const Quad (&its)[EACH], const float (&its_lse)[EACH]) {
+            bool all = true;
+            #pragma unroll
+            for (int j = 0; j < EACH; j++) all = all && (!is_mine(j) || (has_come(its[j]) && has_come(its_lse[j])));
+            return all;
+        };
+        Quad next[EACH];
+        float next_lse[EACH];
+
         #pragma unroll
         for (int j = 0; j < 2; j++) {
             norm[j] = total(norm[j]);
@@ -443,19 +472,13 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 to[i * 16 + 8] = found[i][j + 2];
             }
         }
+        if (merges) ask(next, next_lse, 1);  // before what it is merged with is there
         sync<CONSUMERS>(1);
-        constexpr int QUADS = GROUP * DIM / 4, EACH = (QUADS + CONSUMERS - 1) / CONSUMERS, AT_ONCE = 6 / EACH;
-        const long long pitch = (long long)heads * LETTER;
-        u32* const mine = letters + tile.share * pitch + head * LETTER;
         Quad value[EACH];
         float lse[EACH];
-        auto is_mine = [&](int j) { return thread + j * CONSUMERS < QUADS; };
-        int place[EACH], of_lse[EACH];  // in a letter
         #pragma unroll
         for (int j = 0; j < EACH; j++) {
-            const int i = min(thread + j * CONSUMERS, QUADS - 1) * 4, query = i / DIM, dim = i % DIM;
-            place[j] = query * (DIM + 4) + dim;
-            of_lse[j] = query * (DIM + 4) + DIM;
+            const int query = quad(j) / DIM, dim = quad(j) % DIM;
             float2 of[4];
             #pragma unroll
             for (int w = 0; w < 4; w++) of[w] = stats[w * GROUP + query];
@@ -474,46 +497,42 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             lse[j] = largest + __log2f(weight);
         }
         sync<CONSUMERS>(1);  // all have read the sums
-        if (!tile.is_later && tile.others > 0) {
+        if (merges) {
             float weight[EACH];
             #pragma unroll
             for (int j = 0; j < EACH; j++) weight[j] = 1.f;
-            for (int other = 1; other <= tile.others; other += AT_ONCE) {
+            auto merge = [&](const Quad (&its)[EACH], const float (&its_lse)[EACH], int other) {
+                #pragma unroll
+                for (int j = 0; j < EACH; j++) {
+                    if (other > tile.others || !is_mine(j)) continue;
+                    const float largest = fmaxf(lse[j], its_lse[j]);
+                    const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse[j] - largest);
+                    value[j].x = value[j].x * kept + its[j].x * factor;
+                    value[j].y = value[j].y * kept + its[j].y * factor;
+                    value[j].z = value[j].z * kept + its[j].z * factor;
+                    value[j].w = value[j].w * kept + its[j].w * factor;
+                    weight[j] = weight[j] * kept + factor;
+                    lse[j] = largest;
+                    // For the next layer; all of this query's threads, which are of one warp, have seen them.
+                    leave(letter(other) + place[j], NOTHING, NOTHING, NOTHING, NOTHING);
+                    leave_one(letter(other) + of_lse[j], NOTHING);
+                }
+            };
+            while (__any_sync(ALL, !is_here(next, next_lse))) ask(next, next_lse, 1);
+            merge(next, next_lse, 1);
+            for (int other = 2; other <= tile.others; other += AT_ONCE) {
                 Quad its[AT_ONCE][EACH];
                 float its_lse[AT_ONCE][EACH];
-                auto letter = [&](int a) { return mine + min(other + a, tile.others) * pitch; };
-                bool is_here;
+                bool all;
                 do {  // without a branch, so that all are on their way together
                     #pragma unroll
-                    for (int a = 0; a < AT_ONCE; a++)
-                        #pragma unroll
-                        for (int j = 0; j < EACH; j++) {
-                            its[a][j] = look(letter(a) + place[j]);
-                            its_lse[a][j] = look_at_one(letter(a) + of_lse[j]);
-                        }
-                    is_here = true;
+                    for (int a = 0; a < AT_ONCE; a++) ask(its[a], its_lse[a], other + a);
+                    all = true;
                     #pragma unroll
-                    for (int a = 0; a < AT_ONCE; a++)
-                        #pragma unroll
-                        for (int j = 0; j < EACH; j++) is_here = is_here && (!is_mine(j) || (has_come(its[a][j]) && has_come(its_lse[a][j])));
-                } while (__any_sync(ALL, !is_here));
+                    for (int a = 0; a < AT_ONCE; a++) all = all && is_here(its[a], its_lse[a]);
+                } while (__any_sync(ALL, !all));
                 #pragma unroll
-                for (int a = 0; a < AT_ONCE; a++)
-                    #pragma unroll
-                    for (int j = 0; j < EACH; j++) {
-                        if (other + a > tile.others || !is_mine(j)) continue;
-                        const float largest = fmaxf(lse[j], its_lse[a][j]);
-                        const float kept = exp2_of(lse[j] - largest), factor = exp2_of(its_lse[a][j] - largest);
-                        value[j].x = value[j].x * kept + its[a][j].x * factor;
-                        value[j].y = value[j].y * kept + its[a][j].y * factor;
-                        value[j].z = value[j].z * kept + its[a][j].z * factor;
-                        value[j].w = value[j].w * kept + its[a][j].w * factor;
-                        weight[j] = weight[j] * kept + factor;
-                        lse[j] = largest;
-                        // For the next layer; all of this query's threads, which are of one warp, have seen them.
-                        leave(letter(a) + place[j], NOTHING, NOTHING, NOTHING, NOTHING);
-                        leave_one(letter(a) + of_lse[j], NOTHING);
-                    }
+                for (int a = 0; a < AT_ONCE; a++) merge(its[a], its_lse[a], other + a);
             }
             #pragma unroll
             for (int j = 0; j < EACH; j++) {
