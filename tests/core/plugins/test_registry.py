@@ -241,6 +241,15 @@ def test_bad_metadata_and_unknown_groups_become_notes(site):
     assert any("three" in note and "cannot be read" in note for note in registry.notes)
 
 
+@pytest.mark.parametrize("name", ["a,b", "a:b", "a b"])
+def test_a_name_that_no_list_can_hold_is_a_note(site, name):
+    site.install("one", {"attention": {name: "one:P", "fine": "one:Q"}})
+    registry = Registry.from_environment()
+    assert "fine" in registry.names("attention")
+    assert name not in registry.names("attention")
+    assert any(f"one registers {name!r} in minisgl.attention" in note for note in registry.notes)
+
+
 def test_the_digest_changes_with_every_part_of_a_provider():
     entry = Entry("policy", "p", "one:P", "one", "1.0")
     same = Registry([entry]).digest({"policy": "p"})

@@ -56,6 +56,17 @@ def test_wrong_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Wrong values: torch" in done.stderr
 
 
+def test_a_provider_that_cannot_say_whether_it_applies_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is asked for by name, it ends the run."""
+    monkeypatch.setattr(TorchAttention, "unsupported", classmethod(lambda cls, spec: "no"))
+    done = bench("--decode", "2x9", "--page-size", "1")
+    assert done.exit_code == 0, done.output
+    assert "unsupported() must return a list of texts, and returned 'no'" in done.stdout
+    done = bench("torch", "--decode", "2x9", "--page-size", "1")
+    assert done.exit_code == 2
+    assert "returned 'no'" in done.stderr
+
+
 @pytest.mark.parametrize("num_new", [1, 5, None])
 def test_flops_and_bytes(num_new: int | None) -> None:
     spec = AttentionSpec(4, 2, 8, 4, torch.float32, torch.float32, torch.device("cpu"), 64, 3)

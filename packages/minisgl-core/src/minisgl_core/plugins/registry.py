@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
@@ -25,6 +26,8 @@ from minisgl_core.plugins.selection import BLOCK_VARIABLE, SHIPPED, Selection
 from minisgl_core.suggest import did_you_mean
 
 _PREFIX = "minisgl."
+_NOT_IN_NAMES = re.compile(r"[,:\s]")
+"""What separates names where several are listed."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -222,7 +225,11 @@ def _entries_of(distribution: Distribution, name: str, notes: list[str]) -> Iter
         if not point.group.startswith(_PREFIX):
             continue
         kind = point.group.removeprefix(_PREFIX)
-        if kind in KINDS:
+        if _NOT_IN_NAMES.search(point.name):
+            notes.append(
+                f"{name} registers {point.name!r} in {point.group}, where names have no commas, colons or spaces."
+            )
+        elif kind in KINDS:
             yield Entry(kind, point.name, point.value, name, distribution.version or "")
         else:
             notes.append(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,7 +13,7 @@ import click
 import torch
 
 from minisgl_core.cli.table import print_table
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
+from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.fp8 import FP8
 from minisgl_core.plugins.registry import Registry
@@ -109,20 +108,18 @@ def run_attention(options: AttentionOptions) -> None:
 
 
 def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
-    providers = list(_providers(options.providers))
+    registry = Registry.from_environment()
+    providers = options.providers or registry.names("attention")
     steps = [(shape, 1) for shape in options.decodes] + [(shape, None) for shape in options.prefills]
     rows: list[Row] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=len(providers) * len(options.page_sizes) * len(steps))
-        for name, provider in providers:
+        for name in providers:
             for page_size in options.page_sizes:
                 for shape, num_new in steps:
                     said = f"{'decode' if num_new else 'prefill'} {shape[0]}x{shape[1]}"
                     bar.update(task, description=f"{name}, pages of {page_size}, {said}")
-                    if isinstance(provider, str):
-                        rows.append(Row(name, page_size, said, reason=provider))
-                    else:
-                        rows.append(_row(options, device, name, provider, page_size, shape, num_new, said))
+                    rows.append(_row(options, device, registry, name, page_size, shape, num_new, said))
                     bar.advance(task)
     return rows
 
@@ -130,8 +127,8 @@ def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
 def _row(
     options: AttentionOptions,
     device: torch.device,
+    registry: Registry,
     name: str,
-    provider: type[AttentionBackend],
     page_size: int,
     shape: Shape,
     num_new: int | None,
@@ -151,26 +148,20 @@ def _row(
         max_seq_len=max(MIN_MAX_SEQ_LEN, *lengths),
         max_batch=batch,
     )
-    if reasons := provider.unsupported(spec):
+    try:
+        reasons = registry.unsupported("attention", name, spec)
+    except PluginError as error:
+        if options.providers:
+            raise
+        reasons = [str(error)]
+    if reasons:
         return Row(name, page_size, said, reason="; ".join(reasons))
     try:
-        case = Case(provider, spec, lengths, num_new)
+        case = Case(registry.load("attention", name), spec, lengths, num_new)
         timing = time_case(case, options.repeats)
     except torch.OutOfMemoryError:
         return Row(name, page_size, said, reason="it does not fit in the device's memory")
     return Row(name, page_size, said, timing, case.num_kv_bytes, case.num_flops)
-
-
-def _providers(names: tuple[str, ...]) -> Iterator[tuple[str, type[AttentionBackend] | str]]:
-    """Loaded; those that were not asked for by name and do not load with the reason."""
-    registry = Registry.from_environment()
-    for name in names or registry.names("attention"):
-        try:
-            yield name, registry.load("attention", name)
-        except PluginError as error:
-            if names:
-                raise
-            yield name, str(error)
 
 
 def _cells(row: Row, timing: Timing) -> tuple[str, ...]:
