@@ -182,7 +182,8 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    // The kernels of a step that come after those who make the beginnings find them there.
+    // Who reads the beginnings starts when those who make them have ended. That nobody reads the last ones any more when they are
+    // made, kernels between two steps see to that wait for all before them (sampling's).
     if (!makes_beginnings) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 
     if (warp == CONSUMERS / 32) {
