@@ -2,8 +2,8 @@
 
     python scripts/profile_engine.py MODEL_DIR [--dummy-weight] [any option of LLM as name=value ...]
 
-Prints the throughput of W without a profiler, then tables from traces: W by kind of kernel, and for decodes of 256 requests
-and of one, the part of a step in which no kernel runs.
+Prints the throughput of W without a profiler, then tables from traces: W by kind of kernel, a layer of its recorded decode steps
+by the number of requests, and for decodes of 256 requests and of one, the part of a step in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ KINDS = {
 PREFILL = r"flash|Flash|_prefill\b|Prefill"
 """Attention of prompts, where decodes have another kernel (``attn=fa,triton``)."""
 LAST_OF_STEP = r"^_find|argmax"
+RECORDED = "_decode_inputs", "_decode_outputs"
+"""What recorded decode steps begin and end with."""
+REQUESTS = 32
+"""The table of layers has a line for each so many more."""
 Kernels = list[tuple[str, int, int]]
 """(name, start, end) in nanoseconds, by start."""
 
@@ -122,6 +126,40 @@ def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
     return {"title": title, "span_s": span, "idle": 1 - in_use / span, "seconds": dict(seconds)}
 
 
+def report_layers(kernels: Kernels, plans: list[tuple[int, int]], num_layers: int, token_bytes: int) -> None:
+    """Print what a layer takes in recorded decode steps, of which `plans` has the requests and all their tokens.
+
+    As in `report`, a kernel has what it adds; what comes after a step's last norm is no layer's. `token_bytes`: of K and V.
+    """
+    firsts, lasts = ([i for i, kernel in enumerate(kernels) if name in kernel[0]] for name in RECORDED)
+    if not len(firsts) == len(lasts) == len(plans):
+        print(f"\n{len(plans)} steps of decodes were planned, {len(firsts)} recorded ones ran: no table of layers")
+        return
+    microseconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for (num_requests, num_tokens), first, last in zip(plans, firsts, lasts, strict=True):
+        row = microseconds[-(-num_requests // REQUESTS) * REQUESTS]
+        row["steps"] += 1
+        row["K and V at 4.5 TB/s"] += num_tokens * token_bytes / 4.5e6
+        last_norm = max(i for i in range(first, last) if kind_of(kernels[i][0]) == "norm")
+        end = kernels[first - 1][2] if first else kernels[first][1]
+        row["until it begins"] += (kernels[first][1] - end) / 1e3
+        for index in range(first, last + 1):
+            name, start, stop = kernels[index]
+            added = max(0, stop - max(start, end)) / 1e3
+            end = max(end, stop)
+            if index > last_norm:
+                row["after the layers"] += added
+            else:
+                row[kind_of(name)] += added / num_layers
+    kinds = list(dict.fromkeys(kind for row in microseconds.values() for kind in row if kind != "steps"))
+    print(
+        f"\na layer in recorded decode steps, us, and of a step what is no layer's:\n  requests  steps  {'  '.join(kinds)}"
+    )
+    for most, row in sorted(microseconds.items()):
+        values = "  ".join(f"{row[kind] / row['steps']:{len(kind)}.1f}" for kind in kinds)
+        print(f"  {most - REQUESTS + 1:3}..{most:3}  {int(row['steps']):5}  {values}")
+
+
 def draw(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
     """Workload W."""
     rng = random.Random(seed)
@@ -158,11 +196,22 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
             found.append(report(f"decode of {batch}", kernels, steps))
         if trace_w:
             prompts, params = draw(2)
+            plans: list[tuple[int, int]] = []
+
+            def planned(chunks: list[Chunk], num_decodes: int) -> None:
+                if num_decodes == len(chunks):
+                    plans.append((num_decodes, sum(chunk.start + chunk.num_new for chunk in chunks)))
+
+            llm._loop.scheduler.step_planned = planned
             kernels = trace(lambda: llm.generate(prompts, params))
+            llm._loop.scheduler.step_planned = None
             found.append(report("W traced", kernels, max(p.max_tokens or 0 for p in params)))
             ends = [end for name, _, end in kernels if re.search(PREFILL, name)]
             if ends:
                 print(f"  until the last kernel of a prompt: {(ends[-1] - kernels[0][1]) / 1e9:.3f} s")
+            pool = llm._loop.engine.attention.pool.spec
+            token_bytes = 2 * pool.num_kv_heads * pool.head_dim * pool.dtype.itemsize
+            report_layers(kernels, plans, pool.num_layers, token_bytes)
     if path:
         with open(path, "w") as file:
             json.dump({"model": model, "options": pairs, "found": found}, file)
