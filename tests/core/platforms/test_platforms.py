@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from recording_cpu import RecordingCpu
 
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -19,6 +20,10 @@ from minisgl_core.testing.platform_kit import PlatformTests
 
 class TestCpu(PlatformTests):
     platform = CpuPlatform
+
+
+class TestRecordingCpu(PlatformTests):
+    platform = RecordingCpu
 
 
 @pytest.mark.gpu
@@ -53,6 +58,19 @@ class CountsMegabytes(CpuPlatform):
 class SharesMemory(CpuPlatform):
     def to_device(self, array: Any) -> torch.Tensor:
         return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+class SharesACopy(CpuPlatform):
+    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+
+
+class SharesOneBlockWithAll(CpuPlatform):
+    _block = torch.zeros(1 << 21, dtype=torch.int64)
+
+    def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        shared = self._block.view(dtype)[: np.prod(shape)].view(shape).zero_()
+        return shared, shared
 
 
 class WidensIntegers(CpuPlatform):

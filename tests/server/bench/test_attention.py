@@ -67,6 +67,15 @@ def test_a_provider_that_cannot_say_whether_it_applies_has_its_reason(monkeypatc
     assert "returned 'no'" in done.stderr
 
 
+def test_a_wrong_name_ends_the_run_before_any_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(TorchAttention, "forward", lambda *arguments: measured.append(arguments))
+    done = bench("torch", "nonsense", "--decode", "2x9", "--page-size", "1")
+    assert done.exit_code == 2
+    assert "nonsense" in done.stderr
+    assert not measured
+
+
 @pytest.mark.parametrize("num_new", [1, 5, None])
 def test_flops_and_bytes(num_new: int | None) -> None:
     spec = AttentionSpec(4, 2, 8, 4, torch.float32, torch.float32, torch.device("cpu"), 64, 3)

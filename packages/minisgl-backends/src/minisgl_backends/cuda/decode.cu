@@ -233,6 +233,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 record[32 + lane] = next_pages;
                 record[64 + lane] = length_of;
                 record[96 + lane] = row_of;
+                __threadfence();
             }
         } else {
             const int* const record = beginnings + blockIdx.x / heads * BEGINNING;

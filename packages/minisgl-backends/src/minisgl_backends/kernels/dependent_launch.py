@@ -13,7 +13,8 @@ As all programs wait, a kernel ends after all those before it, and whoever waits
 it safe to let dependents start at once. What may be read before the wait is what was written before the last ordinary launch
 or copy, since that one has waited for whoever wrote it, and this kernel starts no earlier than it ends: weights, and of a
 step what is written before the model runs, which begins by ordinary launches: lengths, rows, page table, K and V of earlier
-steps.
+steps. Or what was written, and fenced, by a kernel that does not let its dependents start before it has ended (the first layer's
+decode attention in cuda/decode.cu).
 """
 
 from __future__ import annotations

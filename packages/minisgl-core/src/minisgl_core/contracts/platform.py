@@ -107,8 +107,16 @@ class Platform(ABC):
         """Memory of the host that the device addresses too, zeroed: the host's tensor, and the device's, valid while that lives.
 
         What the host has written when it launches a kernel, or a graph, is there for that; what the device writes is there for
-        the host when an event recorded afterwards has passed. Here, where both have the same memory, they are the same tensor.
+        the host when an event recorded afterwards has passed. Recorded decode steps use it, so platforms with graphs have it.
+        Here, where both have the same memory, they are the same tensor.
+
+        Raises:
+            NotImplementedError: for a device with memory of its own.
         """
+        if self.device.type != "cpu":
+            raise NotImplementedError(
+                f"the platform {self.name!r} shares no memory: share_memory() is to be overridden"
+            )
         shared = torch.zeros(shape, dtype=dtype)
         return shared, shared
 

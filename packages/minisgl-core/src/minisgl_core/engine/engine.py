@@ -174,7 +174,10 @@ class Engine:
         )
 
     def free_graphs(self) -> None:
-        """Forget the recorded steps; they run as any other from now on."""
+        """Forget the recorded steps; they run as any other from now on.
+
+        None is to be under way, unless nothing is to run any more: what it reads of the host's memory is free for others then.
+        """
         recorded = self._graphs, self._pieces
         self._graphs = self._pieces = None
         for each in recorded:

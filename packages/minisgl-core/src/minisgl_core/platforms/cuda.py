@@ -124,7 +124,8 @@ class CudaPlatform(Platform):
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
         integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         borrowed = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
-        assert borrowed.data_ptr() == tensor.data_ptr(), "torch made a copy"
+        if borrowed.data_ptr() != tensor.data_ptr():
+            raise RuntimeError(f"the memory at {tensor.data_ptr():#x} is not addressed by {self.device}")
         return borrowed
 
     def synchronize(self) -> None:
@@ -134,7 +135,9 @@ class CudaPlatform(Platform):
 def _pinned(array: npt.NDArray[Any]) -> torch.Tensor:
     """A copy whose block stays reserved by torch's caching host allocator until what is copied from it has arrived."""
     # What came in a message cannot be written to, which torch minds.
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).pin_memory()
+    tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
+    # Memory that host and device share is pinned already, and would not be copied.
+    return (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
 
 
 class _Memory:

@@ -120,7 +120,7 @@ class PlatformTests:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_shared_memory(self, dtype: torch.dtype) -> None:
-        """What either writes is there for the other, of several blocks, and for kernels and graphs alike."""
+        """What either writes is there for the other, of several blocks; what is copied from it may be reused at once."""
         platform = self.make()
         if not self.platform.supports_graphs and platform.device.type != "cpu":
             pytest.skip("only recorded steps use it")
@@ -140,6 +140,39 @@ class PlatformTests:
                 for index, (host, _) in enumerate(blocks):
                     assert (host[1].numpy() == (number * 10 + index) * 2).all()
                     assert host[2].tolist() == [number + 1] + [0] * (host.shape[1] - 1)
+            host, _ = platform.share_memory((_NUM_WORDS,), dtype)
+            host.numpy()[:] = 3
+            tensor, filled = platform.to_device(host.numpy()), torch.empty_like(host, device=platform.device)
+            platform.fill(filled, host.numpy())
+            host.numpy()[:] = 4
+            assert (tensor == 3).all().item()
+            assert (filled == 3).all().item()
+
+    def test_graphs_take_and_leave_what_is_shared(self) -> None:
+        """Each replay by its turn, while the host fills the next one's place."""
+        platform = self.make()
+        if not self.platform.supports_graphs:
+            pytest.skip("it has no graphs")
+        (given, of_device), (left, to_host) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
+        turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
+
+        def run() -> torch.Tensor:
+            doubled = of_device.index_select(0, turn) * 2
+            to_host.index_copy_(0, turn, doubled)
+            turn.neg_().add_(1)
+            return doubled
+
+        with platform.stream():
+            run()
+            graph, _ = platform.capture_graph(run)
+            turn.zero_()
+            for number in range(0, 10, 2):
+                for place in range(2):
+                    given[place].numpy()[:] = number + place
+                    graph.replay()
+                platform.record_event().synchronize()
+                assert [part.tolist() for part in left] == [[number * 2] * 50, [number * 2 + 2] * 50]
+        graph.reset()
 
     def test_synchronize(self) -> None:
         """Waits for work of any stream."""

@@ -16,6 +16,8 @@ from minisgl_core.kv.pool import KVPool, KVPoolSpec
 from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
 
 MIN_MAX_SEQ_LEN = 8192
+NUM_LAYERS = 2
+"""The first layer of a step may have to do what others need not."""
 
 
 def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
@@ -46,12 +48,15 @@ class Case:
             lengths: of the requests, in tokens.
             num_new: queries of each request, which are its last tokens; None for all of them.
         """
-        self.spec, self.layer = spec, AttentionLayer(0, spec.head_dim**-0.5)
+        self.spec = spec
+        self._layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(NUM_LAYERS)]
         size, device = spec.page_size, spec.device
         counts = [-(-length // size) for length in lengths]
         num_pages = 1 + sum(counts)
         self._pool = KVPool(
-            KVPoolSpec(1, num_pages, size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, device, backend.kv_layout)
+            KVPoolSpec(
+                NUM_LAYERS, num_pages, size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, device, backend.kv_layout
+            )
         )
         for part in self._pool.data.flatten(0, 1):
             part.copy_(torch.randn(part.shape, dtype=spec.dtype, device=device))
@@ -79,28 +84,33 @@ class Case:
         self._q, self._k, self._v = torch.split(fused, heads, dim=1)
         self.backend = backend(spec, self._pool, self._table.data)
 
-    def forward(self, plan: object) -> torch.Tensor:
-        """One layer; [T, Hq, D]."""
-        return self.backend.forward(self._q, self._k, self._v, self.layer, plan)
+    def forward(self, plan: object) -> list[torch.Tensor]:
+        """All layers, of the same queries; [T, Hq, D] of each."""
+        return [self.backend.forward(self._q, self._k, self._v, layer, plan) for layer in self._layers]
 
-    def error(self, out: torch.Tensor) -> float:
+    def error(self, outs: Sequence[torch.Tensor]) -> float:
         """How far the first and the last request's outputs are from attention in float64, as a share of what is allowed."""
-        largest = 0.0
         ends = np.cumsum(self.batch.q_lens_host)
-        for place in {0, len(ends) - 1}:
-            length, num_new = int(self.batch.seq_lens_host[place]), int(self.batch.q_lens_host[place])
-            pages = self._table.data[place + 1, : -(-length // self.spec.page_size)].long()
-            # As bytes, since torch indexes few float8 tensors.
-            bits = [part.view(torch.uint8)[pages] for part in (self._pool.k(0), self._pool.v(0))]
-            found = [part.view(self.spec.kv_dtype) for part in bits]
-            if self._pool.spec.layout == "HND":
-                found = [part.transpose(1, 2) for part in found]
-            k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
-            queries = slice(int(ends[place]) - num_new, int(ends[place]))
-            expected = dense_attention(self._q[queries].cpu(), k, v, self.layer.scale, None)
-            off = (out[queries].cpu().double() - expected).abs().max().item()
-            largest = max(largest, off if np.isfinite(off) else float("inf"))
-        return largest / TOLERANCES[self.spec.dtype]
+        requests = {0, len(ends) - 1}
+        return max(
+            self._error(layer, out, ends, place)
+            for layer, out in zip(self._layers, outs, strict=True)
+            for place in requests
+        )
+
+    def _error(self, layer: AttentionLayer, out: torch.Tensor, ends: np.ndarray, place: int) -> float:
+        length, num_new = int(self.batch.seq_lens_host[place]), int(self.batch.q_lens_host[place])
+        pages = self._table.data[place + 1, : -(-length // self.spec.page_size)].long()
+        # As bytes, since torch indexes few float8 tensors.
+        bits = [part.view(torch.uint8)[pages] for part in (self._pool.k(layer.index), self._pool.v(layer.index))]
+        found = [part.view(self.spec.kv_dtype) for part in bits]
+        if self._pool.spec.layout == "HND":
+            found = [part.transpose(1, 2) for part in found]
+        k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
+        queries = slice(int(ends[place]) - num_new, int(ends[place]))
+        expected = dense_attention(self._q[queries].cpu(), k, v, layer.scale, None)
+        off = (out[queries].cpu().double() - expected).abs().max().item()
+        return (off if np.isfinite(off) else float("inf")) / TOLERANCES[self.spec.dtype]
 
     @property
     def num_kv_bytes(self) -> int:

@@ -110,6 +110,8 @@ def run_attention(options: AttentionOptions) -> None:
 def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
     registry = Registry.from_environment()
     providers = options.providers or registry.names("attention")
+    for name in options.providers:  # what is wrong with one ends the run before any is measured
+        registry.load("attention", name)
     steps = [(shape, 1) for shape in options.decodes] + [(shape, None) for shape in options.prefills]
     rows: list[Row] = []
     with progress_bar() as bar:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from minisgl_core.contracts.attention import GraphCapturable
-from minisgl_server.bench.attention.cases import Case
+from minisgl_server.bench.attention.cases import NUM_LAYERS, Case
 
 CALLS_BETWEEN_EVENTS = 10
 """On a GPU, where single calls are shorter than it takes to launch them one by one."""
@@ -25,7 +25,7 @@ class Timing:
         error: as a share of what is allowed; more than 1 is wrong.
         seconds: of a layer, on the device.
         plan_s: of the host, once a step.
-        is_graph: the layer was replayed from a CUDA graph, as decodes are served where the backend can.
+        is_graph: the layers were replayed from a CUDA graph, as decodes are served where the backend can.
     """
 
     error: float
@@ -35,7 +35,7 @@ class Timing:
 
 
 def time_case(case: Case, repeats: int) -> Timing:
-    """Check the output first, then time the layer and the plan."""
+    """Check the output first, then time the layers and the plan."""
     backend, is_decode = case.backend, case.batch.num_decodes > 0
     if case.spec.device.type == "cuda" and is_decode and isinstance(backend, GraphCapturable):
         return _time_graph(case, backend, repeats)
@@ -43,7 +43,7 @@ def time_case(case: Case, repeats: int) -> Timing:
     error = case.error(case.forward(plan))
     run = lambda: case.forward(plan)  # noqa: E731  # it is short
     seconds = _device_seconds(run, repeats) if case.spec.device.type == "cuda" else _host_seconds(run, repeats)
-    return Timing(error, seconds, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
+    return Timing(error, seconds / NUM_LAYERS, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
 
 
 def _time_graph(case: Case, backend: GraphCapturable, repeats: int) -> Timing:
@@ -56,7 +56,7 @@ def _time_graph(case: Case, backend: GraphCapturable, repeats: int) -> Timing:
     plan_s = _host_seconds(lambda: backend.plan_replay(case.batch), repeats)
     graph.replay()
     error = max(error, case.error(out))
-    return Timing(error, _device_seconds(graph.replay, repeats), plan_s, True)
+    return Timing(error, _device_seconds(graph.replay, repeats) / NUM_LAYERS, plan_s, True)
 
 
 def _host_seconds(run: Callable[[], object], repeats: int) -> float:
