@@ -23,6 +23,9 @@
 // 64), STAGES, ROTATES and NORM (0 or 1).
 
 #include "common.cuh"
+#include "decode_fragments.cuh"
+#include "decode_rotation.cuh"
+#include "decode_letters.cuh"
 
 constexpr int KEYS = 64, KEYS_OF_WARP = 16, CONSUMERS = 128, LEAST_TILES = 2;
 constexpr int LINES = DIM / 64;                   // of a key, 128 bytes each, which a swizzle takes
@@ -37,45 +40,6 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap* map, int line, in
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
                  " [%0], [%1, {%2, %3, %4}], [%5], %6;"
                  ::"r"(to), "l"(map), "r"(0), "r"(line), "r"(token), "r"(barrier), "l"(EVICT_FIRST) : "memory");
-}
-
-struct Matrix { u32 a, b, c, d; };
-__device__ __forceinline__ Matrix load_matrix(u32 at) {
-    Matrix m;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
-    return m;
-}
-__device__ __forceinline__ Matrix load_matrix_exchanged(u32 at) {
-    Matrix m;
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
-    return m;
-}
-__device__ __forceinline__ u32 exchanged(u32 x) {
-    u32 y;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
-    return y;
-}
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrix& m, u32 low, u32 high) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(m.a), "r"(m.b), "r"(m.c), "r"(m.d), "r"(low), "r"(high));
-}
-__device__ __forceinline__ float exp2_of(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-constexpr u32 ALL = 0xFFFFFFFFu;
-// Over the 8 threads of a warp that have the same queries.
-__device__ __forceinline__ float most(float x) {
-    for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
-    return x;
-}
-__device__ __forceinline__ float total(float x) {
-    for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(ALL, x, i);
-    return x;
 }
 
 // Where a share begins, the same in all layers of a step. The pages of its first units, and the lengths and rows of its first
@@ -97,49 +61,6 @@ struct alignas(16) Tile {
     bool begins, ends;              // the request's part of this share
     bool is_last;                   // of the request
 };
-
-__device__ __forceinline__ float2 floats(u32 both) { return make_float2(__uint_as_float(both << 16), __uint_as_float(both & 0xFFFF0000u)); }
-__device__ __forceinline__ u32 two_of(const bf16* x) { return *(const u32*)x; }
-__device__ __forceinline__ float2 times(u32 both, float scale, u32 gains) {  // rounded as torch does
-    const float2 x = floats(both), gain = floats(gains), normed = floats(rounded(x.x * scale, x.y * scale));
-    return floats(rounded(normed.x * gain.x, normed.y * gain.y));
-}
-// Two dimensions and the two that they are turned with.
-__device__ __forceinline__ void turn(u32& first, u32& second, float scale, u32 first_gain, u32 second_gain, u32 cosines, u32 sines) {
-    const float2 a = NORM ? times(first, scale, first_gain) : floats(first), b = NORM ? times(second, scale, second_gain) : floats(second);
-    const float2 c = floats(cosines), s = floats(sines);
-    first = rounded(a.x * c.x - b.x * s.x, a.y * c.y - b.y * s.y);
-    second = rounded(b.x * c.x + a.x * s.x, b.y * c.y + a.y * s.y);
-}
-__device__ __forceinline__ float square_of(u32 both) { const float2 x = floats(both); return x.x * x.x + x.y * x.y; }
-
-// What a share leaves of a request for another: its values, and after each query's their log-sum-exp. A word that holds NOTHING
-// has not come yet.
-constexpr u32 NOTHING = 0xFFFFFFFFu;
-constexpr int LETTER = GROUP * (DIM + 4);  // words; a query's last three are not used
-struct alignas(16) Quad { float x, y, z, w; };
-__device__ __forceinline__ u32 word(float x) {
-    const u32 bits = __float_as_uint(x);
-    return bits == NOTHING ? 0x7FFFFFFFu : bits;  // no number either
-}
-__device__ __forceinline__ bool has_come(float x) { return __float_as_uint(x) != NOTHING; }
-__device__ __forceinline__ bool has_come(const Quad& x) { return has_come(x.x) && has_come(x.y) && has_come(x.z) && has_come(x.w); }
-__device__ __forceinline__ Quad look(const u32* at) {
-    Quad q;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(q.x), "=f"(q.y), "=f"(q.z), "=f"(q.w) : "l"(at) : "memory");
-    return q;
-}
-__device__ __forceinline__ float look_at_one(const u32* at) {
-    float x;
-    asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
-    return x;
-}
-__device__ __forceinline__ void leave(u32* at, u32 x, u32 y, u32 z, u32 w) {
-    asm volatile("st.relaxed.gpu.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
-}
-__device__ __forceinline__ void leave_one(u32* at, u32 x) {
-    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" ::"l"(at), "r"(x) : "memory");
-}
 
 // q: [requests, heads * GROUP, DIM]; out the same, contiguous; maps: of K and V as [tokens, heads * LINES, 64], their boxes
 // are a head's lines of UNIT and of SMALL_BOX tokens. scale: of the scores, to base 2. letters: of what each share has found of
