@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
@@ -88,13 +88,17 @@ def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) 
     return [kernel for kernel in kernels if first <= kernel[1] and kernel[2] <= last], len(ends) - 4
 
 
+def additions(kernels: Kernels, end: int = 0) -> Iterator[tuple[str, float]]:
+    """Each kernel's name and the seconds that it adds: from the end of those before it, and from `end`, to its own."""
+    for name, start, stop in kernels:
+        yield name, max(0, stop - max(start, end)) / 1e9
+        end = max(end, stop)
+
+
 def busy(kernels: Kernels) -> tuple[float, float]:
     """Seconds in which any kernel ran, and seconds from the first to the last."""
-    total = end = 0
-    for _, start, stop in kernels:
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total / 1e9, (end - kernels[0][1]) / 1e9
+    span = max(stop for _, _, stop in kernels) - kernels[0][1]
+    return sum(added for _, added in additions(kernels)), span / 1e9
 
 
 def kind_of(name: str) -> str:
@@ -107,10 +111,7 @@ def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
     in_use, span = busy(kernels)
     seconds: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    end = 0
-    for name, start, stop in kernels:
-        added = max(0, stop - max(start, end)) / 1e9
-        end = max(end, stop)
+    for name, added in additions(kernels):
         seconds[kind_of(name)] += added
         names[name][0] += added
         names[name][1] += 1
@@ -143,14 +144,11 @@ def report_layers(kernels: Kernels, plans: list[tuple[int, int]], num_layers: in
         last_norm = max(i for i in range(first, last) if kind_of(kernels[i][0]) == "norm")
         end = kernels[first - 1][2] if first else kernels[first][1]
         row["until it begins"] += (kernels[first][1] - end) / 1e3
-        for index in range(first, last + 1):
-            name, start, stop = kernels[index]
-            added = max(0, stop - max(start, end)) / 1e3
-            end = max(end, stop)
+        for index, (name, added) in enumerate(additions(kernels[first : last + 1], end), first):
             if index > last_norm:
-                row["after the layers"] += added
+                row["after the layers"] += added * 1e6
             else:
-                row[kind_of(name)] += added / num_layers
+                row[kind_of(name)] += added * 1e6 / num_layers
     kinds = list(dict.fromkeys(kind for row in microseconds.values() for kind in row if kind != "steps"))
     print(
         f"\na layer in recorded decode steps, us, and of a step what is no layer's:\n  requests  steps  {'  '.join(kinds)}"

@@ -1,4 +1,4 @@
-"""What products in CUDA C++ for Hopper GPUs are compared with."""
+"""Whether there is a Hopper GPU, and what products in CUDA C++ for it are compared with."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from compile_cuda import compile_by_nvcc
+from hopper_reference import HAS_HOPPER
 
 from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
@@ -20,7 +21,6 @@ from minisgl_core.kv.pool import KVPool, KVPoolSpec
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, quarter_turns
 
-HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
 SHAPES = [(group, dim, page_size) for group in (1, 2, 5, 8) for dim in (64, 128) for page_size in (8, 64, 128)]
 
 

@@ -120,6 +120,7 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             row_of = rows[index];
         };
         Beginning share;
+        int* const record = beginnings + blockIdx.x / heads * BEGINNING;
         int next_pages = 0;
         if (makes_beginnings) {
             // Each thread counts the tiles of some requests.
@@ -148,7 +149,6 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
             share.first = __shfl_sync(ALL, first, finder);
             look_up(share.request);
             next_pages = pages_of(__shfl_sync(ALL, row_of, 0), __shfl_sync(ALL, length_of, 0), (share.tile - share.first) * UNITS & ~31);
-            int* const record = beginnings + blockIdx.x / heads * BEGINNING;
             if (head == 0) {
                 if (lane == 0) *(Beginning*)record = share;
                 record[32 + lane] = next_pages;
@@ -157,7 +157,6 @@ decode(const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMa
                 __threadfence();
             }
         } else {
-            const int* const record = beginnings + blockIdx.x / heads * BEGINNING;
             share = *(const Beginning*)record;
             next_pages = record[32 + lane];
             length_of = record[64 + lane];

@@ -114,7 +114,7 @@ class HopperDecode:
         size = self._num_shares, num_q_heads, spec.head_dim + 4
         self._letters = torch.full(size, -1, dtype=torch.int32, device=spec.device)
         self._beginnings = torch.zeros(self._num_shares, _BEGINNING, dtype=torch.int32, device=spec.device)
-        self._last_layer = spec.num_layers
+        self.begin()
 
     def begin(self) -> None:
         """Have the next call find out how the batch is shared out; so does one of no later layer than the call before it."""

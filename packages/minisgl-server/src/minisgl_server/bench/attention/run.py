@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,10 +14,10 @@ import click
 import torch
 
 from minisgl_core.cli.table import print_table
-from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.fp8 import FP8
-from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 from minisgl_core.progress import progress_bar
 from minisgl_server.bench import machine
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
@@ -109,19 +110,21 @@ def run_attention(options: AttentionOptions) -> None:
 
 def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
     registry = Registry.from_environment()
-    providers = options.providers or registry.names("attention")
-    for name in options.providers:  # what is wrong with one ends the run before any is measured
-        registry.load("attention", name)
+    providers = list(_providers(registry, options.providers))
     steps = [(shape, 1) for shape in options.decodes] + [(shape, None) for shape in options.prefills]
     rows: list[Row] = []
     with progress_bar() as bar:
         task = bar.add_task("", total=len(providers) * len(options.page_sizes) * len(steps))
-        for name in providers:
+        for name, provider in providers:
             for page_size in options.page_sizes:
                 for shape, num_new in steps:
                     said = f"{'decode' if num_new else 'prefill'} {shape[0]}x{shape[1]}"
                     bar.update(task, description=f"{name}, pages of {page_size}, {said}")
-                    rows.append(_row(options, device, registry, name, page_size, shape, num_new, said))
+                    if isinstance(provider, str):
+                        rows.append(Row(name, page_size, said, reason=provider))
+                    else:
+                        entry = registry.entry("attention", name)
+                        rows.append(_row(options, device, entry, provider, page_size, shape, num_new, said))
                     bar.advance(task)
     return rows
 
@@ -129,8 +132,8 @@ def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
 def _row(
     options: AttentionOptions,
     device: torch.device,
-    registry: Registry,
-    name: str,
+    entry: Entry,
+    provider: type[AttentionBackend],
     page_size: int,
     shape: Shape,
     num_new: int | None,
@@ -151,19 +154,30 @@ def _row(
         max_batch=batch,
     )
     try:
-        reasons = registry.unsupported("attention", name, spec)
+        reasons = reasons_of(entry, provider, spec)
     except PluginError as error:
         if options.providers:
             raise
         reasons = [str(error)]
     if reasons:
-        return Row(name, page_size, said, reason="; ".join(reasons))
+        return Row(entry.name, page_size, said, reason="; ".join(reasons))
     try:
-        case = Case(registry.load("attention", name), spec, lengths, num_new)
+        case = Case(provider, spec, lengths, num_new)
         timing = time_case(case, options.repeats)
     except torch.OutOfMemoryError:
-        return Row(name, page_size, said, reason="it does not fit in the device's memory")
-    return Row(name, page_size, said, timing, case.num_kv_bytes, case.num_flops)
+        return Row(entry.name, page_size, said, reason="it does not fit in the device's memory")
+    return Row(entry.name, page_size, said, timing, case.num_kv_bytes, case.num_flops)
+
+
+def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str, type[AttentionBackend] | str]]:
+    """Loaded; those that were not asked for by name and do not load with the reason."""
+    for name in names or registry.names("attention"):
+        try:
+            yield name, registry.load("attention", name)
+        except PluginError as error:
+            if names:
+                raise
+            yield name, str(error)
 
 
 def _cells(row: Row, timing: Timing) -> tuple[str, ...]:
