@@ -28,10 +28,12 @@ def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_processors:
         num_inputs: K.
         num_processors: of the device.
     """
+    if num_rows <= MAX_ROWS:
+        return False
     pairs = num_processors // 2
     turns = -(-_tiles(num_rows, num_outputs) // pairs)
     filled = num_rows * num_outputs / (turns * pairs * 2 * _ROWS * _OUTPUTS)
-    return num_rows > MAX_ROWS and filled > 1 - 160 / num_inputs
+    return filled > 1 - 160 / num_inputs
 
 
 def _tiles(num_rows: int, num_outputs: int) -> int:
