@@ -29,7 +29,7 @@ KINDS = {
     "experts": r"_gate_up_silu|_weighted_down",
     "routing": r"^_route|^_sort|_sum_choices",
     "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|Decode|Prefill|[aA]ttention|[cC]ombine|prepare_varlen|fmha",
-    "matrix products": r"^_linear|^product|gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
+    "matrix products": r"^_linear|product$|gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
     "rotary, store": r"rotary|store_kv",
     "activation": r"silu",
