@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import shutil
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,8 +21,12 @@ import torch
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks
 from minisgl_core.engine import worker
+from minisgl_core.engine.loop import EngineLoop
 from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError
+from minisgl_core.scheduler.page_manager import PageManager
+from minisgl_core.scheduler.scheduler import Scheduler
 from minisgl_core.structured_outputs import StructuredOutputs
+from minisgl_core.text.detokenizer import OutputText
 
 PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44], [5, 9, 3]]
 
@@ -320,6 +325,68 @@ def test_a_token_out_of_range_is_named_with_its_place(llm: LLM) -> None:
     for token in (-5, tiny.VOCAB_SIZE):
         with pytest.raises(InvalidValueError, match=rf"^prompt\[2\]={token} .* from 0 to {tiny.VOCAB_SIZE - 1}"):
             llm.generate([5, 6, token, -7])
+
+
+class Holder:
+    """Holds a stream, and itself, so that nothing but the garbage collector ends the two."""
+
+    def __init__(self, stream: Iterator[str]) -> None:
+        self.stream, self.me = stream, self
+
+
+@pytest.mark.parametrize(
+    "place",
+    [OutputText.__init__, Scheduler.submit, Scheduler.schedule, PageManager.take, Scheduler.abort, EngineLoop.step],
+)
+@pytest.mark.parametrize("has_others", [True, False])
+def test_a_stream_may_be_collected_anywhere(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, place: Any, has_others: bool
+) -> None:
+    held = Holder(llm.stream(PROMPTS[2], greedy(200)))
+    next(held.stream)
+    other = llm.stream(PROMPTS[1], greedy(9))
+    beginning = next(other) if has_others else ""
+    closed = llm.stream(PROMPTS[3], greedy(9))
+    next(closed)
+    del held
+
+    def collecting(*args: Any, **options: Any) -> Any:
+        gc.collect()
+        result = place(*args, **options)
+        gc.collect()
+        return result
+
+    owners = {each.__name__: each for each in (OutputText, Scheduler, PageManager, EngineLoop)}
+    gc.disable()
+    try:
+        monkeypatch.setattr(owners[place.__qualname__.split(".")[0]], place.__name__, collecting)
+        closed.close()  # type: ignore[attr-defined]
+        (output,) = llm.generate([PROMPTS[0]], greedy(6))
+    finally:
+        gc.enable()
+    assert tuple(output.token_ids) == tiny.greedy(tuple(PROMPTS[0]), 6)
+    assert beginning + "".join(other) == tiny_folder.words(list(tiny.greedy(tuple(PROMPTS[1]), 9)))
+
+
+def test_a_second_thread_is_told_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    inside, over = threading.Event(), threading.Event()
+    step = EngineLoop.step
+
+    def slow(loop: EngineLoop) -> Any:
+        inside.set()
+        over.wait(60)
+        return step(loop)
+
+    monkeypatch.setattr(EngineLoop, "step", slow)
+    outputs: list[Any] = []
+    first = threading.Thread(target=lambda: outputs.extend(llm.generate([PROMPTS[0]], greedy(6))))
+    first.start()
+    inside.wait(60)
+    with pytest.raises(MinisglError, match="in use by another thread"):
+        llm.generate([PROMPTS[1]], greedy(6))
+    over.set()
+    first.join(60)
+    assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(PROMPTS[0]), 6)]
 
 
 def test_streams_refuse_at_once(llm: LLM) -> None:

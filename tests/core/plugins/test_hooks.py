@@ -108,6 +108,13 @@ def test_a_function_that_returns_none_registers_nothing(site, caplog):
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("failure", ["RuntimeError('no licence')", "SystemExit('no licence')"])
+def test_what_cannot_be_made_is_left_out(site, caplog, failure):
+    site.install("bad", {"hooks": {"metrics": "bad_hooks:Hooks"}}, bad_hooks=f"def Hooks():\n    raise {failure}\n")
+    assert Hooks(Registry.from_environment()).engine_started is None
+    assert "no licence" in caplog.text
+
+
 def test_two_distributions_may_use_one_name_for_their_hooks(site):
     for name in ("one", "two"):
         site.install(name, {"hooks": {"metrics": f"{name}_hooks"}}, **{f"{name}_hooks": GOOD})

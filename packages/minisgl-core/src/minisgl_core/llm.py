@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,6 +137,10 @@ class LLM:
         hooks = Hooks(registry)
         self._names = count()
         self._running: dict[str, _Running] = {}
+        self._is_busy = False
+        """Between the beginning and the end of what changes the scheduler."""
+        self._to_abort: list[str] = []
+        """What was given up meanwhile: a stream that nobody holds any more ends wherever the garbage collector finds it."""
         self._others: OtherRanks | None = None
         with ExitStack() as stack:
             if config.parallel.tp == 1:
@@ -290,28 +294,54 @@ class LLM:
             yield names
         finally:
             for name in names:
-                if self._running.pop(name, None) is not None:
-                    self._loop.scheduler.abort(name)
+                self._running.pop(name, None)
+            self._abort(names)
             # Steps in flight hold pages; with nobody else to run them, they are processed here.
-            while self._is_open and self._loop.has_work and not self._running:
+            while not self._is_busy and self._is_open and self._loop.has_work and not self._running:
                 self._step()
+
+    def _abort(self, names: Iterable[str]) -> None:
+        """Abort what has not ended of these; at the next step where the scheduler is busy."""
+        self._to_abort += names
+        if self._is_busy or not self._is_open:
+            return
+        try:
+            self._is_busy = True
+            self._abort_waiting()
+        finally:
+            self._is_busy = False
+
+    def _abort_waiting(self) -> None:
+        while self._to_abort:
+            self._loop.scheduler.abort(self._to_abort.pop())
 
     def _submit(self, submit: Submit, names: dict[str, None], decodes_at_once: bool) -> _Running:
         self._check_open()
+        self._check_idle()
         name = str(next(self._names))
-        self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
-        names[name] = None
         decoder = OutputText(self._tokens, submit.sampling)
         running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, decodes_at_once)
-        self._running[name] = running
+        try:
+            self._is_busy = True
+            names[name], self._running[name] = None, running
+            self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
+        finally:
+            self._is_busy = False
         return running
+
+    def _check_idle(self) -> None:
+        if self._is_busy:
+            raise MinisglError("this LLM is in use by another thread; let one thread at a time call it")
 
     def _step(self) -> list[str]:
         """One step of the engine, for all requests; returns the names of those that it ended."""
         ended = []
+        self._check_idle()
         try:
+            self._is_busy = True
             if self._others is not None:
                 self._others.check()
+            self._abort_waiting()
             outputs = self._loop.step()
             if self._others is not None:
                 self._others.check()  # what came after a rank had gone means nothing
@@ -328,6 +358,8 @@ class LLM:
         except BaseException as error:
             self._recover(error)
             raise
+        finally:
+            self._is_busy = False
         return ended
 
     def _recover(self, error: BaseException) -> None:
@@ -347,6 +379,7 @@ class LLM:
         for running in self._running.values():
             running.output.finish_reason, running.done = "abort", True
         self._running.clear()
+        self._to_abort.clear()
 
     def close(self) -> None:
         """Free the model and end the other ranks. Safe to call twice."""

@@ -91,7 +91,7 @@ def _load(registry: Registry | None, entry: Entry) -> object:
         return module
     try:
         return module()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ProviderLoadError(f"{entry.value} cannot be called: {type(error).__name__}: {error}") from error
 
 
