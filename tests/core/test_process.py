@@ -114,6 +114,14 @@ def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number:
     assert not supervisor.wait(timeout_s=0.5), "it goes on"
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_so_is_one_before_the_child_has_begun(supervisor: Supervisor, number: int) -> None:
+    supervisor.start("one", children.serve, "one")
+    os.kill(supervisor.pid("one"), number)
+    supervisor.wait_ready()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent hears its own again"
+
+
 def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()

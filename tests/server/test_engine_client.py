@@ -27,6 +27,7 @@ INFO = EngineInfo(
     bos_token_id=None,
     default_sampling={},
     choices=[],
+    max_requests=8,
 )
 
 

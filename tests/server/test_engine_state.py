@@ -117,7 +117,7 @@ def answer_to(request: StateRequest, last_step: int) -> State:
 
 def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     info = dict.fromkeys(("model", "architecture", "dtype", "device"), "m")
-    numbers = dict.fromkeys(("max_seq_len", "vocab_size", "num_pages", "page_size"), 16)
+    numbers = dict.fromkeys(("max_seq_len", "vocab_size", "num_pages", "page_size", "max_requests"), 16)
     started = EngineInfo(**info, **numbers, eos_token_ids=[0], bos_token_id=None, default_sampling={}, choices=[])
 
     async def main() -> None:

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -17,8 +18,12 @@ import httpx
 import openai
 import psutil
 import pytest
+import uvicorn
+from fastapi import FastAPI, Request
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_server.api import errors
+from minisgl_server.api.guard import Limits
 from minisgl_server.launch.keys import key_digests
 from minisgl_server.options import ServerOptions
 
@@ -63,6 +68,59 @@ def test_the_request_that_the_launch_prints_takes_a_key_from_the_environment(gua
         " ".join(command), shell=True, env={**os.environ, "MINISGL_API_KEY": KEYS[1]}, capture_output=True, check=True
     )
     assert json.loads(answer.stdout)["choices"]
+
+
+def test_clients_send_the_first_of_several_keys(guarded: Any) -> None:
+    several = {**os.environ, "MINISGL_API_KEY": f"{KEYS[2]} another"}
+    curl = subprocess.run(
+        f"{guarded.banner.splitlines()[-1]} --silent --fail", shell=True, env=several, capture_output=True, check=True
+    )
+    assert json.loads(curl.stdout)["choices"]
+    shell = ["minisgl", "shell", "--url", guarded.url, "--max-tokens", "3"]
+    subprocess.run(shell, input="Hi\n", text=True, env=several, capture_output=True, check=True, timeout=100)
+    bench = [
+        "minisgl",
+        "bench",
+        "serve",
+        "--url",
+        guarded.url,
+        "--num-requests",
+        "1",
+        "--input-len",
+        "5",
+        "--output-len",
+        "2",
+    ]
+    subprocess.run(bench, env=several, capture_output=True, check=True, timeout=100)
+
+
+def test_a_body_that_does_not_come_gives_its_place_back() -> None:
+    app = FastAPI()
+    errors.install(app)
+
+    @app.post("/")
+    async def read(request: Request) -> int:
+        return len(await request.body())
+
+    config = uvicorn.Config(Limits(app, 100, 1, body_timeout_s=0.3), port=0, log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        address = server.servers[0].sockets[0].getsockname()
+        with socket.create_connection(address) as stalled:
+            stalled.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+            stalled.settimeout(20)
+            answer = b"".join(iter(lambda: stalled.recv(4096), b""))  # until it is closed
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_timeout" in answer
+        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=20) as client:
+            assert client.post("/", content=b"whole").json() == 5
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])

@@ -184,6 +184,12 @@ def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: L
                 refused = client.post(url, json=endless())
                 assert refused.status_code == 429
                 assert refused.json()["error"]["code"] == "queue_full"
+                never = client.post(url, json={"prompt": ["Hi", "Ho"], "n": 2, "max_tokens": 1})
+                assert (never.status_code, never.json()["error"]["param"]) == (400, "n")
+                assert (
+                    "2 prompts with n=2 are 4 outputs, and the server holds 2 at a time"
+                    in never.json()["error"]["message"]
+                )
         # Both clients have hung up, one with its request running and one with it waiting; else this would wait for long.
         while (answer := client.post(url, json={"prompt": "Hi", "max_tokens": 1})).status_code == 429:
             time.sleep(0.02)

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 
+from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.messages import (
     Abort,
+    Count,
     EngineInfo,
     Logprob,
     Rejected,
+    Stop,
     Submit,
     Text,
     TextBatch,
@@ -24,7 +27,7 @@ from minisgl_core.messages import (
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
-from minisgl_server.tokenizer_worker import TokenizerWorker
+from minisgl_server.tokenizer_worker import Inbox, TokenizerWorker
 
 MAX_SEQ_LEN = 64
 
@@ -47,6 +50,7 @@ class Rig:
             bos_token_id=1,
             default_sampling={},
             choices=[],
+            max_requests=8,
         )
         self.tokenizer = tokenizer
         self.scheduler: list[Any] = []
@@ -110,6 +114,66 @@ def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
     assert (text.text, text.finish_reason, text.stop_reason) == ("one ", "stop", "END")
     assert rig.scheduler[1:] == [Abort("a", "stop")]
     assert rig.worker.num_requests == 0
+
+
+def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = []
+    monkeypatch.setattr(
+        "minisgl_server.tokenizer_worker.encode_prompt", lambda _, text, __: encoded.append(text) or [5, 6]
+    )
+    sampling = SamplingParams(max_tokens=8, n=3, seed=7, stop="!")
+    rig.submit("a", sibling_ids=["b", "c"], sampling=sampling, echo=True)
+    assert encoded == ["Hello"]
+    assert [each.request_id for each in rig.scheduler] == ["a", "b", "c"]
+    assert [each.sampling for each in rig.scheduler] == sampling.split()
+    assert all(each.token_ids.tolist() == [5, 6] for each in rig.scheduler)
+    for name, text in (("b", "one!"), ("c", "two"), ("a", "three")):
+        rig.output(text, name, finish_reason="length")
+    texts = rig.take()
+    assert [(text.request_id, text.text) for text in texts] == [("b", "one"), ("c", "two"), ("a", "three")]
+    assert all(text.prompt_text == "Hello" for text in texts)
+    rig.submit("d", sibling_ids=["e"], sampling=SamplingParams(max_tokens=100, n=2))
+    assert [(each.request_id, each.param) for each in rig.take()] == [("d", "max_tokens")]
+    assert rig.worker.num_requests == 0
+
+
+def test_what_is_to_be_tokenized_lets_others_pass_and_costs_nothing_once_aborted(rig: Rig) -> None:
+    sampling = SamplingParams(max_tokens=8)
+    inbox = Inbox(rig.worker)
+    rig.submit("runs")
+    del rig.scheduler[:]
+    for name in ("gone", "half", "stays"):
+        siblings = ["half's"] if name == "half" else []
+        several = SamplingParams(max_tokens=8, n=1 + len(siblings))
+        inbox.take(Tokenize(request_id=name, text=name, sampling=several, sibling_ids=siblings))
+    inbox.take(Count(worker=3))
+    inbox.take(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
+    assert [text.request_id for text in rig.take()] == ["runs"]
+    for name in ("gone", "half", "unknown"):
+        inbox.take(Abort(name))
+    assert rig.scheduler == []
+    for _ in range(5):
+        inbox.do_next()
+    half, halfs, abort, stays, count = rig.scheduler
+    assert [each.request_id for each in (half, halfs, abort, stays)] == ["half", "half's", "half", "stays"]
+    assert isinstance(abort, Abort)
+    assert count.counts == {"tokenizer 3": 2}
+    inbox.take(Abort("stays"))
+    assert rig.scheduler[5:] == [Abort("stays")]
+    inbox.take(Tokenize(request_id="gone", text="again", sampling=sampling))
+    inbox.do_next()
+    assert rig.scheduler[-1].request_id == "gone"
+
+
+def test_what_is_to_be_tokenized_has_its_turn(rig: Rig) -> None:
+    with Endpoints.create() as endpoints, Sender(endpoints.tokenizer_in[0]) as sender:
+        with Receiver[Any](endpoints.tokenizer_in[0], Tokenize | TokenBatch | Stop) as receiver:
+            sender.send(Tokenize(request_id="a", text="Hello", sampling=SamplingParams(max_tokens=8)))
+            for _ in range(100):
+                sender.send(TokenBatch([TokenOut(request_id="other", token_ids=[5])]))
+            sender.send(Stop())
+            Inbox(rig.worker).run(receiver)
+    assert [each.request_id for each in rig.scheduler] == ["a"]
 
 
 def test_abort_and_refusal_forget_the_request(rig: Rig) -> None:

@@ -23,6 +23,7 @@ INFO = EngineInfo(
     bos_token_id=1,
     default_sampling={"top_k": 20},
     choices=[],
+    max_requests=8,
 )
 QUESTION = [{"role": "user", "content": "Hi"}]
 

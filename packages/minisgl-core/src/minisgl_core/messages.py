@@ -71,10 +71,12 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class Tokenize(msgspec.Struct, tag=True, kw_only=True):
-    """API server to tokenizer worker: one request. Exactly one of `text`, `messages` and `token_ids` is set."""
+    """API server to tokenizer worker: the outputs of one prompt. Exactly one of `text`, `messages` and `token_ids` is set."""
 
     request_id: str
     sampling: SamplingParams
+    sibling_ids: list[str] = msgspec.field(default_factory=list)
+    """Of more outputs of the same prompt, where `sampling`'s n is more than 1: `SamplingParams.split` says how each samples."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
@@ -226,6 +228,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     default_sampling: dict[str, Any]
     """The model's generation_config, the fields that `SamplingParams` has, under its names."""
     choices: list[tuple[str, str, str]]
+    max_requests: int
+    """Most that may run and wait at a time."""
     grammar: str = "llguidance"
     """Name of the provider of grammars."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, resource_tracker
 from pkgutil import resolve_name
 from typing import Any
 
@@ -32,6 +32,8 @@ from minisgl_core.messages import Decoder, Ready, encode
 
 END_SIGNAL = signal.SIGUSR1
 """Asks a child to end."""
+_IGNORED = (signal.SIGINT, signal.SIGTERM)
+"""By children."""
 GRACE_S = 3.0
 """From `END_SIGNAL` to SIGKILL."""
 _LONGEST_WAIT_S = 3600.0
@@ -82,7 +84,13 @@ class Supervisor:
         process = self._context.Process(
             target=_child, args=(name, theirs, self._setup, target, args), name=name, daemon=True
         )
-        process.start()
+        # A signal before the child ignores it would end it: the mask goes with it. What multiprocessing starts first has its own.
+        resource_tracker.ensure_running()
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
+        try:
+            process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         theirs.close()
         self._processes[name], self._pipes[name] = process, ours
 
@@ -213,8 +221,9 @@ def _child(
     setproctitle.setproctitle(f"minisgl: {name}")
     if log_level is not None:
         logs.configure(name, log_level, log_format)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _IGNORED)
     signal.signal(END_SIGNAL, _end)
     threading.Thread(target=_end_with_parent, args=(pipe, directory), daemon=True).start()
     try:

@@ -7,6 +7,7 @@ is checked here as far as it takes a tokenizer or the engine's limits; what is n
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
 Send = Callable[[msgspec.Struct], None]
+_MOST_BEFORE = 16
+"""Messages that are handled before what waits to be tokenized has its turn."""
 _OF_TOOLS = ("tagged_json", "structural_tag")
 """Kinds of grammars that calls of tools are part of."""
 
@@ -79,8 +82,66 @@ def run_tokenizer_worker(
         chats = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
         worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chats, registry)
         report(Ready(process=f"tokenizer {index}", has_chat_template=tokenizer.chat_template is not None))
-        while not isinstance(message := receiver.receive(), Stop | None):
-            worker.handle(message)
+        Inbox(worker).run(receiver)
+
+
+class Inbox:
+    """What a worker does next.
+
+    To turn a long prompt into tokens takes seconds, in which others wait for their text: so what is to be tokenized waits until
+    nothing else is there, though not for ever, and who hangs up meanwhile costs nothing.
+    """
+
+    def __init__(self, worker: TokenizerWorker) -> None:
+        self._worker = worker
+        self._later: deque[Tokenize | Detokenize | Count] = deque()
+        self._waiting_ids: set[str] = set()
+        """Of what is to be run."""
+        self._aborted_ids: set[str] = set()
+        """Those of them that nobody waits for any more."""
+        self._num_before = 0
+
+    def run(self, receiver: Receiver[Any]) -> None:
+        """Until `Stop`."""
+        while True:
+            message = receiver.receive(0 if self._later else None)
+            if isinstance(message, Stop):
+                return
+            if message is not None:
+                self.take(message)
+            if message is None or self._num_before >= _MOST_BEFORE:
+                self.do_next()
+
+    def take(self, message: Any) -> None:
+        """Handle a message, or keep it for later. A `Count` is to come after all that was sent before it."""
+        match message:
+            case Tokenize() | Detokenize() | Count():
+                self._later.append(message)
+                if isinstance(message, Tokenize):
+                    self._waiting_ids |= {message.request_id, *message.sibling_ids}
+            case Abort(request_id) if request_id in self._waiting_ids:
+                self._aborted_ids.add(request_id)
+            case _:
+                self._num_before += bool(self._later)
+                self._worker.handle(message)
+
+    def do_next(self) -> None:
+        """Handle the first message that was kept."""
+        self._num_before = 0
+        if not self._later:
+            return
+        message = self._later.popleft()
+        if not isinstance(message, Tokenize):
+            self._worker.handle(message)
+            return
+        ids = {message.request_id, *message.sibling_ids}
+        aborted = ids & self._aborted_ids
+        self._waiting_ids -= ids
+        self._aborted_ids -= ids
+        if aborted < ids:
+            self._worker.handle(message)
+            for request_id in aborted:
+                self._worker.handle(Abort(request_id))
 
 
 class _TooLongError(InvalidValueError):
@@ -189,33 +250,37 @@ class TokenizerWorker:
             self._to_api(Tokens(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text))
 
     def _submit(self, message: Tokenize) -> None:
-        request_id = message.request_id
+        """Submit every output of a prompt; one refusal, by the first one's id, is for all."""
         try:
             token_ids, prompt = self._encode(message)
             sampling = self._check(message, token_ids)
             grammar = self._grammar(message, prompt)
-            request = self._request(message, prompt, sampling, grammar)
+            ids = [message.request_id, *message.sibling_ids]
+            requests = {request_id: self._request(message, request_id, prompt, sampling, grammar) for request_id in ids}
             if message.echo:
-                request.waiting.prompt_text = self._prompt_text(message, token_ids)
-                request.waiting.prompt_token_ids = token_ids
+                text = self._prompt_text(message, token_ids)
+                for request in requests.values():
+                    request.waiting.prompt_text, request.waiting.prompt_token_ids = text, token_ids
         except InvalidValueError as error:
-            self._reject(request_id, error.renamed(message.field_names))
+            self._reject(message.request_id, error.renamed(message.field_names))
             return
         except Exception:
-            self._fail(request_id, "The prompt could not be tokenized.")
+            self._fail(message.request_id, "The prompt could not be tokenized.")
             return
-        logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": request_id})
-        self._requests[request_id] = request
-        self._to_scheduler(
-            Submit(
-                request_id=request_id,
-                token_ids=np.array(token_ids, dtype=np.int32),
-                sampling=sampling,
-                worker=self._index,
-                priority=message.priority,
-                grammar=grammar,
+        logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": message.request_id})
+        self._requests |= requests
+        array = np.array(token_ids, dtype=np.int32)
+        for request_id, own in zip(ids, sampling.split(), strict=True):
+            self._to_scheduler(
+                Submit(
+                    request_id=request_id,
+                    token_ids=array,
+                    sampling=own,
+                    worker=self._index,
+                    priority=message.priority,
+                    grammar=grammar,
+                )
             )
-        )
 
     def _encode(self, message: Tokenize) -> tuple[list[int], str]:
         """Tokens of the prompt, and its text where that is known."""
@@ -231,9 +296,9 @@ class TokenizerWorker:
         return message.token_ids, ""
 
     def _request(
-        self, message: Tokenize, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
+        self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
     ) -> _Request:
-        waiting = Text(request_id=message.request_id, text="", token_ids=[])
+        waiting = Text(request_id=request_id, text="", token_ids=[])
         if message.messages is None:
             return _Request(OutputText(self._token_bytes, sampling), waiting, only_prompt=message.only_prompt)
         if self._chats.needs_special_tokens(message):

@@ -311,6 +311,7 @@ def _info(
         num_pages=num_pages,
         page_size=int(config.cache.page_size),
         eos_token_ids=list(model.eos_token_ids),
+        max_requests=config.scheduler.max_running_requests + config.scheduler.max_queued_requests,
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 
 class StopFinder:
     """Passes a stream of text on, and ends it before the first of some texts.
@@ -51,6 +53,7 @@ class StopFinder:
         return found
 
 
+@lru_cache(maxsize=16)  # the outputs of a prompt have the same; it takes a quarter of a second for a million characters
 def _failures(text: str) -> list[int]:
     """For each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
     table = [0] * len(text)

@@ -34,7 +34,7 @@ async def chat_completions(request: Request) -> Response:
         chat_template_kwargs=chat.chat_template_kwargs or {},
         tools=tools_of(chat),
     )
-    choices = Choices("chatcmpl", model, [prompt])
+    choices = Choices("chatcmpl", model, [prompt], info)
     generation, first = await choices.start(client, request)
     if chat.stream:
         return EventStream(choices, generation, first, _Chunks(choices, "chat.completion.chunk", chat.stream_options))
@@ -45,7 +45,7 @@ async def chat_completions(request: Request) -> Response:
 
 
 async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
-    results = [_Answer() for _ in choices.requests]
+    results = [_Answer() for _ in choices.output_ids]
     while outputs:
         for place, text in outputs:
             results[place].add(text)
@@ -96,7 +96,7 @@ class _Answer:
 class _Chunks(ChoiceChunks):
     def begin(self) -> bytes:
         """Each choice's role."""
-        roles = [{"role": "assistant", "content": ""} for _ in self._choices.requests]
+        roles = [{"role": "assistant", "content": ""} for _ in self._choices.output_ids]
         return b"".join(self.chunk(_entry(place, role)) for place, role in enumerate(roles))
 
     def entry(self, place: int, text: Text) -> dict[str, Any]:

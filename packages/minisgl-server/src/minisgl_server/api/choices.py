@@ -57,18 +57,32 @@ class Choices:
     Args:
         prefix: of the answer's id, such as ``chatcmpl``.
         model: name of the model in the answer.
-        prompts: one `Tokenize` a prompt, without id; `sampling` in it has the request's n.
+        prompts: one `Tokenize` a prompt, without ids; `sampling` in it has the request's n.
+        info: the engine's limits.
+
+    Raises:
+        ApiError: 400, the engine never takes so many outputs at a time.
     """
 
-    def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize]) -> None:
+    def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo) -> None:
         self.id = f"{prefix}-{REQUEST_ID.get()}-{next(_numbers):x}"
         self._model = model
         self._created = int(time.time())
-        self._n = prompts[0].sampling.n
-        self.requests = [
-            msgspec.structs.replace(prompt, request_id=f"{self.id}-{place * self._n + output}", sampling=sampling)
-            for place, prompt in enumerate(prompts)
-            for output, sampling in enumerate(prompt.sampling.split())
+        self.sampling = prompts[0].sampling
+        self._n = n = self.sampling.n
+        if (count := len(prompts) * n) > info.max_requests:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={n} are {count} outputs, and the server holds {info.max_requests} at a time "
+                "(--max-running-requests and --max-queued-requests); send fewer at once.",
+                "n" if n > 1 else prompts[0].field_names.get("prompt", "prompt"),
+            )
+        self.output_ids = [f"{self.id}-{place}" for place in range(count)]
+        self._requests = [
+            msgspec.structs.replace(
+                prompt, request_id=self.output_ids[first], sibling_ids=self.output_ids[first + 1 : first + n]
+            )
+            for prompt, first in zip(prompts, range(0, count, n), strict=True)
         ]
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
@@ -80,7 +94,7 @@ class Choices:
         Raises:
             ApiError: a request was refused.
         """
-        generation = client.start(self.requests, request.receive)
+        generation = client.start(self._requests, request.receive)
         access_of(request.scope).usage = self.usage
         try:
             return generation, self.count(await generation.next())

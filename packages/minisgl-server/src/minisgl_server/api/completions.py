@@ -7,7 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Text, Tokenize
+from minisgl_core.messages import Text
+from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.answers import CompletionAnswer
 from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
@@ -41,7 +42,7 @@ async def completions(request: Request) -> Response:
         tokenize(asked, wanted, echo=bool(asked.echo), only_prompt=only_prompt, add_special_tokens=special, **prompt)
         for prompt in _prompts(asked)
     ]
-    choices = Choices("cmpl", model, prompts)
+    choices = Choices("cmpl", model, prompts, info)
     generation, first = await choices.start(client, request)
     if asked.stream:
         return EventStream(choices, generation, first, _Chunks(choices, "text_completion", asked.stream_options))
@@ -79,8 +80,8 @@ def named_prompts(name: str, prompt: Any) -> dict[str, Any]:
 class _Pieces:
     """One choice, as it comes."""
 
-    def __init__(self, request: Tokenize) -> None:
-        self._logprobs = CompletionLogprobs(request.sampling.skip_special_tokens)
+    def __init__(self, sampling: SamplingParams) -> None:
+        self._logprobs = CompletionLogprobs(sampling.skip_special_tokens)
 
     def entry(self, place: int, text: Text) -> dict[str, Any]:
         """The choice with the new text only."""
@@ -94,8 +95,8 @@ class _Pieces:
 
 
 async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
-    pieces = [_Pieces(request) for request in choices.requests]
-    entries: list[list[dict[str, Any]]] = [[] for _ in choices.requests]
+    pieces = [_Pieces(choices.sampling) for _ in choices.output_ids]
+    entries: list[list[dict[str, Any]]] = [[] for _ in choices.output_ids]
     while outputs:
         for place, text in outputs:
             entries[place].append(pieces[place].entry(place, text))
@@ -116,7 +117,7 @@ def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
 class _Chunks(ChoiceChunks):
     def __init__(self, choices: Choices, kind: str, options: StreamOptions | None) -> None:
         super().__init__(choices, kind, options)
-        self._pieces = [_Pieces(request) for request in choices.requests]
+        self._pieces = [_Pieces(choices.sampling) for _ in choices.output_ids]
 
     def entry(self, place: int, text: Text) -> dict[str, Any]:
         return self._pieces[place].entry(place, text)

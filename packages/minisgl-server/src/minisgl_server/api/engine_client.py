@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -157,11 +158,12 @@ class EngineClient:
         """
         if self.is_draining:
             raise shutting_down()
-        generation = Generation(self, [request.request_id for request in requests])
+        ids_of = [[request.request_id, *request.sibling_ids] for request in requests]
+        generation = Generation(self, list(itertools.chain.from_iterable(ids_of)))
         try:
-            for request in requests:
+            for request, ids in zip(requests, ids_of, strict=True):
                 worker = self._choose_worker()
-                self._routes[request.request_id] = (generation, worker)
+                self._routes |= dict.fromkeys(ids, (generation, worker))
                 self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
             generation.close()

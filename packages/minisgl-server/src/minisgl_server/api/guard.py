@@ -19,6 +19,7 @@ from minisgl_server.options import ServerOptions
 _LINGER_S = 5.0
 """How long what a client still sends is read, and dropped, beside the answer that refuses it: a connection that was closed
 before would be broken to a client that writes all before it reads."""
+BODY_TIMEOUT_S = 60.0
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 OPEN_FOLDER = "/page/"
 """What needs no key: it tells nothing but that a server is there. The page's files are the same for everyone."""
@@ -71,20 +72,24 @@ def is_open(path: str) -> bool:
 
 
 class Limits:
-    """Refuses bodies that are too large, before they are read, and more requests at a time than wanted.
+    """Refuses bodies that are too large, before they are read, or do not come, and more requests at a time than wanted.
 
     Args:
         app: what is protected.
         max_body_bytes: of one request.
         max_requests: POST requests at a time; None for any number.
+        body_timeout_s: longest wait for the next part of a body.
     """
 
-    def __init__(self, app: ASGIApp, max_body_bytes: int, max_requests: int | None) -> None:
+    def __init__(
+        self, app: ASGIApp, max_body_bytes: int, max_requests: int | None, body_timeout_s: float = BODY_TIMEOUT_S
+    ) -> None:
         self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
+        self._body_timeout_s = body_timeout_s
         self._num_requests = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or answer 413 or 429."""
+        """Pass on or answer 408, 413 or 429."""
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         length = Headers(scope=scope).get("content-length")
@@ -97,23 +102,37 @@ class Limits:
             return await ApiError(429, message, code="too_many_requests").response()(scope, receive, send)
         self._num_requests += is_post
         try:
-            await self._app(scope, receive if length is not None else self._counting(receive), send)
+            await self._app(scope, self._checked(receive), send)
         finally:
             self._num_requests -= is_post
 
-    def _counting(self, receive: Receive) -> Receive:
-        """For bodies whose length only their end tells."""
-        num_bytes = 0
+    def _checked(self, receive: Receive) -> Receive:
+        """Counts what comes, as only the end of some bodies tells their length, and waits for it no longer than it should."""
+        num_bytes, is_whole = 0, False
 
-        async def counted() -> Message:
-            nonlocal num_bytes
-            message = await receive()
+        async def checked() -> Message:
+            nonlocal num_bytes, is_whole
+            try:
+                async with asyncio.timeout(None if is_whole else self._body_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._too_late() from None
             num_bytes += len(message.get("body", b""))
+            is_whole = is_whole or not message.get("more_body")
             if num_bytes > self._max_body_bytes:
                 raise self._too_large()
             return message
 
-        return counted
+        return checked
+
+    def _too_late(self) -> ApiError:
+        """The connection ends with the answer."""
+        return ApiError(
+            408,
+            f"Nothing came for {self._body_timeout_s:g} s, and the body is not whole.",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
 
     def _too_large(self) -> ApiError:
         """The connection ends with the answer: what the client still sends belongs to a request that is over."""

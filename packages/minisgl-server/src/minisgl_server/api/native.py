@@ -84,8 +84,8 @@ async def generate(request: Request) -> Response:
         )
         for name, prompt in prompts.items()
     ]
-    choices = Choices("gen", model, messages)
-    outputs = [_Output(one.request_id, started_s) for one in choices.requests]
+    choices = Choices("gen", model, messages, info)
+    outputs = [_Output(output_id, started_s) for output_id in choices.output_ids]
     generation, first = await choices.start(client, request)
     is_single = is_single and len(outputs) == 1
     if asked.stream:

@@ -17,6 +17,7 @@ ERRORS = {
     400: "The request is not valid; param names the field.",
     401: "No valid API key.",
     404: "There is no such model.",
+    408: "The body stopped coming.",
     413: "The body is larger than --max-body-size.",
     429: "Too many requests run or wait; try again later.",
     500: "The server failed on this request.",
@@ -87,7 +88,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
             else:
                 responses["401"] = _error(401)
             if method == "post":
-                responses |= {str(status): _error(status) for status in (413, 429)}
+                responses |= {str(status): _error(status) for status in (408, 413, 429)}
     return document
 
 

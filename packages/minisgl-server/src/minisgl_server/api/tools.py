@@ -36,10 +36,15 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
     """Tools as templates take them.
 
     Raises:
-        InvalidValueError: two have one name.
+        InvalidValueError: two have one name, or one's parameters are no object.
     """
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidValueError("tools", twice, "functions with different names")
+    for place, tool in enumerate(tools):
+        kind = (tool.function.parameters or {}).get("type", "object")
+        if kind != "object":
+            name = f"tools[{place}].function.parameters"
+            raise InvalidValueError(name, tool.function.parameters, 'the JSON schema of an object ("type": "object")')
     return [tool.model_dump(exclude_none=True) for tool in tools]

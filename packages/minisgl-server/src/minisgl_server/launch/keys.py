@@ -31,6 +31,11 @@ def key_digests(options: ServerOptions) -> list[bytes]:
     return [hashlib.sha256(key.encode()).digest() for _, key in keys]
 
 
+def first_key(keys: str | None) -> str | None:
+    """What a client sends of `KEY_VARIABLE`, where a server may have found several keys."""
+    return next(iter((keys or "").split()), None)
+
+
 def _read(path: str) -> list[tuple[str, str]]:
     """Where each key is, and the key."""
     try:

@@ -94,7 +94,7 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
         path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
     headers = f"-H {shlex.quote('Content-Type: application/json')}"
     if needs_key:
-        headers += f' -H "Authorization: Bearer ${KEY_VARIABLE}"'
+        headers += f' -H "Authorization: Bearer ${{{KEY_VARIABLE}%% *}}"'
     curl = f"curl {url}/v1/{path} {headers} -d {shlex.quote(json.dumps(body))}"
     page = [f"Chat, and the engine live: {url}/"] if options.page else []
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])

@@ -31,6 +31,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
     Lines that begin with / are commands, which /help lists. In a pipe, each other line of standard input is a message, and the
     answers are printed as they are.
     """
+    from minisgl_server.launch.keys import first_key
     from minisgl_server.shell.answers import LocalModel, RemoteModel
     from minisgl_server.shell.chat import Conversation, check_text, run
 
@@ -42,7 +43,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
             answers: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
         else:
             _refuse_engine_flags(options.url, values, sources)
-            answers = stack.enter_context(RemoteModel(options.url, options.api_key))
+            answers = stack.enter_context(RemoteModel(options.url, first_key(options.api_key)))
         settings = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
         run(Conversation(answers, options.system, settings))
 

@@ -37,6 +37,7 @@ from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
 from minisgl_server.bench.serve.request import RequestMaker
 from minisgl_server.bench.serve.statistics import summarize
 from minisgl_server.bench.trace.format import read_trace
+from minisgl_server.launch.keys import first_key
 
 INTERRUPTED_STATUS = 130
 WARM_UP_TOKENS = 8
@@ -60,7 +61,8 @@ def run_serve(options: ServeOptions) -> None:
     """
     draw = None if options.plot is None else plot.load(Path(options.plot))
     address = _address(options.url)
-    headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    key = first_key(options.api_key)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     prompts = _prompts(options)
     workload = _workload(options, prompts)
     model = options.model or _first_model(address, headers)
