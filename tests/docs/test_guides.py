@@ -16,6 +16,8 @@ import pytest
 from minisgl_core.plugins.kinds import KINDS
 
 DOCS = Path(__file__).parents[2] / "docs"
+CACHE = DOCS.parent / ".mypy_cache/guides"
+"""Of what mypy knows about torch, which takes it half a minute."""
 BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)
 NUM_TESTS = {"prefix_cache": 25, "model": 6, "moe": 20}
 """By guide: how many of the kit's tests run at least."""
@@ -49,6 +51,41 @@ def test_guide(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.syspath_prepend(tmp_path)
     provider, _, attribute = value.partition(":")
     assert issubclass(getattr(importlib.import_module(provider), attribute), resolve_name(kind.contract))
+
+
+def test_the_models_guide_type_checks(tmp_path: Path) -> None:
+    """As strictly as the core; and so does a decoder layer with an MLP that is none of ours."""
+    text = (DOCS / "plugins/model.md").read_text()
+    blocks = {str(match["mark"]): match["code"] for match in BLOCK.finditer(text)}
+    files = {mark.removeprefix("file "): code for mark, code in blocks.items() if mark.startswith("file ")}
+    files["own_mlp.py"] = """
+import torch
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.layers.attention import Attention
+from minisgl_core.layers.base import Layer
+from minisgl_core.layers.decoder import DecoderLayer
+from minisgl_core.layers.linear import Linear, Targets
+
+class OneMatrix(Layer):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__()
+        self.matrix = Linear(config.hidden_size, config.hidden_size, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(self.matrix(x))
+
+    def weight_targets(self, name: str) -> Targets:
+        return self.matrix.weight_targets(name)
+
+def build_layer(config: ModelConfig, build: BuildContext) -> DecoderLayer:
+    return DecoderLayer(Attention(config, 0, build), OneMatrix(config, build), config, build)
+"""
+    for name, code in files.items():
+        (tmp_path / name).write_text(code)
+    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", f"--cache-dir={CACHE}", *files]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.name)

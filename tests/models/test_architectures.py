@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,9 +15,11 @@ from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.decoder import DecoderLayer
+from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
 from minisgl_core.layers.embedding import VocabParallelEmbedding
+from minisgl_core.layers.linear import fused_targets
 from minisgl_core.layers.mlp import GatedMLP
 from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.model_kit import ModelTests
@@ -265,3 +268,19 @@ def test_experts_where_there_are_none_are_refused() -> None:
     config = model_config({**raw, "architectures": ["LlamaForCausalLM"]})
     assert "experts" in LlamaForCausalLM.unsupported(config)[0]
     assert Qwen3MoeForCausalLM.unsupported(config) == []
+
+
+class Phi3ForCausalLM(DecoderModel):
+    """Llama whose checkpoints hold matrices with the same input as one."""
+
+    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
+        targets = fused_targets(super().weight_targets(), "qkv_proj", ("q_proj", "k_proj", "v_proj"))
+        return fused_targets(targets, "gate_up_proj", ("gate_proj", "up_proj"))
+
+
+class TestFusedMatrices(Small):
+    """The MLP does not divide, and with four ranks KV heads are replicated."""
+
+    __test__ = True
+    model_class, model_type = Phi3ForCausalLM, "phi3"
+    changes: ClassVar = {"pad_token_id": 0, "intermediate_size": 49}

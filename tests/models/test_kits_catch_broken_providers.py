@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.contracts.model import Attend, Model
+from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
 from minisgl_core.layers.decoder import DecoderModel
 from minisgl_core.testing.kit_runner import failures
@@ -100,6 +100,17 @@ class LeavesOneSumToItsNorm(DecoderModel):
             last_sum.is_left, self.norm.sums = False, None
 
 
+class KeepsAWeightInFloat32(DecoderModel):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.norm.weight = torch.nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+
+
+class ScalesLogitsInFloat32(DecoderModel):
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden).float() * torch.ones(1)
+
+
 class TakesTheFirstRows(DecoderModel):
     def forward_rows(self, *args: Any) -> torch.Tensor:
         *step, rows = args
@@ -147,6 +158,8 @@ def test_a_right_model_passes() -> None:
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsToSum, "test_ranks_together_equal_one"),
         (LeavesOneSumToItsNorm, "test_ranks_together_equal_one"),
+        (KeepsAWeightInFloat32, "test_it_runs_in_bfloat16"),
+        (ScalesLogitsInFloat32, "test_it_runs_in_bfloat16"),
         (TakesTheFirstRows, "test_hidden_states_of_some_tokens"),
         (DropsOtherTokens, "test_hidden_states_of_some_tokens"),
         (TakesAllLogitsForItsOwn, "test_ranks_together_equal_one"),

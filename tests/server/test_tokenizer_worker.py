@@ -166,13 +166,16 @@ def test_what_is_to_be_tokenized_lets_others_pass_and_costs_nothing_once_aborted
 
 
 def test_what_is_to_be_tokenized_has_its_turn(rig: Rig) -> None:
-    with Endpoints.create() as endpoints, Sender(endpoints.tokenizer_in[0]) as sender:
-        with Receiver[Any](endpoints.tokenizer_in[0], Tokenize | TokenBatch | Stop) as receiver:
-            sender.send(Tokenize(request_id="a", text="Hello", sampling=SamplingParams(max_tokens=8)))
-            for _ in range(100):
-                sender.send(TokenBatch([TokenOut(request_id="other", token_ids=[5])]))
-            sender.send(Stop())
-            Inbox(rig.worker).run(receiver)
+    with (
+        Endpoints.create() as endpoints,
+        Sender(endpoints.tokenizer_in[0]) as sender,
+        Receiver[Any](endpoints.tokenizer_in[0], Tokenize | TokenBatch | Stop) as receiver,
+    ):
+        sender.send(Tokenize(request_id="a", text="Hello", sampling=SamplingParams(max_tokens=8)))
+        for _ in range(100):
+            sender.send(TokenBatch([TokenOut(request_id="other", token_ids=[5])]))
+        sender.send(Stop())
+        Inbox(rig.worker).run(receiver)
     assert [each.request_id for each in rig.scheduler] == ["a"]
 
 

@@ -56,7 +56,8 @@ def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 def test_they_pass_their_own_tests(folder: Path, environ: dict[str, str]) -> None:
     files = sorted(map(str, folder.glob("*/tests")))
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "--import-mode=importlib", *files]
+    options = ["-q", "-rs", "-p", "no:cacheprovider", "--import-mode=importlib", "-W", "error:Argument(s):UserWarning"]
+    command = [sys.executable, "-m", "pytest", *options, *files]  # pluggy only warns of a hook's call that lacks some
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     passed = re.search(r"(\d+) passed", done.stdout)

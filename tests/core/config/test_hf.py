@@ -132,6 +132,8 @@ def test_windows_of_architectures_that_are_not_known() -> None:
 def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
     assert read().hidden_act == "silu"
     assert read("GemmaForCausalLM", hidden_act="gelu_pytorch_tanh").hidden_act == "gelu_pytorch_tanh"
+    gemma3 = read("Gemma3ForCausalLM", hidden_activation="gelu_pytorch_tanh")
+    assert gemma3.hidden_act == "gelu_pytorch_tanh", "Gemma 2 and 3 have another key"
     long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
     assert (long.rope.kind, long.rope.theta, long.max_position) == ("longrope", 5e4, 1024)
     kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}

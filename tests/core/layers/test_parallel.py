@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -16,10 +18,10 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.base import Layer, Shard, allowed_tp_sizes, check_tp_size
+from minisgl_core.layers.base import Layer, Shard, SumOverRanks, allowed_tp_sizes, check_tp_size
 from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl_core.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
+from minisgl_core.layers.linear import ColumnParallelLinear, Linear, QKVParallelLinear, RowParallelLinear, fused_targets
 from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
 from minisgl_core.testing.references import DenseAttention
@@ -283,6 +285,136 @@ def test_a_layer_is_a_module_all_the_same() -> None:
     outer.inner = replaced = Linear(3, 2, build_for(SingleRank()))
     assert outer.inner is replaced
     assert [module for _, module in outer.named_children()] == [replaced]
+
+
+class Halves:
+    """A mixin, which is no layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2  # type: ignore[misc]
+
+
+class Renames(Layer):
+    def weight_targets(self, name: str) -> Any:
+        return super().weight_targets(f"renamed.{name}")  # type: ignore[misc]
+
+
+class HalvedByAMixin(Halves, RowParallelLinear):
+    pass
+
+
+class HalvedByAParent(HalvedByAMixin):
+    pass
+
+
+class HalvedAndSummed(Halves, RowParallelLinear):
+    def last_sum(self) -> SumOverRanks | None:
+        return self._sum
+
+
+class Renamed(Renames, RowParallelLinear):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "factor", "has_last_sum"),
+    [
+        (RowParallelLinear, 1, True),
+        (Renamed, 1, True),
+        (HalvedByAMixin, 0.5, False),
+        (HalvedByAParent, 0.5, False),
+        (HalvedAndSummed, 0.5, True),
+    ],
+)
+def test_a_call_is_the_forward_that_a_class_finds(
+    kind: type[RowParallelLinear], factor: float, has_last_sum: bool
+) -> None:
+    """Wherever among its bases; and it leaves no sum to others that a nearer `forward` may change."""
+
+    def run(communicator: Communicator) -> tuple[torch.Tensor, bool]:
+        layer = kind(4, 3, build_for(communicator))
+        for _, target in layer.weight_targets("o"):
+            target.destination.fill_(1)
+        layer.prepare()
+        return layer(torch.ones(2, 4 // communicator.size)), layer.last_sum() is not None
+
+    for out, found in run_ranks(2, run):
+        assert torch.equal(out, torch.full((2, 3), 4.0 * factor))
+        assert found == has_last_sum
+
+
+def test_every_layer_is_prepared_once_after_loading() -> None:
+    prepared = []
+
+    class FromOne(RMSNorm):
+        """Stores what its factor is above 1."""
+
+        def prepare(self) -> None:
+            prepared.append(self)
+            self.weight += 1
+
+    class Shifted(DecoderModel):
+        def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+            super().__init__(config, build)
+            self.norm = FromOne(config.hidden_size, 1e-6, build)
+
+    model = Shifted(tiny_config(), build_for(SingleRank()))
+    model.norm.weight.zero_()
+    model.finalize()
+    assert prepared == [model.norm]
+    assert torch.equal(model.norm.weight, torch.ones(24))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_layer_may_be_replaced_in_a_constructor(tp_size: int) -> None:
+    class Other(DecoderModel):
+        def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+            super().__init__(config, build)
+            layer = self.build_layer(1, build)
+            layer.attention.layer = replace(layer.attention.layer, scale=0.0)
+            self.layers[1] = layer
+
+    config = tiny_config(num_hidden_layers=2)
+
+    def run(communicator: Communicator) -> torch.Tensor:
+        model = Other(config, build_for(communicator))
+        assert [layer.scale for layer in model.attention_layers()] == [2**-0.5, 0.0]
+        fill(model)
+        return model(torch.arange(4), torch.arange(4), DenseAttention())
+
+    plain = DecoderModel(config, build_for(SingleRank()))
+    fill(plain)
+    before = plain(torch.arange(4), torch.arange(4), DenseAttention())
+    plain.layers[1].attention.layer = replace(plain.layers[1].attention.layer, scale=0.0)
+    expected = plain(torch.arange(4), torch.arange(4), DenseAttention())
+    assert not torch.allclose(before, expected, atol=1e-3)
+    assert all(torch.allclose(hidden, expected, atol=1e-5) for hidden in run_ranks(tp_size, run))
+
+
+@pytest.mark.parametrize("tp_size", [1, 3])
+def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
+    """With biases, in an order of the checkpoint's own; on three ranks the rows do not divide."""
+    sizes = {"a": 4, "b": 7}
+    whole = {
+        "m.ba.weight": torch.randn(11, 5, generator=torch.Generator().manual_seed(0)),
+        "m.ba.bias": torch.randn(11, generator=torch.Generator().manual_seed(1)),
+    }
+    for rank in range(tp_size):
+        single, fused = (ColumnParallelLinear(5, [4, 7], build_for(OfRank(rank, tp_size)), bias=True) for _ in range(2))
+        for name, target in single.weight_targets("m.a", "m.b"):
+            _, part, kind = name.split(".")
+            rows = whole[f"m.ba.{kind}"].split([sizes["b"], sizes["a"]])[part == "a"]
+            target.destination.copy_(rows[target.index])
+        others = Linear(5, 2, build_for(SingleRank())).weight_targets("m.c")
+        passed = list(fused_targets(chain(others, fused.weight_targets("m.a", "m.b")), "ba", ("b", "a")))
+        assert [name for name, _ in passed] == ["m.c.weight", *2 * ["m.ba.weight"], *2 * ["m.ba.bias"]]
+        for name, target in passed[1:]:
+            assert target.shape == whole[name].shape
+            target.destination.copy_(whole[name][target.index])
+        for one, other in ((single.weight, fused.weight), (single.bias, fused.bias)):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
 
 
 def test_an_error_on_one_rank_ends_all() -> None:

@@ -84,7 +84,8 @@ def model_config(
         # Some checkpoints list ids that the model has no logit for, or -1 for none.
         eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
         quantization=_quantization(raw),
-        hidden_act=str(keys.get("hidden_act", "silu")),
+        # Gemma 2 and 3 have the second key.
+        hidden_act=str(keys.get("hidden_act") or keys.get("hidden_activation") or "silu"),
         raw=raw,
     )
 

@@ -92,7 +92,11 @@ class Model(nn.Module, ABC):
 
     @abstractmethod
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first."""
+        """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first.
+
+        Raises:
+            InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
+        """
         super().__init__()
         self.config = config
 

@@ -24,10 +24,10 @@ class Layer(nn.Module):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "forward" in cls.__dict__:
-            cls.__call__ = cls.__dict__["forward"]  # type: ignore[method-assign]
-            if "last_sum" not in cls.__dict__:
-                cls.last_sum = Layer.last_sum  # type: ignore[method-assign]
+        if cls.__call__ is not cls.forward:  # one of its own, or of a base that is no Layer
+            cls.__call__ = cls.forward  # type: ignore[method-assign]
+        if _place(cls, "forward") < _place(cls, "last_sum"):
+            cls.last_sum = Layer.last_sum  # type: ignore[method-assign]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -41,6 +41,17 @@ class Layer(nn.Module):
         A class with a `forward` of its own does not inherit this: it may do more with the sum, and says itself if not.
         """
         return None
+
+    def prepare(self) -> None:
+        """Called once, after the weights are loaded and before the first `forward`: for what is computed from them.
+
+        A layer is called before the layers in it, whose matrices it may have taken (`Linear.release`).
+        """
+
+
+def _place(cls: type, name: str) -> int:
+    """How far up in the order of its bases a class finds an attribute."""
+    return next(place for place, base in enumerate(cls.__mro__) if name in base.__dict__)
 
 
 class SumOverRanks:

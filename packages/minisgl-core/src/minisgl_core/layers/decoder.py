@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import ClassVar, Protocol, cast
 
 import torch
 from torch import nn
@@ -23,12 +23,20 @@ from minisgl_core.layers.norm import RMSNorm
 from minisgl_core.layers.rotary import RotaryCache
 
 
+class MLP(Protocol):
+    """What a `DecoderLayer` takes for its MLP: a module, such as a `Layer`, with weights."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] to the same, on every rank."""
+
+    def weight_targets(self, name: str) -> Targets:
+        """The checkpoint's tensors under `name`."""
+
+
 class DecoderLayer(Layer):
     """Attention and MLP, each after a norm and added to the residual stream."""
 
-    def __init__(
-        self, attention: Attention, mlp: GatedMLP | SparseMoeMLP, config: ModelConfig, build: BuildContext
-    ) -> None:
+    def __init__(self, attention: Attention, mlp: MLP, config: ModelConfig, build: BuildContext) -> None:
         """`attention` and `mlp` are this layer's; their names in a checkpoint are ``self_attn`` and ``mlp``."""
         super().__init__()
         self.input_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
@@ -158,12 +166,12 @@ class DecoderModel(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
-        return [layer.attention.layer for layer in self._layers]
+        return [layer.attention.layer for layer in self._listed()]
 
     def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
         """See `Model.weight_targets`."""
         yield from self.embedding.weight_targets("model.embed_tokens")
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._listed()):
             yield from layer.weight_targets(f"model.layers.{index}")
         yield from self.norm.weight_targets("model.norm")
         if not self.config.tie_embeddings:
@@ -175,6 +183,7 @@ class DecoderModel(Model):
 
     def finalize(self) -> None:
         """See `Model.finalize`. Norms sum over the ranks from here on: only now are all of a subclass's parts in place."""
+        self._layers = self._listed()
         pairs = self._sums_and_norms()
         for last_sum, norm in pairs:
             last_sum.is_left, norm.sums = True, last_sum.communicator
@@ -182,6 +191,10 @@ class DecoderModel(Model):
         if isinstance(self.lm_head, LMHead):
             self.lm_head.tie(self.embedding)
         super().finalize()
+
+    def _listed(self) -> list[DecoderLayer]:
+        """The layers as they are now; `_layers`, quicker to go over, has them from `finalize` on."""
+        return [cast(DecoderLayer, layer) for layer in self.layers]
 
     def _ends_plainly(self) -> bool:
         """Whether all that the last layer does after attention, it does for each token apart."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -155,6 +156,32 @@ class RowParallelLinear(Linear):
         if not self._owns_bias:
             self.bias = None
         super().prepare()
+
+
+def fused_targets(targets: Targets, fused: str, parts: Sequence[str]) -> Targets:
+    """Targets for a checkpoint that holds matrices with the same input stacked, as one.
+
+    Args:
+        targets: of the matrices one by one; those of others are passed on.
+        fused: the checkpoint's name for the whole, such as ``qkv_proj``.
+        parts: what `targets` calls the parts, such as ``q_proj``, ``k_proj`` and ``v_proj``, in the order of their rows.
+    """
+    wholes: dict[str, dict[str, WeightTarget]] = {}
+    for name, target in targets:
+        module, _, kind = name.rpartition(".")
+        parent, dot, part = module.rpartition(".")
+        if part in parts and kind in ("weight", "bias"):
+            wholes.setdefault(f"{parent}{dot}{fused}.{kind}", {})[part] = target
+        else:
+            yield name, target
+    for name, held in wholes.items():
+        shapes = [held[part].shape or tuple(held[part].destination.shape) for part in parts]
+        whole, row = (sum(shape[0] for shape in shapes), *shapes[0][1:]), 0
+        for part, shape in zip(parts, shapes, strict=True):
+            rows, *others = held[part].index or (slice(None),)
+            start, stop, _ = rows.indices(shape[0])
+            yield name, replace(held[part], index=(slice(row + start, row + stop), *others), shape=whole)
+            row += shape[0]
 
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:

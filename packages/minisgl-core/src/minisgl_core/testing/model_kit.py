@@ -25,8 +25,8 @@ from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedRefer
 class ModelTests:
     """Subclass, set `model_class` and override `make_reference`.
 
-    Everything runs on the CPU in float32; use small sizes. `references.random_reference` makes a transformers model of a
-    config whose weights show mistakes.
+    Everything runs on the CPU, in float32 but for one test; use small sizes. `references.random_reference` makes a
+    transformers model of a config whose weights show mistakes.
 
     Attributes:
         model_class: the architecture to test.
@@ -136,6 +136,19 @@ class ModelTests:
                 assert torch.equal(logits, results[0]), "the ranks must agree to the bit, or they sample apart"
                 assert (logits - expected).abs().max() < self.tolerance
 
+    def test_it_runs_in_bfloat16(self) -> None:
+        """The dtype of most checkpoints: hidden states and logits have it."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            ids, model = self._prompt(reference), self._load(source, dtype=torch.bfloat16)
+            with torch.inference_mode():
+                hidden = model(ids, torch.arange(len(ids)), DenseAttention())
+                logits = model.compute_logits(hidden)
+            assert hidden.dtype == torch.bfloat16
+            assert logits.dtype == torch.bfloat16
+            assert hidden.isfinite().all()
+            assert logits.isfinite().all()
+
     def test_attention_layers_are_in_order(self) -> None:
         """One for each layer of the config, with its window."""
         with TemporaryDirectory() as folder:
@@ -149,10 +162,12 @@ class ModelTests:
         reference.save_pretrained(folder)
         return reference, SavedReference(Path(folder))
 
-    def _load(self, source: SavedReference, communicator: Communicator | None = None) -> Model:
+    def _load(
+        self, source: SavedReference, communicator: Communicator | None = None, dtype: torch.dtype = torch.float32
+    ) -> Model:
         config = model_config(self.model_class.standard_config(source.config))
         assert self.model_class.unsupported(config) == []
-        device, dtype = torch.device("cpu"), torch.float32
+        device = torch.device("cpu")
         build = BuildContext(communicator or SingleRank(), Ops(device, dtype), device, dtype, self.moe_kernel)
         model = self.model_class(config, build)
         load_weights(model, source, progress=False)
