@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -26,8 +27,9 @@ from minisgl_core.messages import (
 )
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
+from minisgl_server.inbox import Inbox
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
-from minisgl_server.tokenizer_worker import Inbox, TokenizerWorker
+from minisgl_server.tokenizer_worker import TokenizerWorker
 
 MAX_SEQ_LEN = 64
 
@@ -177,6 +179,35 @@ def test_what_is_to_be_tokenized_has_its_turn(rig: Rig) -> None:
         sender.send(Stop())
         Inbox(rig.worker).run(receiver)
     assert [each.request_id for each in rig.scheduler] == ["a"]
+
+
+def test_a_long_text_is_tokenized_while_others_go_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.submit("runs")
+    del rig.scheduler[:]
+    may_end, encode = threading.Event(), TokenizerWorker.encode
+
+    def slow(worker: TokenizerWorker, message: Tokenize) -> Any:
+        assert may_end.wait(20)
+        return encode(worker, message)
+
+    monkeypatch.setattr(TokenizerWorker, "encode", slow)
+    inbox, long = Inbox(rig.worker), "x " * 30_000
+    sampling = SamplingParams(max_tokens=8)
+    for name in ("long", "gone"):
+        inbox.take(Tokenize(request_id=name, text=long, sampling=sampling))
+    inbox.take(Tokenize(request_id="tokens", text=long, sampling=sampling, only_tokens=True))
+    inbox.do_next()
+    inbox.take(Abort("gone"))
+    inbox.take(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
+    inbox.do_next()
+    assert [text.request_id for text in rig.take()] == ["runs"]
+    may_end.set()
+    while len(rig.api) < 2:
+        inbox.do_next()
+    refused, tokens = rig.api
+    assert (refused.request_id, refused.kind) == ("long", "too_long")
+    assert (tokens.request_id, len(tokens.token_ids)) == ("tokens", len(rig.tokenizer(long)["input_ids"]))
+    assert rig.scheduler == []
 
 
 def test_abort_and_refusal_forget_the_request(rig: Rig) -> None:

@@ -7,8 +7,8 @@ is checked here as far as it takes a tokenizer or the engine's limits; what is n
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,7 @@ from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_core.text.tokens import TokenBytes
+from minisgl_server.inbox import Inbox
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat, ChatParser
 
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 
 Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
 Send = Callable[[msgspec.Struct], None]
-_MOST_BEFORE = 16
-"""Messages that are handled before what waits to be tokenized has its turn."""
+Encoded = tuple[list[int], str]
+"""Tokens of a prompt, and its text where that is known."""
 _OF_TOOLS = ("tagged_json", "structural_tag")
 """Kinds of grammars that calls of tools are part of."""
 
@@ -83,65 +84,6 @@ def run_tokenizer_worker(
         worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chats, registry)
         report(Ready(process=f"tokenizer {index}", has_chat_template=tokenizer.chat_template is not None))
         Inbox(worker).run(receiver)
-
-
-class Inbox:
-    """What a worker does next.
-
-    To turn a long prompt into tokens takes seconds, in which others wait for their text: so what is to be tokenized waits until
-    nothing else is there, though not for ever, and who hangs up meanwhile costs nothing.
-    """
-
-    def __init__(self, worker: TokenizerWorker) -> None:
-        self._worker = worker
-        self._later: deque[Tokenize | Detokenize | Count] = deque()
-        self._waiting_ids: set[str] = set()
-        """Of what is to be run."""
-        self._aborted_ids: set[str] = set()
-        """Those of them that nobody waits for any more."""
-        self._num_before = 0
-
-    def run(self, receiver: Receiver[Any]) -> None:
-        """Until `Stop`."""
-        while True:
-            message = receiver.receive(0 if self._later else None)
-            if isinstance(message, Stop):
-                return
-            if message is not None:
-                self.take(message)
-            if message is None or self._num_before >= _MOST_BEFORE:
-                self.do_next()
-
-    def take(self, message: Any) -> None:
-        """Handle a message, or keep it for later. A `Count` is to come after all that was sent before it."""
-        match message:
-            case Tokenize() | Detokenize() | Count():
-                self._later.append(message)
-                if isinstance(message, Tokenize):
-                    self._waiting_ids |= {message.request_id, *message.sibling_ids}
-            case Abort(request_id) if request_id in self._waiting_ids:
-                self._aborted_ids.add(request_id)
-            case _:
-                self._num_before += bool(self._later)
-                self._worker.handle(message)
-
-    def do_next(self) -> None:
-        """Handle the first message that was kept."""
-        self._num_before = 0
-        if not self._later:
-            return
-        message = self._later.popleft()
-        if not isinstance(message, Tokenize):
-            self._worker.handle(message)
-            return
-        ids = {message.request_id, *message.sibling_ids}
-        aborted = ids & self._aborted_ids
-        self._waiting_ids -= ids
-        self._aborted_ids -= ids
-        if aborted < ids:
-            self._worker.handle(message)
-            for request_id in aborted:
-                self._worker.handle(Abort(request_id))
 
 
 class _TooLongError(InvalidValueError):
@@ -206,14 +148,16 @@ class TokenizerWorker:
         return len(self._requests)
 
     def handle(
-        self, message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State
+        self,
+        message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State,
+        encoded: Future[Encoded] | None = None,
     ) -> None:
-        """Do what a message asks for."""
+        """Do what a message asks for; `encoded`: what `encode` has made of it, where that is done."""
         match message:
             case Tokenize(only_tokens=True) | Detokenize():
-                self._answer(message)
+                self._answer(message, encoded)
             case Tokenize():
-                self._submit(message)
+                self._submit(message, encoded)
             case Abort(request_id):
                 if self._requests.pop(request_id, None) is not None:
                     self._to_scheduler(message)
@@ -232,7 +176,7 @@ class TokenizerWorker:
                 self._add_previews(message)
                 self._to_api(message)
 
-    def _answer(self, message: Tokenize | Detokenize) -> None:
+    def _answer(self, message: Tokenize | Detokenize, encoded: Future[Encoded] | None) -> None:
         """Tell tokens, or the text of tokens; nothing runs."""
         try:
             if isinstance(message, Detokenize):
@@ -240,7 +184,7 @@ class TokenizerWorker:
                 token_ids, names = message.token_ids, []
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             else:
-                token_ids, text = self._encode(message)[0], ""
+                token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
                 names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
         except InvalidValueError as error:
             self._reject(message.request_id, error)
@@ -249,10 +193,10 @@ class TokenizerWorker:
         else:
             self._to_api(Tokens(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text))
 
-    def _submit(self, message: Tokenize) -> None:
+    def _submit(self, message: Tokenize, encoded: Future[Encoded] | None) -> None:
         """Submit every output of a prompt; one refusal, by the first one's id, is for all."""
         try:
-            token_ids, prompt = self._encode(message)
+            token_ids, prompt = encoded.result() if encoded else self.encode(message)
             sampling = self._check(message, token_ids)
             grammar = self._grammar(message, prompt)
             ids = [message.request_id, *message.sibling_ids]
@@ -282,8 +226,12 @@ class TokenizerWorker:
                 )
             )
 
-    def _encode(self, message: Tokenize) -> tuple[list[int], str]:
-        """Tokens of the prompt, and its text where that is known."""
+    def encode(self, message: Tokenize) -> Encoded:
+        """Tokens of the prompt, and its text where that is known. Changes nothing here, so that another thread may do it.
+
+        Raises:
+            InvalidValueError: it cannot be turned into tokens.
+        """
         if message.messages is not None:
             prompt = self._chats.render(message)
             return encode_prompt(self._tokenizer, prompt, bool(message.add_special_tokens)), prompt

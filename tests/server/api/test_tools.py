@@ -1,0 +1,29 @@
+"""What a chat may say of its tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.api.schemas import ChatRequest
+from minisgl_server.api.tools import tools_of
+
+
+def chat(*parameters: Any) -> ChatRequest:
+    tools = [
+        {"type": "function", "function": {"name": f"f{i}", "parameters": each}} for i, each in enumerate(parameters)
+    ]
+    return ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}], "tools": tools})
+
+
+def test_arguments_are_an_object() -> None:
+    fine = [None, {}, {"type": "object"}, {"properties": {"city": {"type": "string"}}}, {"anyOf": [{"type": "object"}]}]
+    tools = tools_of(chat(*fine))
+    assert tools is not None
+    assert tools.names == ["f0", "f1", "f2", "f3", "f4"]
+    for wrong in ({"type": "string"}, {"type": ["object", "null"]}):
+        with pytest.raises(InvalidValueError, match="must be the JSON schema of an object") as caught:
+            tools_of(chat(None, wrong))
+        assert caught.value.name == "tools[1].function.parameters"
