@@ -100,6 +100,11 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     field_names: dict[str, str] = msgspec.field(default_factory=dict)
     """What the client calls the prompt, and fields of `sampling`, by their name here; those that it calls the same may miss."""
 
+    @property
+    def output_ids(self) -> list[str]:
+        """Of all outputs of the prompt."""
+        return [self.request_id, *self.sibling_ids]
+
 
 class Detokenize(msgspec.Struct, tag=True):
     """API server to tokenizer worker: what text do these tokens stand for?"""

@@ -57,7 +57,7 @@ class Inbox:
             case Tokenize() | Detokenize() | Count():
                 self._later.append(message)
                 if isinstance(message, Tokenize):
-                    self._waiting_ids |= _ids(message)
+                    self._waiting_ids.update(message.output_ids)
             case Abort(request_id) if request_id in self._waiting_ids:
                 self._aborted_ids.add(request_id)
             case _:
@@ -76,13 +76,13 @@ class Inbox:
             kept = self._later.popleft()
             if not isinstance(kept, Tokenize):
                 self._worker.handle(kept)
-            elif _length(kept) > _LONG and not self._aborted_ids.issuperset(_ids(kept)):
+            elif _length(kept) > _LONG and not self._aborted_ids.issuperset(kept.output_ids):
                 self._beside = kept, self._encode_beside(kept)
             else:
                 self._run(kept, None)
 
     def _run(self, message: Tokenize, encoded: Future[Encoded] | None) -> None:
-        ids = _ids(message)
+        ids = set(message.output_ids)
         aborted = ids & self._aborted_ids
         self._waiting_ids -= ids
         self._aborted_ids -= ids
@@ -103,10 +103,6 @@ class Inbox:
 
         threading.Thread(target=encode, name="tokenize", daemon=True).start()
         return encoded
-
-
-def _ids(message: Tokenize) -> set[str]:
-    return {message.request_id, *message.sibling_ids}
 
 
 def _length(message: Tokenize) -> int:

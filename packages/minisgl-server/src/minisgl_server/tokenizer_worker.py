@@ -199,8 +199,10 @@ class TokenizerWorker:
             token_ids, prompt = encoded.result() if encoded else self.encode(message)
             sampling = self._check(message, token_ids)
             grammar = self._grammar(message, prompt)
-            ids = [message.request_id, *message.sibling_ids]
-            requests = {request_id: self._request(message, request_id, prompt, sampling, grammar) for request_id in ids}
+            requests = {
+                request_id: self._request(message, request_id, prompt, sampling, grammar)
+                for request_id in message.output_ids
+            }
             if message.echo:
                 text = self._prompt_text(message, token_ids)
                 for request in requests.values():
@@ -214,7 +216,7 @@ class TokenizerWorker:
         logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": message.request_id})
         self._requests |= requests
         array = np.array(token_ids, dtype=np.int32)
-        for request_id, own in zip(ids, sampling.split(), strict=True):
+        for request_id, own in zip(requests, sampling.split(), strict=True):
             self._to_scheduler(
                 Submit(
                     request_id=request_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -158,12 +157,11 @@ class EngineClient:
         """
         if self.is_draining:
             raise shutting_down()
-        ids_of = [[request.request_id, *request.sibling_ids] for request in requests]
-        generation = Generation(self, list(itertools.chain.from_iterable(ids_of)))
+        generation = Generation(self, [output_id for request in requests for output_id in request.output_ids])
         try:
-            for request, ids in zip(requests, ids_of, strict=True):
+            for request in requests:
                 worker = self._choose_worker()
-                self._routes |= dict.fromkeys(ids, (generation, worker))
+                self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
                 self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
             generation.close()
