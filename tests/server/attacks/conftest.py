@@ -1,0 +1,128 @@
+"""A live server under attack: one innocent stream beside it, and the memory of every process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+MAX_GAP_S = 0.5
+"""Longest time between two chunks of the innocent stream."""
+MAX_GROWTH_BYTES = 200 * 10**6
+"""Growth of any process of the server, measured every 20 ms."""
+
+
+class InnocentStream(threading.Thread):
+    """Streams completions one after the other and records the longest time between two chunks."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url, self._ends = url, threading.Event()
+        self.begins = threading.Event()
+        self.max_gap_s = 0.0
+        self.num_chunks = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        body = {"prompt": "Once upon a time", "max_tokens": 8000, "ignore_eos": True, "stream": True}
+        try:
+            with httpx.Client(timeout=60) as client:
+                while not self._ends.is_set():
+                    with client.stream("POST", f"{self._url}/v1/completions", json=body) as response:
+                        assert response.status_code == 200, response.read()
+                        self._read(response)
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.begins.set()
+
+    def end(self) -> None:
+        self._ends.set()
+        self.join(60)
+        assert not self.is_alive(), "the innocent stream hangs"
+        if self.error is not None:
+            raise self.error
+
+    def _read(self, response: httpx.Response) -> None:
+        last = None
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            assert "error" not in json.loads(line[6:]), line
+            now = time.perf_counter()
+            if last is not None:
+                self.max_gap_s = max(self.max_gap_s, now - last)
+            last = now
+            self.num_chunks += 1
+            if self.num_chunks == 10:
+                self.begins.set()
+                self.max_gap_s = 0.0  # until here the stream warms up
+            if self._ends.is_set():
+                return
+
+
+class MemoryWatch(threading.Thread):
+    """Samples the resident memory of every process of a server; page-cache pages of mapped files are not counted."""
+
+    def __init__(self, processes: dict[str, psutil.Process]) -> None:
+        super().__init__(daemon=True)
+        self._processes, self._ends = processes, threading.Event()
+        self._before = {name: self._rss(process) for name, process in processes.items()}
+        self.growth = dict.fromkeys(processes, 0)
+
+    def run(self) -> None:
+        while not self._ends.wait(0.02):
+            for name, process in self._processes.items():
+                self.growth[name] = max(self.growth[name], self._rss(process) - self._before[name])
+
+    def end(self) -> None:
+        self._ends.set()
+        self.join()
+
+    @staticmethod
+    def _rss(process: psutil.Process) -> int:
+        try:
+            memory = process.memory_info()
+        except psutil.NoSuchProcess:
+            return 0
+        return int(memory.rss - memory.shared)
+
+
+@pytest.fixture
+def withstands() -> Callable[[Any], Any]:
+    """`with withstands(server): ...` runs an attack beside an innocent stream, then checks gap, memory and the next request."""
+
+    @contextmanager
+    def during(server: Any) -> Iterator[None]:
+        stream = InnocentStream(server.url)
+        stream.start()
+        assert stream.begins.wait(60)
+        memory = MemoryWatch(server.children())
+        memory.start()
+        try:
+            yield
+            time.sleep(0.5)  # what the attack left behind has its effect now
+        finally:
+            memory.end()
+            stream.end()
+        print(f"longest gap {stream.max_gap_s:.3f} s over {stream.num_chunks} chunks, growth {memory.growth}")
+        assert max(memory.growth.values()) <= MAX_GROWTH_BYTES, memory.growth
+        assert stream.max_gap_s <= MAX_GAP_S, f"the innocent stream stood still for {stream.max_gap_s:.2f} s"
+        body = {"prompt": "One two three", "max_tokens": 4, "temperature": 0}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+
+    return during
+
+
+@pytest.fixture(scope="module")
+def attacked(launch_shared: Callable[..., Any]) -> Any:
+    """A server of the embedded model with its defaults."""
+    return launch_shared("--max-running-requests", "32", OMP_NUM_THREADS="1").wait_started()
