@@ -22,7 +22,13 @@ from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks
 from minisgl_core.engine import worker
 from minisgl_core.engine.loop import EngineLoop
-from minisgl_core.errors import InvalidValueError, MinisglError, ModelFormatError, ModelNotFoundError
+from minisgl_core.errors import (
+    InvalidValueError,
+    MinisglError,
+    ModelFormatError,
+    ModelNotFoundError,
+    TokenizerNotFoundError,
+)
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.scheduler import Scheduler
 from minisgl_core.structured_outputs import StructuredOutputs
@@ -71,6 +77,34 @@ def test_one_prompt_as_text_or_tokens(llm: LLM) -> None:
     assert by_text == by_tokens == by_numpy
     assert by_text.prompt_token_ids == [5, 9, 3]
     assert llm.generate([]) == []
+
+
+def test_token_ids_need_no_tokenizer() -> None:
+    with LLM(str(tiny.checkpoint()), dtype="float32", platform="cpu", num_pages=200, page_size=4) as llm:
+        outputs = llm.generate(PROMPTS, greedy(6, logprobs=1))
+        assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(each), 6) for each in PROMPTS]
+        assert [(output.text, output.finish_reason) for output in outputs] == [("", "length")] * len(PROMPTS)
+        stop = outputs[2].token_ids[3]
+        [stopped] = llm.generate(PROMPTS[2], greedy(6, stop_token_ids=[stop]))
+        assert (stopped.finish_reason, stopped.stop_reason, stopped.text) == ("stop", stop, "")
+        assert_nothing_in_use(llm)
+
+
+def test_what_needs_a_missing_tokenizer_is_refused() -> None:
+    chat = [{"role": "user", "content": "w5 w7"}]
+    with LLM(str(tiny.checkpoint()), dtype="float32", platform="cpu", num_pages=200, page_size=4) as llm:
+        with pytest.raises(InvalidValueError, match=r"a list of token ids.*has no tokenizer"):
+            llm.generate("w5 w7", greedy(2))
+        with pytest.raises(InvalidValueError, match=r"stop=.*stop_token_ids.*has no tokenizer"):
+            llm.generate([5, 7], greedy(2, stop="w3"))
+        with pytest.raises(InvalidValueError, match=r"structured_outputs=.*has no tokenizer"):
+            llm.generate([5, 7], greedy(2, structured_outputs=StructuredOutputs(regex="a")))
+        for call in (lambda: llm.chat(chat), lambda: llm.stream_chat(chat), lambda: llm.stream([5, 7], greedy(2))):
+            with pytest.raises(TokenizerNotFoundError, match="has no tokenizer"):
+                call()
+        assert llm.stats.num_steps == 0
+    with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
+        LLM(str(tiny.checkpoint()), platform="cpu", num_pages=20, chat_template="{{ messages }}")
 
 
 def test_a_chat_goes_through_the_template(llm: LLM) -> None:

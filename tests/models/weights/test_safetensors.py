@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, LlamaConfig, Qwen3MoeConfig
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
 from minisgl_core.testing.references import random_reference
 from minisgl_core.testing.weights_kit import WeightSourceTests
 from minisgl_models.weights.safetensors_folder import SafetensorsWeights
@@ -109,8 +109,13 @@ def test_damage_is_named(tmp_path: Path) -> None:
 
 
 def test_no_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelFormatError, match="no tokenizer can be read"):
-        SafetensorsWeights(folder_with(tmp_path, a=torch.zeros(1))).tokenizer()
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
+        SafetensorsWeights(folder).tokenizer()
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFormatError, match="no tokenizer can be read") as caught:
+        SafetensorsWeights(folder).tokenizer()
+    assert not isinstance(caught.value, TokenizerNotFoundError), "a damaged tokenizer is not a missing one"
 
 
 @pytest.mark.parametrize(

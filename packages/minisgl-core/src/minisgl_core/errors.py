@@ -78,6 +78,10 @@ class ModelFormatError(MinisglError):
     """A checkpoint or its config is incomplete, inconsistent or of a kind that is not supported."""
 
 
+class TokenizerNotFoundError(ModelFormatError):
+    """A checkpoint holds no tokenizer: it takes prompts as token ids only."""
+
+
 class OutOfMemoryError(MinisglError):
     """The weights and the smallest useful KV pool do not fit in the device's memory."""
 

@@ -17,10 +17,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.build import build_engine
 from minisgl_core.engine.ranks import OtherRanks
 from minisgl_core.engine.worker import make_loop
-from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.errors import InvalidValueError, MinisglError, TokenizerNotFoundError
 from minisgl_core.messages import Submit, TokenLogprobs, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -43,7 +44,7 @@ class GenerationOutput:
 
     Attributes:
         prompt_token_ids: the prompt in tokens.
-        text: the output; special tokens and the stop text are left out.
+        text: the output without special tokens and the stop text; empty where the model has no tokenizer.
         token_ids: the output in tokens, a stop token included.
         finish_reason: ``stop``, ``length`` or ``abort``.
         stop_reason: the stop text or the one of ``stop_token_ids`` that ended the output, if one did.
@@ -154,16 +155,25 @@ class LLM:
             stack.callback(built.engine.close)
             if self._others is not None:
                 stack.callback(self._others.stop)
-            self.info, self.tokenizer = built.info, built.checkpoint.source.tokenizer()
-            if template is not None:
-                self.tokenizer.chat_template = template
-            self._tokens = TokenBytes(self.tokenizer)
+            self.info, self._tokenizer = built.info, _tokenizer(built.checkpoint.source, template)
+            self._tokens = None if self._tokenizer is None else TokenBytes(self._tokenizer)
             followers = self._others.followers if self._others else []
             self._new_loop = partial(make_loop, built, registry, hooks, followers)
             self._loop = self._new_loop()
             if hooks.engine_started is not None:
                 hooks.engine_started(info=built.info)
             self._stack, self._is_open = stack.pop_all(), True
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's transformers tokenizer.
+
+        Raises:
+            TokenizerNotFoundError: the model has none, so that prompts are token ids only.
+        """
+        if self._tokenizer is None:
+            raise TokenizerNotFoundError(f"{self.info.model} has no tokenizer; give prompts as lists of token ids")
+        return self._tokenizer
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -185,7 +195,7 @@ class LLM:
         """Continue prompts.
 
         Args:
-            prompts: texts or lists of token ids, one or several.
+            prompts: texts or lists of token ids, one or several; token ids only where the model has no tokenizer.
             sampling: one for all or one each; `default_sampling` where it is missing.
             progress: draw a bar on stderr, where that is a terminal and there are several prompts.
 
@@ -231,6 +241,7 @@ class LLM:
             raise InvalidValueError("sampling", params, "one SamplingParams")
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
+        _ = self.tokenizer  # without one there is no text to yield
         return self._stream(*self._checked(prompt, params))
 
     def stream_chat(
@@ -247,6 +258,8 @@ class LLM:
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
         """The request, without a name yet."""
         self._check_open()
+        if self._tokenizer is None:
+            _refuse_text(prompt, params)
         ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         grammar = params.structured_outputs.source() if params.structured_outputs else None
         submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar)
@@ -394,6 +407,30 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _tokenizer(source: WeightSource, template: str | None) -> Any | None:
+    """The checkpoint's tokenizer with this chat template; None where it has no tokenizer."""
+    try:
+        tokenizer = source.tokenizer()
+    except TokenizerNotFoundError:
+        if template is None:
+            return None
+        raise
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
+    """Raise for all that needs a tokenizer, which the model lacks."""
+    remedy = "The model has no tokenizer; put its tokenizer files beside the weights."
+    if isinstance(prompt, str):
+        raise InvalidValueError("prompt", prompt, "a list of token ids", remedy)
+    if params.stop:
+        raise InvalidValueError("stop", params.stop, "left out; stop_token_ids may be given", remedy)
+    if params.structured_outputs is not None:
+        raise InvalidValueError("structured_outputs", params.structured_outputs, "left out", remedy)
 
 
 def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:

@@ -72,7 +72,8 @@ class WeightSource(ABC):
         """A new transformers tokenizer with the checkpoint's chat template.
 
         Raises:
-            ModelFormatError: there is none, or it cannot be read.
+            TokenizerNotFoundError: the checkpoint holds none. `LLM` then takes token ids only.
+            ModelFormatError: it cannot be read.
         """
 
     @property

@@ -148,19 +148,20 @@ class Piece(NamedTuple):
 
 
 class OutputText:
-    """Text of one request, from what the scheduler sends of it."""
+    """Text of one request, from what the scheduler sends of it; empty where no `tokens` are known."""
 
-    def __init__(self, tokens: TokenBytes, sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(
-            tokens, sampling.skip_special_tokens, sampling.stop, sampling.min_tokens
-        )
+    def __init__(self, tokens: TokenBytes | None, sampling: SamplingParams) -> None:
+        self._detokenizer = None
+        if tokens is not None:
+            skip = sampling.skip_special_tokens
+            self._detokenizer = IncrementalDetokenizer(tokens, skip, sampling.stop, sampling.min_tokens)
         self._stop_token_ids = sampling.stop_token_ids
 
     def push(self, out: TokenOut) -> Piece:
         """Add new tokens. A token that ended the output is not part of its text."""
         finished = out.finish_reason is not None
         token_ids = out.token_ids if out.stop_token_id is None else out.token_ids[:-1]
-        text, stop = self._detokenizer.push(token_ids, finished)
+        text, stop = self._detokenizer.push(token_ids, finished) if self._detokenizer else ("", None)
         if stop is not None:
             return Piece(text, "stop", stop, is_early=not finished)
         stop_reason = out.stop_token_id if out.stop_token_id in self._stop_token_ids else None

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_core.contracts.weights import WeightSource
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
+
+_TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*.spm")
+"""Patterns of the files that transformers reads tokenizers from."""
 
 
 class FolderSource(WeightSource):
@@ -34,8 +37,13 @@ class FolderSource(WeightSource):
         """The folder's tokenizer, as `transformers.AutoTokenizer` reads it.
 
         Raises:
-            ModelFormatError: the folder holds none, or one that transformers cannot read.
+            TokenizerNotFoundError: the folder has no file of a tokenizer.
+            ModelFormatError: transformers cannot read it.
         """
+        if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
+            raise TokenizerNotFoundError(
+                f"{self._path} holds no tokenizer (no tokenizer.json, tokenizer.model or vocab)"
+            )
         from transformers import AutoTokenizer
 
         try:

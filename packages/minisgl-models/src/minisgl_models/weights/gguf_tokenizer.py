@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
 
 _CONTROL, _USER_DEFINED = 3, 4
 
@@ -41,13 +41,14 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
         metadata: its metadata.
 
     Raises:
-        ModelFormatError: the file has no vocabulary, or one that cannot be converted.
+        TokenizerNotFoundError: the file has no vocabulary.
+        ModelFormatError: its vocabulary cannot be converted.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
-        raise ModelFormatError(f"{path} holds no tokenizer (tokenizer.ggml.tokens is missing)")
+        raise TokenizerNotFoundError(f"{path} holds no tokenizer (tokenizer.ggml.tokens is missing)")
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
     special = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
     kind = metadata.get("tokenizer.ggml.pre", "default")
