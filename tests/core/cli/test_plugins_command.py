@@ -87,6 +87,12 @@ def test_check_tells_what_it_is_and_why_it_does_not_apply(site):
     assert "- pages of 16 tokens are too small\n" in result.stdout
 
 
+@pytest.mark.parametrize(("name", "layout"), [("torch", "HND"), ("triton", "NHD")])
+def test_check_shows_the_kv_layout_of_a_backend(name, layout):
+    assert f"KV layout:    {layout}\n" in run("check", name, "--kind", "attention").stdout
+    assert "KV layout" not in run("check", "torch", "--kind", "ops").stdout
+
+
 def test_check_of_a_provider_that_applies():
     result = run("check", "torch", "--kind", "ops")
     assert result.exit_code == 0, result.output

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import tiny
 
+from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.engine.build import build_engine, open_checkpoint
-from minisgl_core.errors import ModelFormatError, PluginError, ProviderNotFoundError
+from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers.decoder import DecoderModel
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
@@ -65,6 +66,22 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
 def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match=message):
         build_engine(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
+
+
+class LaidOutTheOtherWay(TorchAttention):
+    """A backend whose pool is laid out the other way."""
+
+    kv_layout = "NHD"
+
+
+def test_two_layouts_are_refused_with_backends_that_meet() -> None:
+    shipped = tiny.registry()
+    entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
+    registry = Registry([*entries, Entry("attention", "own", f"{__name__}:LaidOutTheOtherWay", "own", "1")])
+    config = EngineConfig.from_flat(model=str(tiny.checkpoint()), platform="cpu", dtype="float32", attn="own,torch")
+    message = r"--attn='own,torch' .*own has NHD and torch has HND.* own goes with .*triton.* torch goes with native\."
+    with pytest.raises(InvalidValueError, match=message):
+        build_engine(config, registry, Hooks(), progress=False)
 
 
 class FirstOfTwo(SingleRank):

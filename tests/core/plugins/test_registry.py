@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_core.engine.build import pick_platform
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.platforms.selection import pick_platform
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
 
@@ -67,7 +67,40 @@ class Odd(CpuPlatform):
     registry = Registry.from_environment()
     with pytest.raises(ProviderLoadError, match=f"'odd' of stranger 1.0 .*{cause}"):
         registry.unsupported("platform", "odd")
-    assert pick_platform("auto", registry)[0].name in ("cpu", "cuda"), "it is passed over"
+    hinted = pick_platform("auto", registry, lambda kind, hardware: "odd")
+    assert hinted[0].name in ("cpu", "cuda"), "it is passed over"
+
+
+THEIRS = """
+from dataclasses import replace
+from minisgl_core.platforms.cpu import CpuPlatform
+
+class Theirs(CpuPlatform):
+    name = "theirs"
+
+    @classmethod
+    def hardware(cls):
+        return replace(super().hardware(), platform="theirs", device_type="cpu")
+"""
+
+
+def test_auto_takes_a_packages_platform_only_where_preferred(site, monkeypatch):
+    site.install("stranger", {"platform": {"theirs": "theirs:Theirs"}}, theirs=THEIRS)
+    registry = Registry.from_environment()
+    own = pick_platform("auto", registry)[1]
+    assert own.platform in ("cpu", "cuda")
+    asked = []
+
+    def prefer(name):
+        return lambda kind, hardware: asked.append((kind, hardware)) or name
+
+    assert pick_platform("auto", registry, prefer("theirs"))[1].platform == "theirs"
+    assert asked == [("platform", own)]
+    for name in (None, "nobodys", own.platform):
+        assert pick_platform("auto", registry, prefer(name))[1] == own
+    assert pick_platform("theirs", registry)[1].platform == "theirs"
+    monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "platform:cpu,platform:cuda")
+    assert pick_platform("auto", Registry.from_environment())[1].platform == "theirs", "the only one left"
 
 
 def test_a_platform_whose_devices_torch_does_not_know_is_named(site):

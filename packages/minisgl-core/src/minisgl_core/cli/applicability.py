@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from minisgl_core.config.options import AUTO
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import PluginError
+from minisgl_core.platforms.selection import pick_platform
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 
 
@@ -59,12 +61,8 @@ def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[st
 
 
 def best_device(registry: Registry) -> torch.device:
-    """The first device of the first platform that this machine has; the CPU comes last, and where no platform loads."""
-    for name in sorted(registry.names("platform"), key=lambda name: name == "cpu"):
-        try:
-            if not registry.unsupported("platform", name):
-                device: torch.device = registry.load("platform", name)(0).device
-                return device
-        except PluginError:
-            continue
-    return torch.device("cpu")
+    """The first device of the platform that ``auto`` takes; the CPU where none loads."""
+    try:
+        return pick_platform(AUTO, registry)[0](0).device
+    except PluginError:
+        return torch.device("cpu")

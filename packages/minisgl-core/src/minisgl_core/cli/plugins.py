@@ -100,6 +100,8 @@ def _report(registry: Registry, entry: Entry) -> None:
         "plugin API": f"{declared or 'any version'} (this minisgl has {plugin_api.VERSION})",
         "loads": "yes",
     }
+    if entry.kind == "attention":
+        rows["KV layout"] = provider.kv_layout
     from minisgl_core.cli.applicability import reasons_against
 
     try:

@@ -16,7 +16,7 @@ import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
 from minisgl_core.config.model import ModelConfig
-from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
@@ -33,11 +33,11 @@ from minisgl_core.errors import (
     InvalidValueError,
     ModelFormatError,
     PluginError,
-    ProviderLoadError,
     ProviderUnsupportedError,
 )
 from minisgl_core.messages import EngineInfo
 from minisgl_core.model_source import locate_model, open_weights
+from minisgl_core.platforms.selection import Preferred, pick_platform
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.sampling_params import SamplingParams
@@ -121,19 +121,15 @@ def build_engine(
     """
     phases = Phases()
     check_providers(config.flat(), registry)
-    platform_class, hardware = pick_platform(config.backends.platform, registry)
+    preferred = _preferred(hooks)
+    platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
 
-    def preferred(kind: str) -> str | None:
-        if hooks.preferred_provider is None:
-            return None
-        name = hooks.preferred_provider(kind=kind, hardware=hardware)
-        if name is not None and not isinstance(name, str):
-            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
-        return name
-
-    resolved = resolve(config, hardware, checkpoint.config, registry.names, _asker(config, registry), preferred)
+    asker = _asker(config, registry)
+    resolved = resolve(
+        config, hardware, checkpoint.config, registry.names, asker, lambda kind: preferred(kind, hardware)
+    )
     config = resolved.config
     platform = platform_class(rank)
     registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
@@ -181,34 +177,18 @@ def build_engine(
     return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
 
 
-def pick_platform(wanted: str, registry: Registry) -> tuple[type[Platform], Hardware]:
-    """The platform named, or the first of cuda, the plugins' and cpu that this machine has."""
-    if wanted != AUTO:
-        platform = registry.load("platform", wanted)
-        if reasons := registry.unsupported("platform", wanted):
-            raise ProviderUnsupportedError("platform", wanted, reasons)
-        return platform, _hardware_of(platform)
-    names = registry.names("platform")
-    for name in sorted(names, key=lambda name: (name == "cpu", name != "cuda")):
-        try:
-            if not registry.unsupported("platform", name):
-                platform = registry.load("platform", name)
-                return platform, _hardware_of(platform)
-        except ProviderLoadError as error:
-            logger.warning("skipped: %s", str(error))
-    raise ProviderUnsupportedError("platform", AUTO, [f"none of {', '.join(names)} is on this machine"])
+def _preferred(hooks: Hooks) -> Preferred:
+    """The hook `preferred_provider`, or None for every kind where no plugin has it."""
 
+    def ask(kind: str, hardware: Hardware) -> str | None:
+        if hooks.preferred_provider is None:
+            return None
+        name = hooks.preferred_provider(kind=kind, hardware=hardware)
+        if name is not None and not isinstance(name, str):
+            raise PluginError(f"a plugin's hook preferred_provider must return a name or None, and returned {name!r}")
+        return name
 
-def _hardware_of(platform: type[Platform]) -> Hardware:
-    hardware = platform.hardware()
-    try:
-        torch.device(hardware.torch_name)
-    except RuntimeError as error:
-        raise ProviderLoadError(
-            f"the platform {hardware.platform!r} cannot be used: torch knows no devices called {hardware.torch_name!r}; "
-            "its Hardware must have their name as device_type"
-        ) from error
-    return hardware
+    return ask
 
 
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import attention_spec, kv_torch_dtype
@@ -15,7 +17,7 @@ from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.largest_step import largest_step
 from minisgl_core.engine.pieces import piece_sizes
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVLayout, KVPool, KVPoolSpec
 from minisgl_core.plugins.registry import Registry
@@ -65,7 +67,7 @@ class EngineParts:
             head_dim=shape.head_dim,
             dtype=kv_torch_dtype(config, ops.dtype),
             device=platform.device,
-            layout=_common_layout(config.backends.attn, self.attention),
+            layout=_common_layout(config.backends.attn, self.attention, registry),
         )
 
     def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
@@ -121,12 +123,33 @@ class EngineParts:
         return piece_sizes(min(int(wanted), largest))
 
 
-def _common_layout(names: str, backends: list[type[AttentionBackend]]) -> KVLayout:
+def _common_layout(names: str, backends: list[type[AttentionBackend]], registry: Registry) -> KVLayout:
+    """The layout of the KV pool that all backends read.
+
+    Raises:
+        InvalidValueError: they have none in common; names the installed backends that each would go with.
+    """
     layouts = {backend.kv_layout for backend in backends}
-    if len(layouts) > 1:
-        differ = ", ".join(f"{b.kv_layout} for {name}" for name, b in zip(names.split(","), backends, strict=True))
-        raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool, not {differ}")
-    return backends[0].kv_layout
+    if len(layouts) == 1:
+        return backends[0].kv_layout
+    named = dict(zip(names.split(","), backends, strict=True))
+    have = " and ".join(f"{name} has {backend.kv_layout}" for name, backend in named.items())
+    partners = [
+        f"{name} goes with {', '.join(_of_layout(backend.kv_layout, name, registry)) or 'none that is installed'}."
+        for name, backend in named.items()
+    ]
+    remedy = " ".join([*partners, "See: minisgl plugins check NAME"])
+    raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool; {have}", remedy)
+
+
+def _of_layout(layout: KVLayout, besides: str, registry: Registry) -> list[str]:
+    """The installed backends with this layout of the KV pool, but for one; those that do not load are left out."""
+    found = []
+    for name in registry.names("attention"):
+        with suppress(PluginError):
+            if name != besides and registry.load("attention", name).kv_layout == layout:
+                found.append(name)
+    return found
 
 
 def _attention(

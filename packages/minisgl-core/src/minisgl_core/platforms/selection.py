@@ -1,0 +1,77 @@
+"""Selects the platform that an engine runs on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from minisgl_core.config.options import AUTO
+from minisgl_core.contracts.platform import Hardware, Platform
+from minisgl_core.errors import ProviderLoadError, ProviderUnsupportedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.plugins.selection import SHIPPED
+
+logger = logging.getLogger(__name__)
+
+Preferred = Callable[[str, Hardware], str | None]
+"""The hook `preferred_provider`: kind and hardware to a provider's name, or None."""
+
+
+def pick_platform(
+    wanted: str, registry: Registry, preferred: Preferred = lambda kind, hardware: None
+) -> tuple[type[Platform], Hardware]:
+    """Return the platform that was named or, under ``auto``, the machine's own: CUDA where there is a GPU, otherwise the CPU.
+
+    Another package's platform is taken under ``auto`` where a hook prefers it, or where no shipped one applies.
+
+    Raises:
+        ProviderUnsupportedError: the platform does not apply to this machine.
+        PluginError: it is not installed or cannot be loaded.
+    """
+    if wanted != AUTO:
+        platform = registry.load("platform", wanted)
+        if reasons := registry.unsupported("platform", wanted):
+            raise ProviderUnsupportedError("platform", wanted, reasons)
+        return platform, _hardware_of(platform)
+    for name in _own_first(registry):
+        if (found := _applicable(registry, name)) is not None:
+            hinted = preferred("platform", found[1])
+            if hinted is None or hinted == name:
+                return found
+            taken = _applicable(registry, hinted) if hinted in registry.names("platform") else None
+            if taken is None:
+                logger.warning("a plugin prefers the platform %r, which is not installed or does not apply", hinted)
+            return taken or found
+    names = ", ".join(registry.names("platform"))
+    raise ProviderUnsupportedError("platform", AUTO, [f"none of {names} is on this machine"])
+
+
+def _own_first(registry: Registry) -> list[str]:
+    """Names in the order that ``auto`` tries: cuda, cpu, then those of other packages."""
+    shipped = {entry.name for entry in registry.entries("platform") if entry.distribution in SHIPPED}
+    return sorted(registry.names("platform"), key=lambda name: (name not in shipped, name != "cuda", name))
+
+
+def _applicable(registry: Registry, name: str) -> tuple[type[Platform], Hardware] | None:
+    try:
+        if registry.unsupported("platform", name):
+            return None
+        platform = registry.load("platform", name)
+        return platform, _hardware_of(platform)
+    except ProviderLoadError as error:
+        logger.warning("skipped: %s", str(error))
+        return None
+
+
+def _hardware_of(platform: type[Platform]) -> Hardware:
+    hardware = platform.hardware()
+    try:
+        torch.device(hardware.torch_name)
+    except RuntimeError as error:
+        raise ProviderLoadError(
+            f"the platform {hardware.platform!r} cannot be used: torch knows no devices called {hardware.torch_name!r}; "
+            "its Hardware must have their name as device_type"
+        ) from error
+    return hardware
