@@ -14,7 +14,7 @@ import torch
 
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.prefix_cache import PageIds, PrefixInsert, TokenIds
+from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, PrefixInsert, TokenIds
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.loop import EngineLoop
 from minisgl_core.engine.worker import make_loop
@@ -101,9 +101,9 @@ def new_loop(**options: Any) -> EngineLoop:
 class TakesAPageATime(RadixPrefixCache):
     """Keeps to the contract, which lets a cache take less than it is offered."""
 
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        num_present = len(self.match(token_ids).pages)
-        return super().insert(token_ids[: (num_present + 1) * self.page_size], pages)
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        num_present = len(self.match(token_ids, *namespace).pages)
+        return super().insert(token_ids[: (num_present + 1) * self.page_size], pages, *namespace)
 
 
 @dataclass

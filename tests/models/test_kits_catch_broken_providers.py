@@ -225,7 +225,7 @@ class HasNoArchitecture(SafetensorsWeights):
 
 def weights_kit_for(source: type[WeightSource]) -> WeightSourceTests:
     class Kit(WeightSourceTests):
-        source_class = source
+        provider = source
 
         @contextmanager
         def make_checkpoint(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:

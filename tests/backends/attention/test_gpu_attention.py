@@ -37,14 +37,14 @@ class OnGpu(AttentionBackendTests):
 
 
 class TestTorch(OnGpu):
-    backend = TorchAttention
+    provider = TorchAttention
     has_fp8_pool = True
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}  # scores and weights are rounded on their way through memory
     test_scales = None  # type: ignore[assignment]  # that rounding grows with the scores
 
 
 class TestTriton(OnGpu):
-    backend = TritonAttention
+    provider = TritonAttention
     has_fp8_pool = True
 
     @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
@@ -64,7 +64,7 @@ class TestTriton(OnGpu):
 
 
 class TestHopper(OnGpu):
-    backend = HopperAttention
+    provider = HopperAttention
     page_sizes = (8, 16, 64)
     has_sliding_windows = False
 
@@ -79,13 +79,13 @@ class TestHopper(OnGpu):
 
 
 class TestFlashInfer(OnGpu):
-    backend = FlashInferAttention
+    provider = FlashInferAttention
     has_fp8_pool = True
     page_sizes = (1, 16, 64)
 
 
 class TestFlashInferOfSmallHeads(OnGpu):
-    backend = FlashInferAttention
+    provider = FlashInferAttention
     has_fp8_pool = True
     head_shapes = ((9, 3, 64),)
 
@@ -103,12 +103,12 @@ class FlashAttention4(FlashAttention):
 
 
 class TestFlashAttention2(OnGpu):
-    backend = FlashAttention2
+    provider = FlashAttention2
     page_sizes = (256,)
 
 
 class TestFlashAttention3(OnGpu):
-    backend = FlashAttention3
+    provider = FlashAttention3
     page_sizes = (1, 16, 128)
     head_shapes = (*OnGpu.head_shapes, (9, 3, 64))
 
@@ -116,13 +116,13 @@ class TestFlashAttention3(OnGpu):
 class TestFlashAttention4(OnGpu):
     """Its kernels are compiled for each ratio of heads, which takes long: two of them."""
 
-    backend = FlashAttention4
+    provider = FlashAttention4
     page_sizes = (16, 128)
     head_shapes = ((16, 8, 128), (6, 2, 128))
 
 
 class TestTrtllm(OnGpu):
-    backend = TrtllmAttention
+    provider = TrtllmAttention
     page_sizes = (16, 64)
 
 
@@ -139,7 +139,7 @@ class FlashThenFlashInfer(CombinedAttention):
 
 
 class TestFlashThenFlashInfer(OnGpu):
-    backend = FlashThenFlashInfer
+    provider = FlashThenFlashInfer
     page_sizes = (16,)
     head_shapes = ((16, 8, 128),)
 
@@ -155,7 +155,7 @@ def test_no_step_waits_for_the_device(backend: type[AttentionBackend]) -> None:
     spec = kit.spec((16, 8, 128), 16, torch.bfloat16)
     if reasons := backend.unsupported(spec):
         pytest.skip("; ".join(reasons))
-    kit.backend = backend
+    kit.provider = backend
     rig = kit.rig(spec, 3, 200)
     decode, prefill = rig.request(60, 200), rig.request(20, 200)
     for is_compiled in (False, True):
@@ -178,7 +178,7 @@ def test_pools_of_more_than_two_billion_elements(backend: type[AttentionBackend]
     num_pages = 2**31 // (16 * 8 * 128) + 20
     if torch.cuda.mem_get_info()[0] < 3 * num_pages * 16 * 8 * 128 * 2:
         pytest.skip("not enough free memory")
-    kit.backend = backend
+    kit.provider = backend
     rig = kit.rig(spec, 2, 100)
     pool = KVPool(replace(rig.pool.spec, num_pages=num_pages))
     prompt, again = rig.request(0, 100), rig.request(0, 100)  # 7 pages each

@@ -455,7 +455,7 @@ BROKEN = [
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_backend_fails_the_kit(broken: type[RightAttention]) -> None:
     class Kit(AttentionBackendTests):
-        backend = broken
+        provider = broken
         page_sizes = (1, 4)
         head_shapes = ((4, 2, 64),)
         dtypes = (torch.float32,)
@@ -498,7 +498,7 @@ class RoundsTowardsZero(TorchAttention):
 )
 def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     class Kit(AttentionBackendTests):
-        backend = broken
+        provider = broken
         has_fp8_pool = True
         head_shapes = ((4, 2, 64),)
         dtypes = (torch.float32,)
@@ -510,7 +510,7 @@ def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
 @pytest.mark.parametrize("right", RIGHT)
 def test_what_the_mistakes_are_made_in_passes(right: type[RightAttention]) -> None:
     class Kit(AttentionBackendTests):
-        backend = right
+        provider = right
         has_fp8_pool = right is ScalesWhatItStores
 
     assert failures(Kit()) == {}
@@ -523,7 +523,7 @@ def test_a_backend_that_does_not_apply_is_skipped() -> None:
             return ["there is no such device"]
 
     class Kit(AttentionBackendTests):
-        backend = NowhereToBeFound
+        provider = NowhereToBeFound
 
     with pytest.raises(pytest.skip.Exception, match="no such device"):
         Kit().test_decode()

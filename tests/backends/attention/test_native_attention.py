@@ -13,7 +13,7 @@ if reasons := library.unsupported(torch.device("cpu"), torch.float32):
 
 
 class TestNativeAttention(AttentionBackendTests):
-    backend = NativeAttention
+    provider = NativeAttention
     page_sizes = (1, 5, 16)
     dtypes = (torch.float32,)
 
@@ -21,7 +21,7 @@ class TestNativeAttention(AttentionBackendTests):
 class TestNativeAttentionInBfloat16(AttentionBackendTests):
     """Scores of prefills are rounded to bfloat16, as in transformers' eager attention; so errors grow with their size."""
 
-    backend = NativeAttention
+    provider = NativeAttention
     dtypes = (torch.bfloat16,)
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
     test_scales = None  # type: ignore[assignment]

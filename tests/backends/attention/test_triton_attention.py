@@ -12,7 +12,7 @@ from minisgl_core.testing.attention_kit import AttentionBackendTests
 class TestTriton(AttentionBackendTests):
     """Compiled on a GPU, interpreted elsewhere."""
 
-    backend = TritonAttention
+    provider = TritonAttention
     has_fp8_pool = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     page_sizes = (1, 16, 64) if torch.cuda.is_available() else (4,)

@@ -12,7 +12,7 @@ from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, GrammarTests, byte
 
 
 class TestLlguidance(GrammarTests):
-    grammar = LlguidanceGrammar
+    provider = LlguidanceGrammar
 
 
 def test_as_many_choices_as_are_allowed() -> None:

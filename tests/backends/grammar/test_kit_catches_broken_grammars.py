@@ -137,7 +137,7 @@ def broken() -> list[type[LlguidanceGrammar]]:
 
 @pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)
 def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
-    kit = type("Kit", (GrammarTests,), {"grammar": provider})()
+    kit = type("Kit", (GrammarTests,), {"provider": provider})()
     found = failures(kit)
     assert found
     assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found
@@ -145,4 +145,4 @@ def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
 
 def test_the_wrapper_alone_is_right() -> None:
     whole = type("Whole", (_Of,), {"state": LlguidanceState})
-    assert not failures(type("Kit", (GrammarTests,), {"grammar": whole})())
+    assert not failures(type("Kit", (GrammarTests,), {"provider": whole})())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,15 @@ from hypothesis import Phase, settings
 
 from minisgl_backends.prefix_cache.naive import NaivePrefixCache
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
-from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import (
+    CachedRun,
+    CacheNamespace,
+    PageIds,
+    PrefixCache,
+    PrefixInsert,
+    PrefixMatch,
+    TokenIds,
+)
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 
@@ -36,13 +45,13 @@ class LocksOnce(RadixPrefixCache):
 
 class LocksTheLastRunOnly(RadixPrefixCache):
     def _path_up(self, node: Any) -> Any:
-        return [node] if node is not self._root else []
+        return [node] if node.namespace is None else []
 
 
 class EvictsLocked(RadixPrefixCache):
     def evict(self, num_pages: int) -> PageIds:
         if num_pages > self.num_evictable and self.num_locked:
-            victim = next(iter(self._root.children.values()))
+            victim = next(iter(next(iter(self._roots.values())).children.values()))
             return victim.pages[:num_pages]
         return super().evict(num_pages)
 
@@ -74,13 +83,13 @@ class InsertIsNoUse(RadixPrefixCache):
 
 
 class ReportsNothingPresent(RadixPrefixCache):
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        return replace(super().insert(token_ids, pages), num_present=0)
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        return replace(super().insert(token_ids, pages, *namespace), num_present=0)
 
 
 class ReturnsTheOfferedPages(RadixPrefixCache):
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        result = super().insert(token_ids, pages)
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        result = super().insert(token_ids, pages, *namespace)
         return replace(result, pages=pages[: len(result.pages)])
 
 
@@ -91,38 +100,42 @@ class SizeDrifts(RadixPrefixCache):
 
 
 class MatchLocks(RadixPrefixCache):
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
-        result = super().match(token_ids)
+    def match(self, token_ids: TokenIds, *namespace: CacheNamespace) -> PrefixMatch:
+        result = super().match(token_ids, *namespace)
         self.lock(result.handle)
         return result
 
 
 class MatchesWholeRunsOnly(RadixPrefixCache):
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
-        longest = super().match(token_ids)
-        return super().match(token_ids[: max(0, len(longest.pages) - 1) * self.page_size])
+    def match(self, token_ids: TokenIds, *namespace: CacheNamespace) -> PrefixMatch:
+        longest = super().match(token_ids, *namespace)
+        return super().match(token_ids[: max(0, len(longest.pages) - 1) * self.page_size], *namespace)
 
 
 class ComparesFirstTokensOfPages(RadixPrefixCache):
     """Tells page 0 from page 1 only by their first tokens, which are equal."""
 
-    def _walk(self, token_ids: TokenIds) -> Any:
+    def _walk(self, token_ids: TokenIds, node: Any) -> Any:
         firsts = np.repeat(np.asarray(token_ids)[:: self.page_size], self.page_size)
-        return super()._walk(firsts[: len(token_ids)])
+        return super()._walk(firsts[: len(token_ids)], node)
 
 
 class KeepsTheCallersArray(RadixPrefixCache):
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        result = super().insert(token_ids, pages)
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        result = super().insert(token_ids, pages, *namespace)
         if result.num_present == 0 and len(result.pages) > 0:
             result.handle.pages = pages[: len(result.pages)]
         return result
 
 
 class HandsOutItsArray(RadixPrefixCache):
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
-        result = super().match(token_ids)
-        return replace(result, pages=result.handle.pages) if result.handle.parent is self._root else result
+    def match(self, token_ids: TokenIds, *namespace: CacheNamespace) -> PrefixMatch:
+        result = super().match(token_ids, *namespace)
+        return (
+            replace(result, pages=result.handle.pages)
+            if result.handle.parent and result.handle.parent.parent is None
+            else result
+        )
 
 
 class LosesPagesAtReset(RadixPrefixCache):
@@ -132,15 +145,15 @@ class LosesPagesAtReset(RadixPrefixCache):
 
 class RefusesEmptyLocks(RadixPrefixCache):
     def lock(self, handle: Any) -> None:
-        assert handle is not self._root
+        assert handle.namespace is None
         super().lock(handle)
 
 
 class LeaksDuplicates(RadixPrefixCache):
     """Swaps in the caller's duplicate, and so drops a page of its own."""
 
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
-        result = super().insert(token_ids, pages)
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        result = super().insert(token_ids, pages, *namespace)
         if result.num_present == len(result.pages) > 0:
             result.handle.pages = np.array(pages[len(result.pages) - len(result.handle.pages) : len(result.pages)])
         return result
@@ -172,6 +185,86 @@ BROKEN = [
 ]
 
 
+class LooksAtChangedTokens(RadixPrefixCache):
+    """Compares something else than the tokens themselves; a base of wrong caches."""
+
+    runs = PrefixCache.runs
+
+    def seen(self, token_ids: TokenIds) -> TokenIds:
+        raise NotImplementedError
+
+    def match(self, token_ids: TokenIds, *namespace: CacheNamespace) -> PrefixMatch:
+        return super().match(self.seen(token_ids), *namespace)
+
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        return super().insert(self.seen(token_ids), pages, *namespace)
+
+
+class ComparesLow16Bits(LooksAtChangedTokens):
+    def seen(self, token_ids: TokenIds) -> TokenIds:
+        return token_ids & 0xFFFF
+
+
+class ComparesAsFloats(LooksAtChangedTokens):
+    def seen(self, token_ids: TokenIds) -> TokenIds:
+        return token_ids.astype(np.float32).astype(np.int64).astype(np.int32)
+
+
+class ComparesChecksums(LooksAtChangedTokens):
+    """Of a page, nothing but its checksum counts."""
+
+    checksum = staticmethod(zlib.crc32)
+
+    def seen(self, token_ids: TokenIds) -> TokenIds:
+        pages = token_ids[: len(token_ids) // self.page_size * self.page_size].reshape(-1, self.page_size)
+        sums = [self.checksum(page.tobytes()) for page in pages]
+        return np.repeat(np.array(sums, np.uint32).view(np.int32), self.page_size)
+
+
+class ComparesAdler(ComparesChecksums):
+    checksum = staticmethod(zlib.adler32)
+
+
+class ComparesHashes(ComparesChecksums):
+    checksum = staticmethod(lambda page: hash(page) & 0xFFFFFFFF)
+
+
+class SortsTokens(LooksAtChangedTokens):
+    def seen(self, token_ids: TokenIds) -> TokenIds:
+        pages = token_ids[: len(token_ids) // self.page_size * self.page_size].reshape(-1, self.page_size)
+        return np.sort(pages, axis=1).reshape(-1)
+
+
+class IgnoresNamespaces(RadixPrefixCache):
+    def match(self, token_ids: TokenIds, *namespace: CacheNamespace) -> PrefixMatch:
+        return super().match(token_ids)
+
+    def insert(self, token_ids: TokenIds, pages: PageIds, *namespace: CacheNamespace) -> PrefixInsert:
+        return super().insert(token_ids, pages)
+
+
+class JoinsSaltAndAdapter(RadixPrefixCache):
+    def _root(self, namespace: CacheNamespace) -> Any:
+        return super()._root(CacheNamespace("".join(namespace)))
+
+
+@pytest.mark.parametrize(
+    ("broken", "caught_by"),
+    [
+        *((kind, "similar_pages") for kind in (ComparesLow16Bits, ComparesAsFloats, ComparesChecksums)),
+        *((kind, "similar_pages") for kind in (ComparesAdler, ComparesHashes, SortsTokens)),
+        *((kind, "namespaces") for kind in (IgnoresNamespaces, JoinsSaltAndAdapter)),
+    ],
+)
+def test_a_careless_comparison_fails_the_kit(broken: type[PrefixCache], caught_by: str) -> None:
+    class Kit(PrefixCacheTests):
+        provider = broken
+        test_agrees_with_a_dictionary = None  # which these may pass
+
+    found = failures(Kit())
+    assert any(caught_by in name for name in found), found
+
+
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_cache_fails_the_kit(broken: type[PrefixCache]) -> None:
     class Kit(PrefixCacheTests):
@@ -183,15 +276,13 @@ def test_a_broken_cache_fails_the_kit(broken: type[PrefixCache]) -> None:
             derandomize=True,
         )
 
-        def make_cache(self, page_size: int) -> PrefixCache:
-            return broken(page_size)
+        provider = broken
 
     assert any(name.startswith("test_agrees_with_a_dictionary") for name in failures(Kit()))
 
 
 def test_a_right_cache_passes_the_runner_too() -> None:
     class Kit(PrefixCacheTests):
-        def make_cache(self, page_size: int) -> PrefixCache:
-            return RadixPrefixCache(page_size)
+        provider = RadixPrefixCache
 
     assert failures(Kit()) == {}

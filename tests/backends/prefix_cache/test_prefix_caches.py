@@ -5,20 +5,16 @@ import pytest
 
 from minisgl_backends.prefix_cache.naive import NaivePrefixCache
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
-from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 
 
 class TestNaive(PrefixCacheTests):
+    provider = NaivePrefixCache
     takes_all = False
-
-    def make_cache(self, page_size: int) -> PrefixCache:
-        return NaivePrefixCache(page_size)
 
 
 class TestRadix(PrefixCacheTests):
-    def make_cache(self, page_size: int) -> PrefixCache:
-        return RadixPrefixCache(page_size)
+    provider = RadixPrefixCache
 
     def test_evicts_exactly_what_is_asked_for(self) -> None:
         cache = RadixPrefixCache(4)

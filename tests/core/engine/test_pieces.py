@@ -32,7 +32,7 @@ OF_TINY = torch.device("cpu"), torch.float32
 
 
 class TestRecordingCpu(PlatformTests):
-    platform = RecordingCpu
+    provider = RecordingCpu
 
 
 class FusesStore(Ops):

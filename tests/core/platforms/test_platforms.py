@@ -19,16 +19,16 @@ from minisgl_core.testing.platform_kit import PlatformTests
 
 
 class TestCpu(PlatformTests):
-    platform = CpuPlatform
+    provider = CpuPlatform
 
 
 class TestRecordingCpu(PlatformTests):
-    platform = RecordingCpu
+    provider = RecordingCpu
 
 
 @pytest.mark.gpu
 class TestCuda(PlatformTests):
-    platform = CudaPlatform
+    provider = CudaPlatform
 
 
 class SaysNothing(CpuPlatform):
@@ -125,6 +125,6 @@ def broken() -> list[type[CpuPlatform]]:
 
 @pytest.mark.parametrize("platform", broken(), ids=lambda platform: platform.__name__)
 def test_the_kit_catches(platform: type[CpuPlatform]) -> None:
-    found = failures(type("Kit", (PlatformTests,), {"platform": platform})())
+    found = failures(type("Kit", (PlatformTests,), {"provider": platform})())
     assert found
     assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found

@@ -31,7 +31,7 @@ def hook_names() -> set[str]:
 
 def test_every_spec_has_an_attribute_that_is_none_without_implementations():
     hooks = Hooks()
-    assert len(hook_names()) == 8
+    assert len(hook_names()) == 10
     assert all(getattr(hooks, name) is None for name in hook_names())
 
 

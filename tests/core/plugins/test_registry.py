@@ -14,7 +14,7 @@ from minisgl_core.contracts.policy import Policy
 
 class Backwards(Policy):
     plugin_api = {api!r}
-    def order(self, waiting, num_cached):
+    def order(self, waiting, running, num_cached):
         return waiting[::-1]
 
 class Unfinished(Policy):
@@ -27,7 +27,7 @@ function = len
 """
 
 
-def policy(api: str = ">=1,<2") -> str:
+def policy(api: str = ">=2,<3") -> str:
     return POLICY.format(api=api)
 
 
@@ -47,7 +47,7 @@ def test_shipped_providers_are_found_through_their_own_metadata():
 def test_load_returns_the_class(site):
     site.install("one", {"policy": {"backwards": "one_policy:Backwards"}}, one_policy=policy())
     loaded = Registry.from_environment().load("policy", "backwards")
-    assert loaded().order([1, 2, 3], lambda request: 0) == [3, 2, 1]
+    assert loaded().order([1, 2, 3], [], lambda request: 0) == [3, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,14 @@ def test_a_provider_that_breaks_the_contract_is_refused(site, attribute, reason)
         Registry.from_environment().load("policy", "p")
 
 
-@pytest.mark.parametrize(("api", "reason"), [(">=2", r"versions >=2 .*has 1\.0"), ("new", "not a version range")])
+@pytest.mark.parametrize(
+    ("api", "reason"),
+    [
+        (">=3", r"versions >=3 of the plugin API, and this minisgl has 2\.0\. Install"),
+        (">=1,<2", r"versions >=1,<2 .* In version 2, order\(\) is told which requests run.*\. Install a version"),
+        ("new", "not a version range"),
+    ],
+)
 def test_a_provider_for_another_plugin_api_is_refused(site, api, reason):
     site.install("one", {"policy": {"p": "one_policy:Backwards"}}, one_policy=policy(api))
     with pytest.raises(ProviderLoadError, match=reason):

@@ -9,12 +9,13 @@ from itertools import pairwise
 
 import pytest
 
-from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.scheduler.policies import FirstComeFirstServed, LongestOutputFirst, LongestPrefixMatch
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.policy_kit import PolicyTests, Queue
 
-NumCached = Callable[[Waiting], int]
+NumCached = Callable[[RequestView], int]
+Waiting = Sequence[RequestView]
 
 
 class TestFirstComeFirstServed(PolicyTests):
@@ -56,22 +57,22 @@ def test_longest_output_first_and_the_older_of_equals() -> None:
 
 
 class LeavesOneOut(Policy):
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         return waiting[:49]
 
 
 class TakesOneTwice(Policy):
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         return [*waiting, *waiting[:1]]
 
 
 class ForgetsPriorities(Policy):
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         return sorted(waiting, key=lambda request: request.arrival)
 
 
 class ThrowsDice(Policy):
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         return sorted(waiting, key=lambda request: (request.priority, random.random()))
 
 
@@ -79,14 +80,14 @@ class RemembersCalls(Policy):
     def __init__(self) -> None:
         self._calls = 0
 
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
         self._calls += 1
         return sorted(waiting, key=lambda request: (request.priority, request.arrival * (-1) ** self._calls))
 
 
 class ComparesByTheCache(Policy):
-    def order(self, waiting: Sequence[Waiting], num_cached: NumCached) -> Sequence[Waiting]:
-        def compare(one: Waiting, other: Waiting) -> int:
+    def order(self, waiting: Waiting, running: Waiting, num_cached: NumCached) -> Waiting:
+        def compare(one: RequestView, other: RequestView) -> int:
             first = (one.priority, -num_cached(one), one.arrival)
             return -1 if first < (other.priority, -num_cached(other), other.arrival) else 1
 

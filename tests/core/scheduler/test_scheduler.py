@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -12,9 +14,11 @@ import tiny
 
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.batch import StepResult
-from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.policy import Policy, RequestView
+from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.messages import Submit
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.sampling_params import SamplingParams
 
 
@@ -210,9 +214,10 @@ def test_longest_output_first_counts_what_a_preempted_request_has_left() -> None
 class LastComeFirstServed(Policy):
     """Sorts what it is given in place."""
 
-    def order(self, waiting: Any, num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+    def order(self, waiting: Any, running: Any, num_cached: Callable[[RequestView], int]) -> Sequence[RequestView]:
         waiting.sort(key=lambda request: -request.arrival)
-        return cast(Sequence[Waiting], waiting)
+        running.clear()
+        return cast(Sequence[RequestView], waiting)
 
 
 def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
@@ -229,11 +234,91 @@ def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
 @pytest.mark.parametrize("change", [lambda waiting: waiting[1:], lambda waiting: waiting[:1] * 2, lambda _: None])
 def test_a_policy_that_loses_requests_is_an_error_and_not_a_wait_for_ever(change: Callable[[Any], Any]) -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200)
-    loop.scheduler.policy = type("Odd", (Policy,), {"order": lambda self, waiting, num_cached: change(waiting)})()
+    loop.scheduler.policy = type(
+        "Odd", (Policy,), {"order": lambda self, waiting, running, num_cached: change(waiting)}
+    )()
     for name in ("a", "b"):
         tiny.submit(loop, name, prompt(1, 4), greedy(2))
     with pytest.raises(PluginError, match="the policy Odd"):
         loop.step()
+
+
+class FairShare(Policy):
+    """Users take turns: first those with the fewest requests that run or are ahead in the queue."""
+
+    def order(self, waiting: Any, running: Any, num_cached: Callable[[RequestView], int]) -> Sequence[RequestView]:
+        turns = Counter(request.user for request in running)
+        keys = {}
+        for request in waiting:
+            keys[request.arrival] = (request.priority, turns[request.user])
+            turns[request.user] += 1
+        return sorted(waiting, key=lambda request: keys[request.arrival])
+
+
+def test_a_policy_can_share_fairly_between_users() -> None:
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=2)
+    loop.scheduler.policy = FairShare()
+    for user, count in (("busy", 4), ("calm", 2)):
+        for number in range(count):
+            name = f"{user}{number}"
+            ids = np.array(prompt(1, 4), np.int32)
+            loop.scheduler.submit(Submit(request_id=name, token_ids=ids, sampling=greedy(3), user=user))
+    seen = loop.scheduler.waiting[-1]
+    assert (seen.user, seen.num_prompt_tokens, seen.max_tokens_left) == ("calm", 4, 3)
+    assert time.monotonic() - 60 < seen.arrival_s <= time.monotonic()
+    assert list(tiny.run(loop)) == ["busy0", "calm0", "busy1", "calm1", "busy2", "busy3"]
+
+
+def test_salts_share_no_prefix() -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=200)
+    ids = np.array(prompt(1, 20), np.int32)
+    cached = []
+    for number, salt in enumerate(("", "a", "b", "a", "")):
+        submit = Submit(request_id=f"r{number}", token_ids=ids, sampling=greedy(4), cache_salt=salt)
+        loop.scheduler.submit(submit)
+        [done] = tiny.run(loop).values()
+        assert tuple(done.tokens) == tiny.greedy(tuple(ids.tolist()), 4)
+        cached.append(done.outputs[-1].num_cached_tokens)
+    assert cached == [0, 0, 0, 16, 16]
+    tiny.assert_nothing_in_use(loop)
+
+
+def test_an_adapter_is_refused_by_name() -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=200)
+    submit = Submit(request_id="r", token_ids=np.array([5], np.int32), sampling=greedy(2), adapter_id="mine")
+    with pytest.raises(InvalidValueError, match=r"adapter_id='mine' .*has no adapters"):
+        loop.scheduler.submit(submit)
+
+
+def test_hooks_tell_all_that_enters_and_leaves_the_cache() -> None:
+    built = tiny.built(page_size=4, num_pages=14)
+    held: dict[int, bytes] = {}
+    namespaces: set[str] = set()
+
+    def pages_cached(namespace: Any, token_ids: Any, pages: Any, num_present: int) -> None:
+        namespaces.add(namespace.salt)
+        known = {int(page): token_ids[: 4 * (place + 1)].tobytes() for place, page in enumerate(pages)}
+        assert all(held[int(page)] == known[int(page)] for page in pages[:num_present])
+        new = {int(page): known[int(page)] for page in pages[num_present:]}
+        assert new
+        assert not new.keys() & held.keys(), "a page entered twice"
+        held.update(new)
+
+    def pages_evicted(pages: Any) -> None:
+        for page in pages.tolist():
+            del held[page]
+
+    hooks = Hooks()
+    hooks.pages_cached, hooks.pages_evicted = pages_cached, pages_evicted
+    loop = make_loop(replace(built, config=built.config.with_flat(cache="radix")), tiny.registry(), hooks, [])
+    for number in range(12):
+        ids = np.array(prompt(number % 5, 15), np.int32)
+        salt = "s" * (number % 2)
+        loop.scheduler.submit(Submit(request_id=f"{number}", token_ids=ids, sampling=greedy(6), cache_salt=salt))
+    tiny.run(loop)
+    shown = [int(page) for run in loop.scheduler.pages.cache.runs(100) for page in run.pages]
+    assert sorted(shown) == sorted(held)
+    assert namespaces == {"", "s"}
 
 
 class Hoards(RadixPrefixCache):

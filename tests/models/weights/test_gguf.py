@@ -105,7 +105,7 @@ def reference_tensors(config: Any) -> dict[str, np.ndarray]:
 class TestLlama(WeightSourceTests):
     """Eight bits, except that a rank's columns may begin inside a block of 32."""
 
-    source_class = GgufWeights
+    provider = GgufWeights
     kind, store_as = "llama", Kind.Q8_0
     config: Any = AutoConfig.for_model("llama", **SMALL, attention_bias=True, mlp_bias=True)
 

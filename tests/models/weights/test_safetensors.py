@@ -32,7 +32,7 @@ CONFIG = LlamaConfig(
 
 
 class TestOneFile(WeightSourceTests):
-    source_class = SafetensorsWeights
+    provider = SafetensorsWeights
     max_shard_size = "1GB"
     num_files = 1
     model_config: Any = CONFIG
@@ -67,7 +67,7 @@ class TestExperts(TestOneFile):
 
     def test_experts_have_the_names_of_published_checkpoints(self) -> None:
         with self.make_checkpoint() as (path, _):
-            source = self.source_class(path)
+            source = self.provider(path)
             names = {name for name, _ in source.tensors(model_config(source.config))}
             assert "model.layers.0.mlp.experts.2.down_proj.weight" in names
 

@@ -83,6 +83,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     max_tokens_is_default: bool = False
     """The client set no limit: where the context has room for less, the output ends there."""
     priority: int = 0
+    user: str = ""
+    """See `Submit.user`."""
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
     only_prompt: bool = False
@@ -142,6 +144,12 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     worker: int = 0
     """Index of the tokenizer worker that the output goes to."""
     priority: int = 0
+    user: str = ""
+    """The client's name for its user, for policies."""
+    cache_salt: str = ""
+    """Requests with different salts share nothing in the prefix cache."""
+    adapter_id: str = ""
+    """The adapter to compute with; empty for the model itself, which is all that this engine has."""
     grammar: GrammarSource | None = None
     """What the output must follow; `sampling`'s own structured_outputs is not looked at any more."""
 

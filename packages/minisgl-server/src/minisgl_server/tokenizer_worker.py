@@ -224,6 +224,7 @@ class TokenizerWorker:
                     sampling=own,
                     worker=self._index,
                     priority=message.priority,
+                    user=message.user,
                     grammar=grammar,
                 )
             )

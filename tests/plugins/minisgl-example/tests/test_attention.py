@@ -10,4 +10,4 @@ from minisgl_core.testing.attention_kit import AttentionBackendTests
 class TestExampleAttention(AttentionBackendTests):
     """All of the kit's tests."""
 
-    backend = ExampleAttention
+    provider = ExampleAttention

@@ -10,5 +10,4 @@ from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 class TestExampleCache(PrefixCacheTests):
     """All of the kit's tests."""
 
-    def make_cache(self, page_size: int) -> ExampleCache:
-        return ExampleCache(page_size)
+    provider = ExampleCache

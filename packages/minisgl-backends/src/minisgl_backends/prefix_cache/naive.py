@@ -6,7 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import (
+    DEFAULT_NAMESPACE,
+    CacheNamespace,
+    PageIds,
+    PrefixCache,
+    PrefixInsert,
+    PrefixMatch,
+    TokenIds,
+)
 from minisgl_core.errors import CacheFullError
 
 _NO_PAGES: PageIds = np.empty(0, np.int32)
@@ -15,11 +23,13 @@ _NO_PAGES: PageIds = np.empty(0, np.int32)
 class NaivePrefixCache(PrefixCache):
     """Matches nothing and takes nothing: all pages stay with their requests. Handles are None."""
 
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
+    def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
         """The empty match."""
         return PrefixMatch(_NO_PAGES, None)
 
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+    def insert(
+        self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
+    ) -> PrefixInsert:
         """Takes no page: the caller keeps them all."""
         return PrefixInsert(_NO_PAGES, 0, None)
 

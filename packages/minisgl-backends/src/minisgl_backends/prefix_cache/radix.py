@@ -10,8 +10,19 @@ from itertools import chain, takewhile
 import numpy as np
 
 from minisgl_backends.prefix_cache.radix_node import RadixNode, edge_key
-from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import (
+    DEFAULT_NAMESPACE,
+    CachedRun,
+    CacheNamespace,
+    PageIds,
+    PrefixCache,
+    PrefixInsert,
+    PrefixMatch,
+    TokenIds,
+)
 from minisgl_core.errors import CacheFullError
+
+_EMPTY = np.empty(0, np.int32)
 
 
 class RadixPrefixCache(PrefixCache):
@@ -25,34 +36,40 @@ class RadixPrefixCache(PrefixCache):
     Costs: match and insert are one vectorised comparison a token and one dictionary look-up a node of the path; lock
     and unlock are O(nodes of the path); evict is O(1) a node evicted; sizes are kept, not computed.
 
-    A handle is the last node of its prefix; that of an empty match is the root. `_locked` holds the locked nodes, so that
+    Each namespace has a tree of its own, while something is cached in it.
+
+    A handle is the last node of its prefix; that of an empty match is a root. `_locked` holds the locked nodes, so that
     the ones to show first need not be looked for.
     """
 
     def __init__(self, page_size: int) -> None:
         super().__init__(page_size)
-        self._root = RadixNode(np.empty(0, np.int32), np.empty(0, np.int32), None)
+        self._roots: dict[CacheNamespace, RadixNode] = {}
         self._lru: OrderedDict[RadixNode, None] = OrderedDict()
         self._locked: dict[RadixNode, None] = {}
         self._num_evictable = 0
         self._num_locked = 0
 
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
+    def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
         """The longest cached prefix; splits the node in which it ends, and makes the path the most recently used."""
-        node = self._walk(token_ids)
+        node = self._walk(token_ids, self._root(namespace))
         return PrefixMatch(_pages_to(node), node)
 
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+    def insert(
+        self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
+    ) -> PrefixInsert:
         """Adds what is missing as one node; token ids and page ids are copied."""
         num_pages = len(token_ids) // self.page_size
         assert len(pages) >= num_pages, f"{num_pages} whole pages of tokens, but {len(pages)} pages"
-        node = self._walk(token_ids)
+        node = self._walk(token_ids, self._root(namespace))
         present = _pages_to(node)
         if len(present) == num_pages:
             return PrefixInsert(present, num_pages, node)
         tokens = slice(len(present) * self.page_size, num_pages * self.page_size)
         new_tokens = np.array(token_ids[tokens], np.int32)
         new_pages = np.array(pages[len(present) : num_pages], np.int32)
+        if node.namespace is not None:
+            self._roots[node.namespace] = node
         leaf = RadixNode(new_tokens, new_pages, node)
         node.children[edge_key(new_tokens, self.page_size)] = leaf
         self._num_evictable += len(new_pages)
@@ -98,6 +115,8 @@ class RadixPrefixCache(PrefixCache):
             assert leaf.parent is not None
             assert not leaf.children
             del leaf.parent.children[edge_key(leaf.token_ids, self.page_size)]
+            if leaf.parent.namespace is not None and not leaf.parent.children:
+                del self._roots[leaf.parent.namespace]
             leaf.parent = None
             evicted.append(leaf.pages)
             num_left -= len(leaf.pages)
@@ -122,7 +141,7 @@ class RadixPrefixCache(PrefixCache):
             node.last_hit_s = now_s
 
     def runs(self, max_runs: int) -> list[CachedRun]:
-        """The nodes, without the root."""
+        """The nodes, without the roots."""
         chosen: dict[RadixNode, None] = {}
         for node in chain(reversed(self._locked), reversed(self._lru)):
             if len(chosen) == max_runs:
@@ -137,14 +156,14 @@ class RadixPrefixCache(PrefixCache):
         pages = [page for node in self._lru for page in node.pages.tolist()]
         for node in self._lru:
             node.parent = None
-        self._root.children.clear()
+        self._roots.clear()
         self._lru.clear()
         self._num_evictable = 0
         return pages
 
     def check(self) -> None:
         """Verifies the tree, the lock counts, the sizes and the order of eviction."""
-        nodes = list(_below(self._root))
+        nodes = [node for root in self._roots.values() for node in _below(root)]
         place = {node: i for i, node in enumerate(self._lru)}
         for node in nodes:
             assert len(node.pages) > 0, "a node without pages"
@@ -156,7 +175,10 @@ class RadixPrefixCache(PrefixCache):
             assert (node in self._locked) == (node.num_locks > 0), "the locked nodes and the locks disagree"
             if node in place and node.parent in place:
                 assert place[node] < place[node.parent], "a node was used more recently than its parent"
-        for node in (self._root, *nodes):
+        for namespace, root in self._roots.items():
+            assert root.namespace == namespace, "a tree under another's namespace"
+            assert root.children, "a namespace in which nothing is cached"
+        for node in (*self._roots.values(), *nodes):
             for key, child in node.children.items():
                 assert child.parent is node, "a child with another parent"
                 assert key == edge_key(child.token_ids, self.page_size), "a child under a key other than its first page"
@@ -166,11 +188,14 @@ class RadixPrefixCache(PrefixCache):
         assert self._num_evictable == sum(len(node.pages) for node in place), "num_evictable is wrong"
         assert self._num_locked == len(pages) - self._num_evictable, "num_locked is wrong"
 
-    def _walk(self, token_ids: TokenIds) -> RadixNode:
-        """Go down as far as whole pages agree, split where that ends inside a node, and mark the path as used."""
+    def _root(self, namespace: CacheNamespace) -> RadixNode:
+        """The root of a namespace; a new one, which `insert` keeps, where nothing is cached in it."""
+        return self._roots.get(namespace) or RadixNode(_EMPTY, _EMPTY, None, namespace=namespace)
+
+    def _walk(self, token_ids: TokenIds, node: RadixNode) -> RadixNode:
+        """Go down from `node` as far as whole pages agree, split where that ends inside a node, and mark the path as used."""
         rest = np.asarray(token_ids, np.int32)
         rest = rest[: len(rest) // self.page_size * self.page_size]
-        node = self._root
         while child := node.children.get(edge_key(rest, self.page_size)):
             num_common_pages = child.num_common_tokens(rest) // self.page_size
             if num_common_pages < len(child.pages):
@@ -190,8 +215,8 @@ class RadixPrefixCache(PrefixCache):
             self._lru.move_to_end(ancestor)
 
     def _path_up(self, node: RadixNode) -> Iterator[RadixNode]:
-        """`node` and its ancestors, without the root."""
-        while node is not self._root:
+        """`node` and its ancestors, without their root."""
+        while node.namespace is None:
             assert node.parent is not None, "the handle's prefix was evicted: lock a match before anything may evict"
             yield node
             node = node.parent

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from itertools import count
 
-from minisgl_core.contracts.prefix_cache import CachedRun, PageIds, TokenIds
+from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE, CachedRun, CacheNamespace, PageIds, TokenIds
 
 _numbers = count()
 
@@ -19,20 +19,39 @@ class RadixNode:
     Attributes:
         token_ids: tokens of this run, int32 [num_pages * page_size]. Never changed in place.
         pages: pages of this run, int32 [num_pages].
-        parent: the node before; None for the root and for a node that was evicted.
+        parent: the node before; None for a root and for a node that was evicted.
+        namespace: of a root, whose children begin the prompts of that namespace; None for every other node.
         children: the runs after this one, keyed by the bytes of their first page's tokens.
-        num_locks: locks on this node and on all nodes below it; the root's is not kept.
+        num_locks: locks on this node and on all nodes below it; a root's is not kept.
         number, num_hits, last_hit_s: as in `CachedRun`.
     """
 
-    __slots__ = ("children", "last_hit_s", "num_hits", "num_locks", "number", "pages", "parent", "token_ids")
+    __slots__ = (
+        "children",
+        "last_hit_s",
+        "namespace",
+        "num_hits",
+        "num_locks",
+        "number",
+        "pages",
+        "parent",
+        "token_ids",
+    )
 
-    def __init__(self, token_ids: TokenIds, pages: PageIds, parent: RadixNode | None, num_locks: int = 0) -> None:
+    def __init__(
+        self,
+        token_ids: TokenIds,
+        pages: PageIds,
+        parent: RadixNode | None,
+        num_locks: int = 0,
+        namespace: CacheNamespace | None = None,
+    ) -> None:
         self.token_ids = token_ids
         self.pages = pages
         self.parent = parent
         self.children: dict[bytes, RadixNode] = {}
         self.num_locks = num_locks
+        self.namespace = namespace
         self.number = next(_numbers)
         self.num_hits = 0
         self.last_hit_s = time.monotonic()
@@ -62,9 +81,16 @@ class RadixNode:
     def shown(self) -> CachedRun:
         """This run as people see it."""
         assert self.parent is not None
-        parent = 0 if self.parent.parent is None else self.parent.number
+        namespace = self.parent.namespace
         return CachedRun(
-            self.number, parent, self.token_ids, self.pages, self.num_locks, self.num_hits, self.last_hit_s
+            number=self.number,
+            parent=self.parent.number if namespace is None else 0,
+            token_ids=self.token_ids,
+            pages=self.pages,
+            num_locks=self.num_locks,
+            num_hits=self.num_hits,
+            last_hit_s=self.last_hit_s,
+            namespace=namespace or DEFAULT_NAMESPACE,
         )
 
 

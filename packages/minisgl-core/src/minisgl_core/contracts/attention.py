@@ -134,7 +134,7 @@ class AttentionBackend(ABC):
     One instance serves all layers of a rank. Per step, `plan` runs once on the host, then `forward` once a layer.
     """
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
     kv_layout: ClassVar[KVLayout] = "NHD"
     """How the pool must be laid out; two backends that are combined must agree."""
     reads_page_table: bool = False

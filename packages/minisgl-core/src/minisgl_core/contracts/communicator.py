@@ -41,7 +41,7 @@ class Communicator(ABC):
     use after that.
     """
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:

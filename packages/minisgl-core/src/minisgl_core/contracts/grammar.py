@@ -95,7 +95,7 @@ class GrammarState(ABC):
 class Grammar(ABC):
     """Compiles structured-output requests for one tokenizer."""
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @abstractmethod
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:

@@ -74,7 +74,7 @@ class Attend(Protocol):
 class Model(nn.Module, ABC):
     """A decoder-only language model, sharded over the ranks of its `BuildContext`."""
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
     config: ModelConfig
 
     @classmethod

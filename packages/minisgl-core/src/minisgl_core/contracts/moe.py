@@ -33,7 +33,7 @@ class MoeSpec:
 class MoeKernel(ABC):
     """Applies the routed experts to a batch of tokens: gated SiLU MLPs, weighted and summed."""
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:

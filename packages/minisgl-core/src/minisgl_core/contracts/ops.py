@@ -69,7 +69,7 @@ class Ops:
     """
 
     fuses_store: ClassVar[bool] = False
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:

@@ -52,7 +52,7 @@ class Platform(ABC):
     """One kind of device. Instances are bound to one local rank."""
 
     name: ClassVar[str]
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
     supports_graphs: ClassVar[bool] = False
     is_async: ClassVar[bool] = False
     """Whether work is enqueued and runs beside the host; overlap scheduling gains only then."""

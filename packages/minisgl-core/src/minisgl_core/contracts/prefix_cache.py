@@ -1,11 +1,11 @@
-"""The seam for prefix caches: which pages of KV already hold the beginning of a prompt."""
+"""The extension point for prefix caches: which pages of KV already hold the beginning of a prompt."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,22 @@ TokenIds = npt.NDArray[np.int32]
 """Token ids, shape [num_tokens]."""
 PageIds = npt.NDArray[np.int32]
 """Page ids of the KV pool, shape [num_pages]."""
+
+
+class CacheNamespace(NamedTuple):
+    """Separates prompts whose KV must not be shared although their tokens are equal.
+
+    Attributes:
+        salt: a client's own; requests with different salts share nothing.
+        adapter_id: the adapter that computes the KV; empty for the model itself.
+    """
+
+    salt: str = ""
+    adapter_id: str = ""
+
+
+DEFAULT_NAMESPACE = CacheNamespace()
+"""The namespace of requests without a salt or an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +86,7 @@ class CachedRun:
         num_locks: locks that protect it.
         num_hits: calls of `count_hit` for a prefix that contains it.
         last_hit_s: when the last of them was, or else when it was inserted, in ``time.monotonic()``.
+        namespace: of a run that begins a prompt; every other run is in the namespace of the run that it continues.
     """
 
     number: int
@@ -79,10 +96,17 @@ class CachedRun:
     num_locks: int
     num_hits: int
     last_hit_s: float
+    namespace: CacheNamespace = DEFAULT_NAMESPACE
 
 
 class PrefixCache(ABC):
-    """Maps token prefixes to pages of the KV pool.
+    """Maps token prefixes, each in a namespace, to pages of the KV pool.
+
+    Prefixes of different namespaces have nothing in common, however alike their tokens are. Token ids go up to 2^31 - 1; two
+    prefixes are equal where all their tokens are, so a cache that hashes them compares them as well.
+
+    What `insert` and `evict` return is the cache's report: nothing enters or leaves the cache but by them and by `reset`. The
+    hooks ``pages_cached`` and ``pages_evicted`` pass it on.
 
     Only whole pages are cached. A page belongs to exactly one of: the free list, a request, the cache. Insert moves
     pages from a request to the cache, evict moves them from the cache to the caller, who frees them. A locked prefix is
@@ -95,21 +119,23 @@ class PrefixCache(ABC):
     Sizes are in pages. ``num_evictable + num_locked == num_pages`` always holds.
     """
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     def __init__(self, page_size: int) -> None:
-        """Start empty. `page_size`: tokens a page, at least 1."""
+        """Start empty. `page_size`: tokens per page, at least 1."""
         self.page_size = page_size
 
     @abstractmethod
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
-        """Find the longest cached prefix of `token_ids`, in whole pages.
+    def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
+        """Find the longest cached prefix of `token_ids` in a namespace, in whole pages.
 
         Changes no size and locks nothing: lock the handle before anything else may evict. May refresh recency.
         """
 
     @abstractmethod
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+    def insert(
+        self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
+    ) -> PrefixInsert:
         """Offer pages that hold the KV of a prefix.
 
         What is taken comes without a lock; all that is cached of the prefix counts as used now. The arrays stay the
@@ -121,6 +147,7 @@ class PrefixCache(ABC):
                 the whole pages of `token_ids`; the surplus is ignored and stays the caller's. Each page is either the
                 caller's own or the very page that the cache has at that place of the prefix (from a match that is still
                 locked).
+            namespace: of the request that computed them.
         """
 
     @abstractmethod

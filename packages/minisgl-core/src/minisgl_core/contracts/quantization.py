@@ -38,7 +38,7 @@ class QuantizationSpec:
 class Quantization:
     """Matrices as they are, multiplied by the `Ops`."""
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:

@@ -46,7 +46,7 @@ class WeightTarget:
 class WeightSource(ABC):
     """One checkpoint."""
 
-    plugin_api: ClassVar[str] = ">=1,<2"
+    plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     @abstractmethod

@@ -106,7 +106,7 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     overlap = not config.scheduler.disable_overlap
     grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size)
-    scheduler = Scheduler(limits, cache, policy, hooks.request_finished, grammars)
+    scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(scheduler, built.engine, hooks, overlap=overlap, send_plan=send_plan)
 
 

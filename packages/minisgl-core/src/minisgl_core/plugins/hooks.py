@@ -37,6 +37,8 @@ class Hooks:
     batch_scheduled: Hook | None = None
     batch_finished: Hook | None = None
     request_finished: Hook | None = None
+    pages_cached: Hook | None = None
+    pages_evicted: Hook | None = None
     cli_options: Hook | None = None
     api_routes: Hook | None = None
     preferred_provider: Hook | None = None

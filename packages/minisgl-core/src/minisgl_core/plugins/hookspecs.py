@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from minisgl_core.batch import BatchPlan, StepResult
     from minisgl_core.contracts.platform import Hardware
+    from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, TokenIds
     from minisgl_core.messages import EngineInfo
     from minisgl_core.scheduler.stats import SchedulerStats
 
@@ -117,6 +118,25 @@ def batch_finished(plan: BatchPlan, result: StepResult, state: EngineState) -> N
 @hookspec
 def request_finished(record: RequestRecord, state: EngineState) -> None:
     """A request ended, whatever the reason, and holds nothing any more. Called on rank 0."""
+
+
+@hookspec
+def pages_cached(namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
+    """The prefix cache has taken pages. Called on rank 0.
+
+    With `pages_evicted` it tells all that enters and leaves the cache, such as for a router that follows what replicas hold.
+
+    Args:
+        namespace: of the prefix.
+        token_ids: the whole prefix that is cached now, int32 [len(pages) * page_size]; a copy.
+        pages: its pages, int32; must not be changed.
+        num_present: how many of them, from the first, were cached before.
+    """
+
+
+@hookspec
+def pages_evicted(pages: PageIds) -> None:
+    """The prefix cache has given up pages, int32, which hold other KV from now on; must not be changed. Called on rank 0."""
 
 
 @hookspec

@@ -38,7 +38,7 @@ class SchedulerLimits:
         """Check a request.
 
         Raises:
-            InvalidValueError: an empty prompt, a token out of range, or no room for the output.
+            InvalidValueError: an empty prompt, a token out of range, no room for the output, or an adapter.
         """
         num_tokens = len(submit.token_ids)
         if num_tokens == 0:
@@ -64,6 +64,9 @@ class SchedulerLimits:
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise self._bad_token(name, token)
+
+        if submit.adapter_id:
+            raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")
 
     def _bad_token(self, name: str, token: int) -> InvalidValueError:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")

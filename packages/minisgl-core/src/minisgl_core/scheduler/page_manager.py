@@ -20,18 +20,20 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixMatch
+from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixInsert, PrefixMatch
 from minisgl_core.kv.allocator import Int32, PageAllocator
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.scheduler.request import Request
 
 
 class PageManager:
     """Moves pages between the free list, the requests and the prefix cache, and notes what the page table must show."""
 
-    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache) -> None:
+    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache, hooks: Hooks) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.cache = cache
+        self._hooks = hooks
         self._table_writes: list[tuple[int, int, Int32]] = []
 
     @property
@@ -47,7 +49,7 @@ class PageManager:
         """Tokens of the request that the cache holds and that it could use; the last token is always computed anew."""
         if request.sampling.prompt_logprobs is not None:
             return 0
-        return self._num_usable(request, self.cache.match(request.tokens.view)) * self.page_size
+        return self._num_usable(request, self.cache.match(request.tokens.view, request.namespace)) * self.page_size
 
     def attach_cached(self, request: Request) -> None:
         """Let the request use as much of the cache as goes beyond what it has computed.
@@ -58,12 +60,12 @@ class PageManager:
         if request.sampling.prompt_logprobs is not None or request.num_pending:
             return
         tokens = request.tokens.view
-        match = self.cache.match(tokens)
+        match = self.cache.match(tokens, request.namespace)
         num_usable = self._num_usable(request, match)
         if num_usable * self.page_size <= request.num_computed:
             return
         if num_usable < len(match.pages):
-            match = self.cache.match(tokens[: num_usable * self.page_size])
+            match = self.cache.match(tokens[: num_usable * self.page_size], request.namespace)
             assert len(match.pages) == num_usable, "a cache matched fewer pages of a shorter prefix"
         self.cache.lock(match.handle)
         if request.handle is not None:
@@ -100,7 +102,10 @@ class PageManager:
             return
         shortfall = missing - self.allocator.num_free
         if shortfall > 0:
-            self.allocator.free(self.cache.evict(shortfall))
+            evicted = self.cache.evict(shortfall)
+            if self._hooks.pages_evicted is not None:
+                self._hooks.pages_evicted(pages=evicted)
+            self.allocator.free(evicted)
         self._extend(request, self.allocator.allocate(missing))
 
     def share(self, request: Request) -> None:
@@ -111,9 +116,11 @@ class PageManager:
         """
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
-        if num_pages <= request.num_shared or len(self.cache.match(tokens).pages) > request.num_shared:
+        if num_pages <= request.num_shared:
             return
-        inserted = self.cache.insert(tokens, request.pages.view[:num_pages])
+        if len(self.cache.match(tokens, request.namespace).pages) > request.num_shared:
+            return
+        inserted = self._insert(request, tokens, request.pages.view[:num_pages])
         num_taken = len(inserted.pages)
         if num_taken == request.num_shared:
             return
@@ -131,7 +138,7 @@ class PageManager:
         duplicates = np.empty(0, np.int32)
         if num_pages > request.num_shared:
             own = request.pages.view
-            inserted = self.cache.insert(tokens, own[:num_pages])
+            inserted = self._insert(request, tokens, own[:num_pages])
             duplicates = own[request.num_shared : max(inserted.num_present, request.num_shared)].copy()
             num_owned_from = max(len(inserted.pages), request.num_shared)
         rest = request.pages.view[num_owned_from:].copy()
@@ -140,6 +147,16 @@ class PageManager:
         self.allocator.free(duplicates)
         self.allocator.free(rest)
         request.reset()
+
+    def _insert(self, request: Request, tokens: Int32, pages: Int32) -> PrefixInsert:
+        """Offer pages to the cache, and tell of those that it took."""
+        inserted = self.cache.insert(tokens, pages, request.namespace)
+        if self._hooks.pages_cached is not None and len(inserted.pages) > inserted.num_present:
+            known = tokens[: len(inserted.pages) * self.page_size].copy()
+            self._hooks.pages_cached(
+                namespace=request.namespace, token_ids=known, pages=inserted.pages, num_present=inserted.num_present
+            )
+        return inserted
 
     def drain_table_writes(self) -> Int32:
         """Table entries that changed since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.policy import Policy, RequestView
 
 
 class FirstComeFirstServed(Policy):
     """By priority, then arrival."""
 
-    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+    def order(
+        self,
+        waiting: Sequence[RequestView],
+        running: Sequence[RequestView],
+        num_cached: Callable[[RequestView], int],
+    ) -> Sequence[RequestView]:
         return waiting
 
 
@@ -22,7 +27,12 @@ class LongestPrefixMatch(Policy):
 
     window = 128
 
-    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+    def order(
+        self,
+        waiting: Sequence[RequestView],
+        running: Sequence[RequestView],
+        num_cached: Callable[[RequestView], int],
+    ) -> Sequence[RequestView]:
         head = sorted(
             waiting[: self.window], key=lambda request: (request.priority, -num_cached(request), request.arrival)
         )
@@ -37,5 +47,10 @@ class LongestOutputFirst(Policy):
     prompts share steps with decodes, which read the same weights. Not for serving: short requests wait for all longer ones.
     """
 
-    def order(self, waiting: Sequence[Waiting], num_cached: Callable[[Waiting], int]) -> Sequence[Waiting]:
+    def order(
+        self,
+        waiting: Sequence[RequestView],
+        running: Sequence[RequestView],
+        num_cached: Callable[[RequestView], int],
+    ) -> Sequence[RequestView]:
         return sorted(waiting, key=lambda request: (request.priority, -request.max_tokens_left, request.arrival))

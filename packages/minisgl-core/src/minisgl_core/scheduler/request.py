@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.messages import Submit, TokenLogprobs
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.constraints import Constraint
@@ -30,6 +31,7 @@ class Request:
         num_computed: tokens whose KV is in the pool once the launched steps are done.
         num_cached: prompt tokens found in the cache when the request was first admitted, for the usage report.
         pages: page ids in order; those up to `num_shared` belong to the prefix cache and are locked through `handle`.
+        namespace: of its prefix in the cache, by salt and adapter.
         row: page-table row; 0 while waiting.
         num_inflight: launched steps that include the request and are not processed yet.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
@@ -47,6 +49,7 @@ class Request:
         "first_token_s",
         "handle",
         "max_length",
+        "namespace",
         "num_cached",
         "num_computed",
         "num_inflight",
@@ -65,6 +68,7 @@ class Request:
         "seed",
         "stop_ids",
         "tokens",
+        "user",
         "worker",
     )
 
@@ -85,6 +89,7 @@ class Request:
             submit.priority,
             sampling,
         )
+        self.user, self.namespace = submit.user, CacheNamespace(submit.cache_salt, submit.adapter_id)
         self.arrival = arrival
         self.arrival_s = time.monotonic()
         self.scheduled_s: float | None = None
@@ -111,6 +116,11 @@ class Request:
         self.penalties_sent = False
         if self.prompt_logprobs is not None and self.num_output == 0:
             self.prompt_logprobs = [None]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, under the name that policies know."""
+        return self.num_prompt
 
     @property
     def num_output(self) -> int:

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import cast
 
 from minisgl_core.batch import BatchPlan, StepResult, TokenMasks
-from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
 from minisgl_core.messages import Rejected, Submit, TokenOut
-from minisgl_core.plugins.hooks import Hook
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
@@ -60,7 +60,7 @@ class Scheduler:
         limits: SchedulerLimits,
         cache: PrefixCache,
         policy: Policy,
-        request_finished: Hook | None = None,
+        hooks: Hooks | None = None,
         grammars: Grammars | None = None,
     ) -> None:
         """Begin with nothing.
@@ -69,12 +69,13 @@ class Scheduler:
             limits: see there.
             cache: of the engine's pages.
             policy: orders the waiting requests.
-            request_finished: the hook of that name, called when a request has ended and holds nothing any more.
+            hooks: called when a request has ended and when pages enter or leave the cache; None for none.
             grammars: compiles those of requests; may be left out where none has one.
         """
         self.limits, self.grammars = limits, grammars
-        self._request_finished = request_finished
-        self.pages = PageManager(limits.num_pages, limits.page_size, cache)
+        hooks = hooks or Hooks()
+        self._request_finished = hooks.request_finished
+        self.pages = PageManager(limits.num_pages, limits.page_size, cache, hooks)
         capacity = self.pages.allocator.capacity * limits.page_size
         assert limits.max_seq_len <= capacity, (
             f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
@@ -337,7 +338,8 @@ class Scheduler:
             PluginError: it left out or added any, which would wait for ever.
         """
         given = waiting.copy()
-        ordered = self.policy.order(given, cast(Callable[[Waiting], int], self.pages.num_cached_tokens))
+        num_cached = cast(Callable[[RequestView], int], self.pages.num_cached_tokens)
+        ordered = self.policy.order(given, self._running.copy(), num_cached)
         is_right = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
         if not is_right or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
             raise PluginError(

@@ -1,12 +1,11 @@
 """The conformance kit: what a provider must pass, as classes of tests to subclass.
 
-A plugin author subclasses the kit of the contract, says how to make the provider, and runs pytest::
+A plugin author subclasses the kit of the contract, sets `provider`, and runs pytest::
 
     from minisgl_core.testing.prefix_cache_kit import PrefixCacheTests
 
     class TestMyCache(PrefixCacheTests):
-        def make_cache(self, page_size):
-            return MyCache(page_size)
+        provider = MyCache
 
 The kits: `attention_kit.AttentionBackendTests`, `communicator_kit.CommunicatorTests`, `grammar_kit.GrammarTests`,
 `model_kit.ModelTests`, `moe_kit.MoeKernelTests`, `ops_kit.OpsTests`, `platform_kit.PlatformTests`,

@@ -25,13 +25,13 @@ HeadShape = tuple[int, int, int]
 
 
 class AttentionBackendTests:
-    """Subclass and set `backend` and what it supports.
+    """Subclass and set `provider` and what it supports.
 
     Every test compares with attention in float64 without pages, and the whole KV pool with what must be in it after a step.
     All are skipped where the backend does not apply to this machine.
 
     Attributes:
-        backend: the class.
+        provider: the class.
         device: where to run.
         dtypes: of queries, keys and values.
         page_sizes: tokens a page.
@@ -41,7 +41,7 @@ class AttentionBackendTests:
         tolerances: largest error of an output, by dtype; outputs are of about unit size.
     """
 
-    backend: ClassVar[type[AttentionBackend]]
+    provider: ClassVar[type[AttentionBackend]]
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
     page_sizes: ClassVar[tuple[int, ...]] = (1, 16)
@@ -69,7 +69,7 @@ class AttentionBackendTests:
         ]
         for change in odd:
             with _NoTensors():  # type: ignore[no-untyped-call]
-                reasons = self.backend.unsupported(replace(known, **change))
+                reasons = self.provider.unsupported(replace(known, **change))
             assert isinstance(reasons, list), f"{change}: {reasons!r} is no list"
             assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
 
@@ -83,7 +83,7 @@ class AttentionBackendTests:
         ]
         spec = next(iter(self.specs()))
         for change in odd:
-            if not self.backend.unsupported(replace(spec, **change)):
+            if not self.provider.unsupported(replace(spec, **change)):
                 self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
 
     def test_every_shape(self) -> None:
@@ -103,7 +103,7 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
         """Where a backend rotates decodes itself: each by its position, norms before, the rest of a head as it is."""
-        if not issubclass(self.backend, RotatesDecodes):
+        if not issubclass(self.provider, RotatesDecodes):
             pytest.skip("it leaves that to others")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
@@ -139,7 +139,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             windowed = replace(spec, sliding_windows=(1, 5, 64))
             if not self.has_sliding_windows:
-                assert self.backend.unsupported(windowed), "a spec with sliding windows must be refused"
+                assert self.provider.unsupported(windowed), "a spec with sliding windows must be refused"
                 continue
             self.run(
                 windowed,
@@ -153,7 +153,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if not self.has_fp8_pool:
-                assert self.backend.unsupported(spec), "a spec with an fp8 pool must be refused"
+                assert self.provider.unsupported(spec), "a spec with an fp8 pool must be refused"
                 continue
             size, scale = spec.page_size, spec.head_dim**-0.5
             layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
@@ -249,7 +249,7 @@ class AttentionBackendTests:
     def specs(self, every_shape: bool = False) -> Iterator[AttentionSpec]:
         """What to run a test over: the first head shape or every one, with all page sizes and dtypes."""
         applies_to = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
-        if reasons := self.backend.unsupported(applies_to):
+        if reasons := self.provider.unsupported(applies_to):
             pytest.skip("; ".join(reasons))
         for shape in self.head_shapes[: None if every_shape else 1]:
             for page_size in self.page_sizes:
@@ -269,10 +269,10 @@ class AttentionBackendTests:
     ) -> AttentionRig:
         """A backend for exactly so many requests of at most this length."""
         spec = replace(spec, max_seq_len=max_seq_len, max_batch=num_requests)
-        assert self.backend.unsupported(spec) == [], f"refused: {spec}"
+        assert self.provider.unsupported(spec) == [], f"refused: {spec}"
         num_pages = 2 + num_requests * -(-max_seq_len // spec.page_size)
         layers = layers or [AttentionLayer(0, spec.head_dim**-0.5)]
-        return AttentionRig(self.backend, spec, layers, num_pages, tolerances=self.tolerances)
+        return AttentionRig(self.provider, spec, layers, num_pages, tolerances=self.tolerances)
 
     def run(
         self,

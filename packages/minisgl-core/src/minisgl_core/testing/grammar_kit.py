@@ -150,22 +150,22 @@ INVALID: list[tuple[GrammarKind, str]] = [
 
 
 class GrammarTests:
-    """Subclass and set `grammar`.
+    """Subclass and set `provider`.
 
     Attributes:
-        grammar: the class.
+        provider: the class.
     """
 
-    grammar: ClassVar[type[Grammar]]
+    provider: ClassVar[type[Grammar]]
 
     def make(self, name: str) -> GrammarState:
         """The state at the beginning of a case."""
         kind, text = CASES[name][:2]
-        return self.provider().compile(kind, text, "it")
+        return self.make_provider().compile(kind, text, "it")
 
-    def provider(self) -> Grammar:
+    def make_provider(self) -> Grammar:
         """For the kit's tokenizer."""
-        return self.grammar(byte_tokenizer(), VOCAB_SIZE, EOS)
+        return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_takes_what_fits(self, name: str) -> None:
@@ -207,7 +207,7 @@ class GrammarTests:
     def test_whatever_the_masks_lead_to_fits(self, name: str) -> None:
         """Random outputs; those that do not come to an end by themselves are left out."""
         kind, text, fits = CASES[name][:3]
-        provider, rng, num_ended = self.provider(), random.Random(name), 0
+        provider, rng, num_ended = self.make_provider(), random.Random(name), 0
         for _ in range(30):
             state = provider.compile(kind, text, "it")
             tokens: list[int] = []
@@ -265,7 +265,7 @@ class GrammarTests:
     @pytest.mark.parametrize(("kind", "text", "output"), SPELLED)
     def test_text_that_spells_special_tokens(self, kind: GrammarKind, text: str, output: str) -> None:
         """Is made of other tokens."""
-        tokenizer, state, tokens = byte_tokenizer(), self.provider().compile(kind, text, "it"), list[int]()
+        tokenizer, state, tokens = byte_tokenizer(), self.make_provider().compile(kind, text, "it"), list[int]()
         while not state.is_complete:
             allowed = _allowed(state)
             assert not allowed & set(tokenizer.all_special_ids)
@@ -276,7 +276,7 @@ class GrammarTests:
 
     def test_masks_of_several_at_once(self) -> None:
         """As one by one, in any number and order."""
-        provider = self.provider()
+        provider = self.make_provider()
         states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
         states = [state.copy() for state in states]
         for number, state in enumerate(states):
@@ -290,13 +290,13 @@ class GrammarTests:
 
     def test_a_model_without_the_last_tokens(self) -> None:
         """The logits may be narrower than the tokenizer's vocabulary."""
-        state = self.grammar(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
+        state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
 
     @pytest.mark.parametrize(("kind", "text"), INVALID)
     def test_invalid_texts(self, kind: GrammarKind, text: str) -> None:
         """Both ways to find them name what the user wrote."""
-        for find in (self.grammar.check, self.provider().compile):
+        for find in (self.provider.check, self.make_provider().compile):
             with pytest.raises(InvalidValueError) as raised:
                 find(kind, text, "field.of_the_user")
             assert raised.value.name == "field.of_the_user"
@@ -304,7 +304,7 @@ class GrammarTests:
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
         """Without a tokenizer."""
-        self.grammar.check(*CASES[name][:2], "it")
+        self.provider.check(*CASES[name][:2], "it")
 
 
 def _encode(text: str, one_byte_each: bool = False) -> list[int]:

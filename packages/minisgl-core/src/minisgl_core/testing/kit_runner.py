@@ -19,6 +19,8 @@ def failures(kit: object) -> dict[str, BaseException]:
         if not name.startswith("test_"):
             continue
         test = getattr(kit, name)
+        if test is None:  # left out by the subclass, as pytest does
+            continue
         for arguments in _arguments(test):
             try:
                 test(**arguments)

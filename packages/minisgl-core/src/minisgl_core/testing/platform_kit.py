@@ -16,28 +16,28 @@ _NUM_WORDS = 1 << 20
 
 
 class PlatformTests:
-    """Subclass and set `platform`.
+    """Subclass and set `provider`.
 
     Attributes:
-        platform: the class.
+        provider: the class.
     """
 
-    platform: ClassVar[type[Platform]]
+    provider: ClassVar[type[Platform]]
 
     def make(self) -> Platform:
         """Of the first rank; skips the test where the device is missing."""
-        reasons = self.platform.unsupported()
+        reasons = self.provider.unsupported()
         assert isinstance(reasons, list), f"{reasons!r} is no list"
         if reasons:
             assert all(isinstance(reason, str) and reason for reason in reasons)
             pytest.skip("; ".join(reasons))
-        return self.platform(0)
+        return self.provider(0)
 
     def test_hardware(self) -> None:
         """Described as `Hardware` says."""
         platform = self.make()
-        hardware = self.platform.hardware()
-        assert hardware.platform == self.platform.name
+        hardware = self.provider.hardware()
+        assert hardware.platform == self.provider.name
         assert hardware.torch_name == platform.device.type, "Hardware.device_type is torch's name for the devices"
         assert hardware.device_name
         assert hardware.num_devices >= 1
@@ -47,14 +47,14 @@ class PlatformTests:
     def test_memory(self) -> None:
         """What is free is part of all."""
         platform = self.make()
-        assert 0 < platform.free_memory() <= self.platform.hardware().total_memory
+        assert 0 < platform.free_memory() <= self.provider.hardware().total_memory
 
     def test_the_device_is_current(self) -> None:
         """What is made on its kind of device lands on it, and can be computed with in each of its precisions."""
         platform = self.make()
         if platform.device.index is not None:
             assert torch.empty(1, device=platform.device.type).device == platform.device
-        for name in self.platform.hardware().dtypes:
+        for name in self.provider.hardware().dtypes:
             x = torch.full((4, 4), 2.0, dtype=getattr(torch, name), device=platform.device)
             assert (x @ x).tolist() == [[16.0] * 4] * 4
 
@@ -122,7 +122,7 @@ class PlatformTests:
     def test_shared_memory(self, dtype: torch.dtype) -> None:
         """What either writes is there for the other, of several blocks; what is copied from it may be reused at once."""
         platform = self.make()
-        if not self.platform.supports_graphs and platform.device.type != "cpu":
+        if not self.provider.supports_graphs and platform.device.type != "cpu":
             pytest.skip("only recorded steps use it")
         blocks = [platform.share_memory((3, size), dtype) for size in (1, 50, 1000)]
         for host, shared in blocks:
@@ -151,7 +151,7 @@ class PlatformTests:
     def test_graphs_take_and_leave_what_is_shared(self) -> None:
         """Each replay by its turn, while the host fills the next one's place."""
         platform = self.make()
-        if not self.platform.supports_graphs:
+        if not self.provider.supports_graphs:
             pytest.skip("it has no graphs")
         (given, of_device), (left, to_host) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
         turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
@@ -218,7 +218,7 @@ class PlatformTests:
         def run() -> torch.Tensor:
             return x * 2 + 1
 
-        if not self.platform.supports_graphs:
+        if not self.provider.supports_graphs:
             with pytest.raises(NotImplementedError):
                 platform.capture_graph(run)
             return
@@ -238,7 +238,7 @@ class PlatformTests:
     def test_graphs_in_pieces(self) -> None:
         """What is done between two graphs is done between their replays, and of what they hold by then."""
         platform = self.make()
-        if not self.platform.supports_graphs:
+        if not self.provider.supports_graphs:
             with pytest.raises(NotImplementedError):
                 platform.capture_pieces(lambda between: torch.zeros(1))
             return

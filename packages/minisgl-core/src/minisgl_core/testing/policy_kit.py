@@ -10,7 +10,7 @@ from typing import ClassVar
 
 import pytest
 
-from minisgl_core.contracts.policy import Policy, Waiting
+from minisgl_core.contracts.policy import Policy, RequestView
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,35 +19,47 @@ class Request:
 
     priority: int
     arrival: int
+    arrival_s: float
+    user: str
+    num_prompt_tokens: int
     max_tokens_left: int
 
 
 class Queue:
-    """Who waits, as the scheduler hands it over, and what is cached of their prompts.
+    """Requests as the scheduler hands them over, and what is cached of their prompts.
 
     Attributes:
         waiting: by priority, then arrival.
+        running: in no order that means anything.
         asked: how often a policy asked what is cached of a request, by arrival.
     """
 
     def __init__(self, length: int, num_priorities: int, seed: int) -> None:
         draw = random.Random(seed)
         requests = [
-            Request(draw.randrange(num_priorities), arrival, draw.randint(1, 40))
-            for arrival in draw.sample(range(10**6), length)
+            Request(
+                priority=draw.randrange(num_priorities),
+                arrival=arrival,
+                arrival_s=arrival / 100,
+                user=draw.choice(("", "a", "b", "c")),
+                num_prompt_tokens=draw.randint(1, 4000),
+                max_tokens_left=draw.randint(1, 40),
+            )
+            for arrival in draw.sample(range(10**6), length + length // 3)
         ]
-        self.waiting = sorted(requests, key=lambda request: (request.priority, request.arrival))
+        self.waiting = sorted(requests[:length], key=lambda request: (request.priority, request.arrival))
+        self.running = requests[length:]
         self._cached = {request.arrival: draw.choice((0, 0, 16, 512)) for request in requests}
         self.asked: Counter[int] = Counter()
 
-    def num_cached(self, request: Waiting) -> int:
+    def num_cached(self, request: RequestView) -> int:
         """Tokens; noted in `asked`."""
         self.asked[request.arrival] += 1
         return self._cached[request.arrival]
 
-    def ordered_by(self, policy: Policy) -> Sequence[Waiting]:
-        """The policy has a list of its own, as with the scheduler."""
-        return policy.order(list(self.waiting), self.num_cached)
+    def ordered_by(self, policy: Policy) -> Sequence[RequestView]:
+        """Return the policy's order; it gets lists of its own, as from the scheduler."""
+        return policy.order(list(self.waiting), list(self.running), self.num_cached)
 
 
 class PolicyTests:

@@ -6,21 +6,24 @@ import time
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from minisgl_core.contracts.prefix_cache import PrefixCache
+from minisgl_core.contracts.prefix_cache import CacheNamespace, PrefixCache
 from minisgl_core.errors import CacheFullError
 from minisgl_core.testing.prefix_cache_machine import PrefixCacheMachine, pages_array, tokens_of
+from minisgl_core.testing.similar_pages import similar_pages
 
 each_page_size = pytest.mark.parametrize("page_size", [1, 4, 16])
 
 
 class PrefixCacheTests:
-    """Subclass and override `make_cache`.
+    """Subclass and set `provider`.
 
     Attributes:
+        provider: the class.
         takes_all: insert takes every whole page that is not cached yet. Where this is False, only histories and what
             holds for an empty cache are tested.
         evicts_least_recent: of pages used in different calls, the ones used earlier are evicted first. Set to False for
@@ -28,6 +31,7 @@ class PrefixCacheTests:
         profile: how long hypothesis looks for a history that goes wrong.
     """
 
+    provider: ClassVar[type[PrefixCache]]
     takes_all: ClassVar[bool] = True
     evicts_least_recent: ClassVar[bool] = True
     profile: ClassVar[settings] = settings(
@@ -38,8 +42,8 @@ class PrefixCacheTests:
     )
 
     def make_cache(self, page_size: int) -> PrefixCache:
-        """An empty cache."""
-        raise NotImplementedError
+        """An empty cache. Override it where the class takes more arguments."""
+        return self.provider(page_size)
 
     def filled(self, page_size: int, *prefixes: tuple[int, ...]) -> PrefixCache:
         """A cache into which prefixes were inserted in turn; their pages are 10, 11, ..., then 20, 21, ... and so on."""
@@ -142,6 +146,48 @@ class PrefixCacheTests:
         cache.insert(tokens_of((1, 1), page_size), pages_array([20, 21]))
         cache.unlock(handle)
         assert [sorted(cache.evict(2).tolist()) for _ in range(3)] == [[30, 31], [20, 21], [10, 11]]
+
+    @pytest.mark.parametrize("page_size", [1, 2, 16])
+    def test_similar_pages_are_told_apart(self, page_size: int) -> None:
+        """Thousands of pages with ids up to 2^31 - 1: single bits, ends and common checksums are no proof of equality."""
+        pages = similar_pages(page_size)
+        for beginning in (np.empty(0, np.int32), np.arange(page_size, dtype=np.int32)):
+            cache = self.filled(page_size)
+            num_before = len(beginning) // page_size
+            ids = {page.tobytes(): number for number, page in enumerate(pages, start=2)}
+            for page in pages:
+                tokens = np.concatenate((beginning, page))
+                assert len(cache.match(tokens).pages) <= num_before, "a page that was never cached is found"
+                cache.insert(tokens, pages_array([1] * num_before + [ids[page.tobytes()]]))
+            for page in pages:
+                found = cache.match(np.concatenate((beginning, page))).pages.tolist()
+                assert found == [1] * num_before + [ids[page.tobytes()]], "another page is found for these tokens"
+            cache.check()
+
+    @each_page_size
+    def test_namespaces_share_nothing(self, page_size: int) -> None:
+        """Neither salts nor adapters; locks, sizes and eviction cover all of them."""
+        cache, tokens = self.filled(page_size), tokens_of((0, 1), page_size)
+        pairs = (("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"))
+        namespaces = [CacheNamespace(*pair) for pair in pairs]
+        for number, namespace in enumerate(namespaces):
+            assert len(cache.match(tokens, namespace).pages) == 0, "a prefix of another namespace is found"
+            inserted = cache.insert(tokens, pages_array([10 * number + 10, 10 * number + 11]), namespace)
+            assert (inserted.num_present, len(inserted.pages)) == (0, 2)
+        for number, namespace in enumerate(namespaces):
+            assert cache.match(tokens, namespace).pages.tolist() == [10 * number + 10, 10 * number + 11]
+        assert cache.match(tokens).pages.tolist() == [10, 11], "without a namespace, it is the default one"
+        assert len(cache.match(tokens, CacheNamespace("other")).pages) == 0
+        if type(cache).runs is not PrefixCache.runs:
+            assert {run.namespace for run in cache.runs(100) if run.parent == 0} == set(namespaces)
+        cache.lock(cache.match(tokens, namespaces[1]).handle)
+        assert (cache.num_locked, cache.num_evictable) == (2, 8)
+        assert sorted(cache.evict(8).tolist()) == [10, 11, *range(30, 32), *range(40, 42), *range(50, 52)]
+        assert cache.match(tokens, namespaces[1]).pages.tolist() == [20, 21]
+        assert len(cache.match(tokens, namespaces[3]).pages) == 0
+        cache.insert(tokens, pages_array([60, 61]), namespaces[3])
+        assert cache.match(tokens, namespaces[3]).pages.tolist() == [60, 61]
+        cache.check()
 
     @each_page_size
     def test_reset_gives_everything_back(self, page_size: int) -> None:

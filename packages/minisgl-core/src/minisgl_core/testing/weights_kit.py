@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import ClassVar
 
 import pytest
 import torch
@@ -15,13 +16,13 @@ from minisgl_core.contracts.weights import WeightSource
 
 
 class WeightSourceTests:
-    """Subclass, set `source_class` and override `make_checkpoint`.
+    """Subclass, set `provider` and override `make_checkpoint`.
 
     Attributes:
-        source_class: the format's provider.
+        provider: the class.
     """
 
-    source_class: type[WeightSource]
+    provider: ClassVar[type[WeightSource]]
 
     @contextmanager
     def make_checkpoint(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
@@ -36,26 +37,26 @@ class WeightSourceTests:
     def test_it_knows_its_files_and_no_others(self) -> None:
         """`unsupported` is empty for the checkpoint; an empty folder, an empty file and nothing at all give reasons."""
         with self.make_checkpoint() as (path, _):
-            assert self.source_class.unsupported(path) == []
+            assert self.provider.unsupported(path) == []
         with TemporaryDirectory() as folder:
             (Path(folder) / "folder").mkdir()
             (Path(folder) / "file").touch()
             for name in ("folder", "file", "nothing"):
-                reasons = self.source_class.unsupported(Path(folder) / name)
+                reasons = self.provider.unsupported(Path(folder) / name)
                 assert reasons, name
                 assert all(isinstance(reason, str) and reason for reason in reasons)
 
     def test_config_can_be_read(self) -> None:
         """By the same rules as a ``config.json``; reading it twice gives the same."""
         with self.make_checkpoint() as (path, _):
-            source = self.source_class(path)
+            source = self.provider(path)
             config = model_config(source.config, source.generation_config)
             assert model_config(source.config, source.generation_config) == config
 
     def test_every_tensor_comes_once(self) -> None:
         """Under its name, with its shape and values."""
         with self.make_checkpoint() as (path, expected):
-            source = self.source_class(path)
+            source = self.provider(path)
             seen = set()
             for name, tensor in source.tensors(model_config(source.config)):
                 assert name not in seen, f"{name} came twice"
@@ -68,7 +69,7 @@ class WeightSourceTests:
     def test_tensors_can_be_listed_again(self) -> None:
         """Each call starts anew."""
         with self.make_checkpoint() as (path, expected):
-            source = self.source_class(path)
+            source = self.provider(path)
             config = model_config(source.config)
             for _ in range(2):
                 assert {name for name, _ in source.tensors(config)} == set(expected)
@@ -77,7 +78,7 @@ class WeightSourceTests:
     def test_slices_are_parts_of_the_whole(self, num_parts: int) -> None:
         """Along rows, along columns and along both, at bounds that need not be round."""
         with self.make_checkpoint() as (path, expected):
-            source = self.source_class(path)
+            source = self.provider(path)
             for name, tensor in source.tensors(model_config(source.config)):
                 whole = expected[name].float()
                 for part in range(num_parts):

@@ -140,6 +140,7 @@ def tokenize(request: GenerationRequest, wanted: Wanted, prompt_name: str = "pro
         sampling=wanted.sampling,
         max_tokens_is_default=wanted.max_tokens_is_default,
         priority=request.priority or 0,
+        user=request.user or "",
         form_name=form_of(request)[1],
         field_names={**wanted.names, "prompt": prompt_name},
         **more,

@@ -118,7 +118,7 @@ class GenerationRequest(SamplingFields):
     guided_choice: list[str] | None = Field(None, description="Older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="Older name of structured_outputs.grammar.")
     priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
-    user: str | None = Field(None, description="Taken for compatibility; nothing is recorded.")
+    user: str | None = Field(None, description="Shown to the scheduling policy; nothing is recorded.")
 
 
 class TextPart(Strict):

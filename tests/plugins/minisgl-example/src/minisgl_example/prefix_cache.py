@@ -9,7 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, PrefixInsert, PrefixMatch, TokenIds
+from minisgl_core.contracts.prefix_cache import (
+    DEFAULT_NAMESPACE,
+    CacheNamespace,
+    PageIds,
+    PrefixCache,
+    PrefixInsert,
+    PrefixMatch,
+    TokenIds,
+)
 from minisgl_core.errors import CacheFullError
 
 
@@ -18,14 +26,14 @@ class Entry:
     """One cached page, and the handle of the prefix that it ends.
 
     Attributes:
-        key: the entry before it (None for the first page of a prompt) and the page's tokens as bytes.
+        key: the entry before it (the namespace for the first page of a prompt) and the page's tokens as bytes.
         page: its id in the KV pool.
         num_children: entries that continue it.
         num_locks: locks on any prefix that contains it.
         last_used: the cache's clock when a match, an insert or an unlock last went through it.
     """
 
-    key: tuple[Entry | None, bytes]
+    key: tuple[Entry | CacheNamespace, bytes]
     page: int
     num_children: int = 0
     num_locks: int = 0
@@ -33,8 +41,8 @@ class Entry:
 
     @property
     def parent(self) -> Entry | None:
-        """The page before."""
-        return self.key[0]
+        """The page before; None for the first of a prompt."""
+        return self.key[0] if isinstance(self.key[0], Entry) else None
 
 
 class ExampleCache(PrefixCache):
@@ -43,7 +51,7 @@ class ExampleCache(PrefixCache):
     def __init__(self, page_size: int) -> None:
         """Start empty."""
         super().__init__(page_size)
-        self._entries: dict[tuple[Entry | None, bytes], Entry] = {}
+        self._entries: dict[tuple[Entry | CacheNamespace, bytes], Entry] = {}
         self._num_locked = 0
         self._clock = 0
 
@@ -52,31 +60,33 @@ class ExampleCache(PrefixCache):
         pages = np.ascontiguousarray(token_ids[:whole], dtype=np.int32).reshape(-1, self.page_size)
         return [page.tobytes() for page in pages]
 
-    def _walk(self, keys: list[bytes]) -> list[Entry]:
+    def _walk(self, keys: list[bytes], namespace: CacheNamespace) -> list[Entry]:
         """The cached entries from the first page on, marked as used."""
         self._clock += 1
         path: list[Entry] = []
         for key in keys:
-            entry = self._entries.get((path[-1] if path else None, key))
+            entry = self._entries.get((path[-1] if path else namespace, key))
             if entry is None:
                 break
             entry.last_used = self._clock
             path.append(entry)
         return path
 
-    def match(self, token_ids: TokenIds) -> PrefixMatch:
+    def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
         """Find the longest cached prefix."""
-        path = self._walk(self._page_keys(token_ids))
+        path = self._walk(self._page_keys(token_ids), namespace)
         return PrefixMatch(_page_ids(path), path[-1] if path else None)
 
-    def insert(self, token_ids: TokenIds, pages: PageIds) -> PrefixInsert:
+    def insert(
+        self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
+    ) -> PrefixInsert:
         """Add the pages after the longest cached prefix."""
         keys = self._page_keys(token_ids)[: len(pages)]
-        path = self._walk(keys)
+        path = self._walk(keys, namespace)
         num_present = len(path)
         for key, page in zip(keys[num_present:], pages[num_present:].tolist(), strict=False):
             parent = path[-1] if path else None
-            entry = Entry((parent, key), page, last_used=self._clock)
+            entry = Entry((parent or namespace, key), page, last_used=self._clock)
             self._entries[entry.key] = entry
             if parent is not None:
                 parent.num_children += 1

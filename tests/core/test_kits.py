@@ -1,0 +1,24 @@
+"""All kits are used alike."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+from minisgl_core import testing
+
+KITS = sorted(each.name for each in pkgutil.iter_modules(testing.__path__) if each.name.endswith("_kit"))
+
+
+@pytest.mark.parametrize("name", [name for name in KITS if name not in ("model_kit", "moe_kit")])
+def test_a_kit_calls_the_class_under_test_provider(name: str) -> None:
+    module = importlib.import_module(f"{testing.__name__}.{name}")
+    [kit] = [
+        each
+        for title, each in inspect.getmembers(module, inspect.isclass)
+        if title.endswith("Tests") and each.__module__ == module.__name__
+    ]
+    assert str(kit.__annotations__.get("provider", "")).startswith("ClassVar[type["), f"{kit}: no provider"
