@@ -60,7 +60,7 @@ class TokenBytes(dict[int, bytes]):
 def max_token_bytes(tokenizer: Any) -> int:
     """Most bytes of text that one token stands for; 0 where it is not known, or a token may stand for any number of them.
 
-    It is known of byte-level tokenizers, unless a token takes the spaces around it, too.
+    It is known where a tokenizer is byte-level and no token takes the spaces around it, too.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
     shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)  # three letters of Hangul become one syllable
