@@ -137,3 +137,16 @@ def test_what_would_take_a_server_long_is_bounded() -> None:
     assert len(SamplingParams(n=100, logit_bias=biases).split()[99].logit_bias) == 10_000
     with pytest.raises(InvalidValueError, match="must be at most 8192 tokens, beside n=128"):
         SamplingParams(n=128, logit_bias=biases)
+
+
+def test_stop_texts_are_bounded_together() -> None:
+    SamplingParams(stop=("x" * 2**14, "y" * 2**14))
+    with pytest.raises(InvalidValueError, match="at most 32768 characters"):
+        SamplingParams(stop=("x" * 2**14, "y" * 2**14, "z"))
+
+
+def test_errors_of_large_values_show_their_beginning() -> None:
+    for value in ("x" * 10**6, [5] * 10**6, dict.fromkeys(range(10**5), "x"), [[[5] * 1000] * 1000] * 1000):
+        error = InvalidValueError("stop", value, "smaller")
+        assert str(error).startswith("stop=")
+        assert len(str(error)) < 200

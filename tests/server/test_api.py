@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from typing import Any
@@ -295,6 +296,19 @@ def test_bodies_that_are_no_requests(http: httpx.Client, data: bytes) -> None:
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
+
+
+def test_bodies_are_json_by_their_header_and_may_be_compressed(http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
+    form = http.post("/v1/completions", content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
+    assert (form.status_code, form.json()["error"]["code"]) == (415, "unsupported_media_type")
+    assert http.post("/v1/completions", content=body).status_code == 200
+    page = http.post("/v1/completions", content=body, headers={"Origin": "https://a.example"})
+    assert page.status_code == 415
+    packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+    assert http.post("/v1/completions", content=gzip.compress(body), headers=packed).status_code == 200
+    broken = http.post("/v1/completions", content=body, headers=packed)
+    assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_encoding")
 
 
 def test_values_in_free_form_fields_that_no_message_holds(http: httpx.Client) -> None:

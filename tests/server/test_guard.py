@@ -102,7 +102,7 @@ def test_a_body_that_does_not_come_gives_its_place_back() -> None:
     async def read(request: Request) -> int:
         return len(await request.body())
 
-    config = uvicorn.Config(Limits(app, 100, 1, body_timeout_s=0.3), port=0, log_config=None)
+    config = uvicorn.Config(Limits(app, lambda: 100, 1, body_timeout_s=0.3), port=0, log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

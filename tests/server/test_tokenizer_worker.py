@@ -121,7 +121,7 @@ def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
 def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
     monkeypatch.setattr(
-        "minisgl_server.tokenizer_worker.encode_prompt", lambda _, text, __: encoded.append(text) or [5, 6]
+        "minisgl_server.tokenizer_worker.encode_prompt", lambda _, text, *__: encoded.append(text) or [5, 6]
     )
     sampling = SamplingParams(max_tokens=8, n=3, seed=7, stop="!")
     rig.submit("a", sibling_ids=["b", "c"], sampling=sampling, echo=True)

@@ -6,7 +6,7 @@ import pytest
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.prompt import encode_chat, encode_prompt
-from minisgl_core.text.tokens import TokenBytes
+from minisgl_core.text.tokens import TokenBytes, max_token_bytes
 
 CHAT = [{"role": "user", "content": "Hi"}]
 
@@ -99,3 +99,25 @@ def test_half_a_character_is_refused(bos_tokenizer: Any) -> None:
         encode_prompt(bos_tokenizer, "Hi \udce9 Hi")
     with pytest.raises(InvalidValueError, match="half characters"):
         encode_chat(bos_tokenizer, [{"role": "user", "content": "\ud800"}])
+
+
+def test_a_text_is_tokenized_as_far_as_the_limit_needs(engine_tokenizer: Any) -> None:
+    words = "once upon a time " * 20_000
+    whole = encode_prompt(engine_tokenizer, words)
+    assert encode_prompt(engine_tokenizer, words, max_tokens=len(whole)) == whole
+    assert encode_prompt(engine_tokenizer, words, max_tokens=len(whole) - 1) == whole
+    part = encode_prompt(engine_tokenizer, words, max_tokens=1000)
+    assert 1000 < len(part) < len(whole) // 2
+    assert part[:1000] == whole[:1000]
+
+
+@pytest.mark.parametrize("text", ["a" * 40_000, " " * 40_000, "\N{GRINNING FACE}" * 10_000, "a b" * 20_000])
+def test_a_text_that_fits_the_limit_is_never_cut(engine_tokenizer: Any, text: str) -> None:
+    whole = encode_prompt(engine_tokenizer, text)
+    assert encode_prompt(engine_tokenizer, text, max_tokens=len(whole)) == whole
+
+
+def test_no_token_stands_for_more_bytes_than_the_longest(engine_tokenizer: Any, bos_tokenizer: Any) -> None:
+    tokens = TokenBytes(engine_tokenizer)
+    assert max(len(tokens[each]) for each in range(len(engine_tokenizer))) <= max_token_bytes(engine_tokenizer) < 200
+    assert max_token_bytes(bos_tokenizer) == 0  # an unknown word is one token, however long it is

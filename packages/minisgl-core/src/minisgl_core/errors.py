@@ -6,7 +6,14 @@ Users catch :class:`MinisglError`; the leaves say what went wrong. Assertions, b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from reprlib import Repr
 from typing import Self
+
+_SHORT = Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 40
+"""Shows as much of a value as a message has room for, at the same cost for large ones."""
 
 
 class MinisglError(Exception):
@@ -25,7 +32,7 @@ class InvalidValueError(MinisglError, ValueError):
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str = "") -> None:
         self.name, self.value, self.allowed, self.remedy = name, value, allowed, remedy
-        shown = repr(value)
+        shown = _SHORT.repr(value)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
         super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
 

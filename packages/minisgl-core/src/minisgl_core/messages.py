@@ -107,6 +107,21 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
         """Of all outputs of the prompt."""
         return [self.request_id, *self.sibling_ids]
 
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt, or of all texts in the conversation, its tools and the template's variables."""
+        if self.messages is None:
+            return len(self.text or "")
+        return _num_chars((self.messages, self.tools.tools if self.tools else (), self.chat_template_kwargs))
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
+
 
 class Detokenize(msgspec.Struct, tag=True):
     """API server to tokenizer worker: what text do these tokens stand for?"""
@@ -245,6 +260,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Most that may run and wait at a time."""
     grammar: str = "llguidance"
     """Name of the provider of grammars."""
+    max_token_bytes: int = 0
+    """Most bytes of text that one token stands for; 0 where it is not known, or there is no such limit."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """What rank 0's start spent how many seconds on, by name, such as ``loaded the weights``."""
 
@@ -255,6 +272,8 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
     process: str
     engine: EngineInfo | None = None
     has_chat_template: bool = False
+    max_token_bytes: int = 0
+    """See `EngineInfo.max_token_bytes`."""
 
 
 class Count(msgspec.Struct, tag=True, kw_only=True):

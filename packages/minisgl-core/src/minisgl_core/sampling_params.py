@@ -16,6 +16,8 @@ MAX_LOGPROBS = 20
 """The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
 MAX_STOPS = 256
 """Stop texts: each is looked for at every character."""
+MAX_STOP_CHARS = 2**15
+"""Of all stop texts together: a table with an entry for each is made."""
 MAX_BIASES = 1 << 20
 """Entries of ``logit_bias``, times outputs: each output is a request of its own."""
 _LEAST_TEMPERATURE = 1e-5
@@ -150,6 +152,8 @@ def _texts(stop: Any) -> tuple[str, ...]:
         raise InvalidValueError("stop", stop, "a text or a list of texts, none of them empty")
     if len(texts) > MAX_STOPS:
         raise InvalidValueError("stop", f"{len(texts)} texts", f"at most {MAX_STOPS} texts")
+    if (num_chars := sum(map(len, texts))) > MAX_STOP_CHARS:
+        raise InvalidValueError("stop", f"{num_chars} characters", f"at most {MAX_STOP_CHARS} characters in all texts")
     return tuple(texts)
 
 
@@ -162,6 +166,8 @@ def _token_ids(stop_token_ids: Any) -> tuple[int, ...]:
 
 def _biases(logit_bias: Any) -> dict[int, float]:
     biases = {} if logit_bias is None else logit_bias
+    if type(biases) is dict and _are_plain(biases):
+        return dict(biases)
     if not isinstance(biases, Mapping) or not all(_is_token_id(token) for token in biases):
         raise InvalidValueError(
             "logit_bias", logit_bias, "a mapping from token ids, which are whole numbers, to numbers"
@@ -171,6 +177,15 @@ def _biases(logit_bias: Any) -> dict[int, float]:
         if not is_number or not -100 <= bias <= 100:
             raise InvalidValueError(f"logit_bias[{token}]", bias, "a number from -100 to 100")
     return {int(token): float(bias) for token, bias in biases.items()}
+
+
+def _are_plain(biases: dict[Any, Any]) -> bool:
+    """Check types and ranges at the speed that large mappings need; false says nothing."""
+    return (
+        set(map(type, biases)) <= {int}
+        and set(map(type, biases.values())) <= {float}
+        and all(-100 <= bias <= 100 for bias in biases.values())
+    )
 
 
 def _is_token_id(value: Any) -> bool:

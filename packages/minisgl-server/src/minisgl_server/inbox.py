@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 _LONG = 50_000
 """Characters that take about a tenth of a second to turn into tokens."""
+_PER_MESSAGE = 50
+"""Characters that take as long as the template does for one message."""
 _LOOK_S = 0.005
 """Between two looks whether that is done."""
 _MOST_BEFORE = 16
@@ -107,4 +109,4 @@ class Inbox:
 
 def _length(message: Tokenize) -> int:
     """About how many characters."""
-    return len(message.text or "") + sum(len(str(each)) for each in message.messages or ())
+    return message.num_chars + _PER_MESSAGE * len(message.messages or ())

@@ -23,7 +23,12 @@ class ServerOptions:
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose web pages may use the API, '*' for any; may be given several times.", metavar="ORIGIN"
     )
-    max_body_size: int = option(32 * 2**20, "Largest body of a request in bytes; others get status 413.", low=1)
+    max_body_size: int | None = option(
+        None,
+        "Largest body of a request in bytes, decompressed; others get status 413. By default, 1 MiB and 32 bytes for each"
+        " token of as many prompts as may run and wait, up to 32 MiB or one prompt.",
+        low=1,
+    )
     max_concurrent_requests: int | None = option(
         None, "Most POST requests served at a time; others get status 429.", low=1
     )

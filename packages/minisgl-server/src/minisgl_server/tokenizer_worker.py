@@ -7,7 +7,7 @@ is checked here as far as it takes a tokenizer or the engine's limits; what is n
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -46,7 +46,7 @@ from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.prompt import encode_prompt
-from minisgl_core.text.tokens import TokenBytes
+from minisgl_core.text.tokens import TokenBytes, max_token_bytes
 from minisgl_server.inbox import Inbox
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import AUTO, ChatFormat, ChatParser
@@ -57,6 +57,8 @@ Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | 
 Send = Callable[[msgspec.Struct], None]
 Encoded = tuple[list[int], str]
 """Tokens of a prompt, and its text where that is known."""
+_MIN_TOKENS = 2**15
+"""Every text of so many tokens is tokenized as a whole, however short the context is."""
 _OF_TOOLS = ("tagged_json", "structural_tag")
 """Kinds of grammars that calls of tools are part of."""
 
@@ -82,7 +84,8 @@ def run_tokenizer_worker(
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chats = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
         worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chats, registry)
-        report(Ready(process=f"tokenizer {index}", has_chat_template=tokenizer.chat_template is not None))
+        has_chat_template, most = tokenizer.chat_template is not None, max_token_bytes(tokenizer)
+        report(Ready(process=f"tokenizer {index}", has_chat_template=has_chat_template, max_token_bytes=most))
         Inbox(worker).run(receiver)
 
 
@@ -140,6 +143,7 @@ class TokenizerWorker:
         self._to_scheduler = to_scheduler
         self._to_api = to_api
         self._token_bytes = TokenBytes(tokenizer)
+        self._max_tokens = max(_MIN_TOKENS, info.max_seq_len)
         self._requests: dict[str, _Request] = {}
 
     @property
@@ -185,6 +189,10 @@ class TokenizerWorker:
                 text = self._tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
             else:
                 token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
+                if len(token_ids) > self._max_tokens:
+                    name = "prompt" if message.messages is None else "messages"
+                    allowed = f"at most {self._max_tokens} tokens"
+                    raise _TooLongError(name, self._num_tokens(token_ids), allowed, "Ask for its parts one by one.")
                 names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
         except InvalidValueError as error:
             self._reject(message.request_id, error)
@@ -237,14 +245,21 @@ class TokenizerWorker:
         """
         if message.messages is not None:
             prompt = self._chats.render(message)
-            return encode_prompt(self._tokenizer, prompt, bool(message.add_special_tokens)), prompt
+            return self._tokens(prompt, bool(message.add_special_tokens)), prompt
         if message.text is not None:
             if not message.text and not message.only_tokens:
                 raise InvalidValueError("prompt", "", "a text that is not empty")
-            return encode_prompt(self._tokenizer, message.text, message.add_special_tokens is not False), message.text
+            return self._tokens(message.text, message.add_special_tokens is not False), message.text
         assert message.token_ids is not None
         self._check_range("prompt", message.token_ids)
         return message.token_ids, ""
+
+    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
+        return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens)
+
+    def _num_tokens(self, token_ids: list[int]) -> str:
+        is_cut = len(token_ids) > self._max_tokens
+        return f"more than {self._max_tokens} tokens" if is_cut else f"{len(token_ids)} tokens"
 
     def _request(
         self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
@@ -288,7 +303,7 @@ class TokenizerWorker:
             is_limited_by_pool = bounds_context(self._info.num_pages, self._info.page_size, limit)
             raise _TooLongError(
                 name,
-                f"{len(token_ids)} tokens",
+                self._num_tokens(token_ids),
                 f"at most {limit - 1} tokens, as the context holds {limit} with the answer",
                 "Shorten it or raise --num-pages." if is_limited_by_pool else "",
             )
@@ -300,8 +315,8 @@ class TokenizerWorker:
             raise _TooLongError(name, wanted, allowed)
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
-    def _check_range(self, name: str, token_ids: Iterable[int]) -> None:
-        for token in token_ids:
+    def _check_range(self, name: str, token_ids: Collection[int]) -> None:
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
             if not 0 <= token < self._info.vocab_size:
                 allowed = f"made of token ids from 0 to {self._info.vocab_size - 1}"
                 raise InvalidValueError(name, token, allowed)

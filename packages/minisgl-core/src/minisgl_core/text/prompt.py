@@ -12,6 +12,11 @@ import numpy.typing as npt
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.chat import render_chat
 
+_FIRST_LOOK = 2**14
+"""Characters; tokenizing so many takes about 10 ms."""
+_SLACK = 256
+"""Tokens by which the beginning of a text may have more than the whole."""
+
 
 def list_prompts(prompts: Any) -> list[Any]:
     """One prompt (a text or a list of token ids) or several, as a list of prompts.
@@ -44,8 +49,17 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
     return small
 
 
-def encode_prompt(tokenizer: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+def encode_prompt(
+    tokenizer: Any, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+) -> list[int]:
     """Tokens of a plain text, with the BOS that the tokenizer adds if `add_special_tokens`.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        text: any.
+        add_special_tokens: begin as the tokenizer does.
+        max_tokens: where the beginning of `text` has more tokens, only those are returned: more than `max_tokens`, of a text
+            that has even more.
 
     Raises:
         InvalidValueError: half a character (a lone surrogate) is in it, which no bytes stand for.
@@ -55,8 +69,13 @@ def encode_prompt(tokenizer: Any, text: str, add_special_tokens: bool = True) ->
     except UnicodeEncodeError as error:
         allowed = "text, without half characters (lone surrogates)"
         raise InvalidValueError("prompt", text[error.start :][:20], allowed) from None
-    ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-    return ids
+    length = len(text) if max_tokens is None else max(_FIRST_LOOK, max_tokens)
+    while True:
+        ids: list[int] = tokenizer(text[:length], add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        # The cut may change the tokens in front of it, so their number has to be clearly too large.
+        if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _SLACK):
+            return ids
+        length *= 2
 
 
 def encode_chat(

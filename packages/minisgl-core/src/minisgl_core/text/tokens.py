@@ -55,3 +55,16 @@ class TokenBytes(dict[int, bytes]):
         if byte is not None:
             return bytes([int(byte[1], 16)])
         return str(token if self._is_byte_level else token.replace("▁", " ")).encode()
+
+
+def max_token_bytes(tokenizer: Any) -> int:
+    """Most bytes of text that one token stands for; 0 where it is not known, or a token may stand for any number of them.
+
+    It is known where a tokenizer is byte-level and no token takes the spaces around it, too.
+    """
+    normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
+    shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)  # three letters of Hangul become one syllable
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if not TokenBytes(tokenizer).make_up_texts or shrinks is None or strips:
+        return 0
+    return shrinks * max(len(token.encode()) for token in tokenizer.get_vocab())

@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.api import chat, completions, errors, health, models, native, openapi, tokens
+from minisgl_server.api.body import BodyMemory
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.metrics import export
 from minisgl_server.options import ServerOptions
@@ -40,6 +41,8 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     app = FastAPI(title="minisgl", summary=summary, version=version("minisgl-server"), lifespan=lifespan)
     app.state.client = client
     app.state.served_model_name = options.served_model_name
+    app.state.max_body_size = options.max_body_size
+    app.state.body_memory = BodyMemory()
     app.state.started = int(time.time())
     errors.install(app)
     openapi.install(app)

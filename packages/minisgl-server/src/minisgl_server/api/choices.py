@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import time
 from collections.abc import Sequence
@@ -10,18 +11,26 @@ from typing import Any, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
 
 from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import EngineInfo, Text, Tokenize
+from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.access import access_of
+from minisgl_server.api.body import BodyMemory, read_body
 from minisgl_server.api.engine_client import EngineClient, Generation
-from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
+from minisgl_server.api.errors import ApiError, invalid_body, model_not_found, not_ready
 from minisgl_server.api.forms import form_of
+from minisgl_server.api.limits import RequestLimits, limits_of
 from minisgl_server.api.sampling import Wanted
 from minisgl_server.api.schemas import GenerationRequest
 
 R = TypeVar("R", bound=BaseModel)
 
+_SMALL = 2**16
+"""Bytes that are decoded and validated at once; larger bodies by a thread, so that the event loop has its turns."""
+_MOST_SHARED_BYTES = 32 * 2**20
+"""Of what each output of a request gets a copy of, all copies together."""
 _numbers = itertools.count(1)
 """Make ids unique: clients may name several requests alike."""
 
@@ -30,10 +39,27 @@ async def parse(kind: type[R], request: Request) -> R:
     """The body of a request.
 
     Raises:
-        ApiError: 400, it is not what it should be.
+        ApiError: 400, it is not what it should be; 413, 415 and 429, see `read_body`; 503, the engine still starts.
     """
+    limits = limits_of(request.app)
+    if limits is None:
+        raise not_ready()
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.share(limits) as count:
+        body = await read_body(request, limits, count)
+        if len(body) <= _SMALL:
+            return _validated(kind, body, limits)
+        return await asyncio.to_thread(_validated, kind, body, limits)
+
+
+def _validated(kind: type[R], body: bytearray, limits: RequestLimits) -> R:
     try:
-        return kind.model_validate_json(await request.body())
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    body.clear()
+    try:
+        return kind.model_validate(data, context=limits)
     except ValidationError as error:
         raise invalid_body(error) from None
 
@@ -77,6 +103,8 @@ class Choices:
                 "(--max-running-requests and --max-queued-requests); send fewer at once.",
                 "n" if n > 1 else prompts[0].field_names.get("prompt", "prompt"),
             )
+        RequestLimits.of(info).check_conversation(prompts[0])
+        _check_copies(self.sampling, count)
         self.output_ids = [f"{self.id}-{place}" for place in range(count)]
         self._requests = [
             msgspec.structs.replace(
@@ -131,6 +159,19 @@ class Choices:
             "total_tokens": num_prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
         }
+
+
+def _check_copies(sampling: SamplingParams, num_outputs: int) -> None:
+    """Refuse many outputs beside large sampling parameters, as each output is sent to the engine with its own copy.
+
+    Raises:
+        ApiError: 400, the copies are too large together.
+    """
+    num_bytes = len(msgspec.msgpack.encode(sampling))
+    if num_outputs * num_bytes > _MOST_SHARED_BYTES:
+        message = f"The sampling parameters take {num_bytes} bytes, and there are {num_outputs} outputs that each need a copy."
+        allowed = f"At most {_MOST_SHARED_BYTES // num_bytes} outputs may be asked for with them at once."
+        raise ApiError(400, f"{message} {allowed}", "n" if sampling.n > 1 else "prompt")
 
 
 def tokenize(request: GenerationRequest, wanted: Wanted, prompt_name: str = "prompt", **more: Any) -> Tokenize:

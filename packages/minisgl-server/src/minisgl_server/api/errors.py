@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -17,6 +18,9 @@ from minisgl_core.messages import Rejected
 
 logger = logging.getLogger(__name__)
 
+MAX_MESSAGE = 1000
+"""Characters of an error's message; messages quote what a client sent."""
+MAX_PARAM = 200
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 
 
@@ -39,6 +43,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
+        message, param = _cut(message, MAX_MESSAGE), param and _cut(param, MAX_PARAM)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {"Retry-After": "1", **(headers or {})} if status in (429, 503) else dict(headers or {})
@@ -54,6 +59,10 @@ class ApiError(Exception):
         return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
 
 
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 class ClientGoneError(Exception):
     """The client hung up; nobody waits for an answer."""
 
@@ -66,6 +75,11 @@ def not_ready() -> ApiError:
 def unsendable() -> ApiError:
     """A value that JSON holds and a message does not."""
     return ApiError(400, "The request holds a value that is too large or no valid text.")
+
+
+def too_large(what: str) -> ApiError:
+    """The connection ends with the answer: what the client still sends belongs to a request that is over."""
+    return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
 
 
 def shutting_down() -> ApiError:
@@ -96,19 +110,25 @@ def invalid_value(error: InvalidValueError) -> ApiError:
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """A body that is not JSON or not of the request's form; tells the first fault."""
-    errors = error.errors(include_url=False)
-    # A field may be of several types, and errs in each: in that which was meant, the fault lies deepest, or is not the type.
+    """A body that is not of the request's form; tells the first fault."""
+    errors = error.errors(include_url=False, include_input=False)
+    # A field may be of several types, and errs in each: in that which was meant, the fault lies deepest, or is not the type,
+    # or comes last in a list.
     of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type")))
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"The body is not valid JSON: {first['ctx']['error']}.", code="invalid_json")
+    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _places(each)))
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
+        param = _cut(param, MAX_PARAM)
         return ApiError(400, f"The field {param!r} is not supported.", param, "unsupported_field")
-    where = f"{param}: " if param else ""
+    where = f"{_cut(param, MAX_PARAM)}: " if param else ""
+    if first["type"] == "too_long":
+        return ApiError(400, f"{where}{first['msg']}.", param, "context_length_exceeded")
     return ApiError(400, f"{where}{first['msg']}.", param)
+
+
+def _places(error: ErrorDetails) -> list[int]:
+    return [part for part in error["loc"] if isinstance(part, int)]
 
 
 def install(app: FastAPI) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+from fastapi import FastAPI
 from starlette.datastructures import Headers
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_server.api.access import RequestLog
-from minisgl_server.api.errors import ApiError
+from minisgl_server.api.errors import ApiError, too_large
+from minisgl_server.api.limits import MAX_BODY_BYTES, limits_of
 from minisgl_server.options import ServerOptions
 
 _LINGER_S = 5.0
@@ -25,9 +27,14 @@ OPEN_FOLDER = "/page/"
 """What needs no key: it tells nothing but that a server is there. The page's files are the same for everyone."""
 
 
-def guarded(app: ASGIApp, options: ServerOptions, key_digests: Sequence[bytes]) -> ASGIApp:
-    """`app` behind everything that `options` ask for; a request passes the last one first."""
-    app = Limits(app, options.max_body_size, options.max_concurrent_requests)
+def guarded(api: FastAPI, options: ServerOptions, key_digests: Sequence[bytes]) -> ASGIApp:
+    """`api` behind everything that `options` ask for; a request passes the last one first."""
+
+    def max_body_bytes() -> int:
+        limits = limits_of(api)
+        return (options.max_body_size or MAX_BODY_BYTES) if limits is None else limits.body_bytes
+
+    app: ASGIApp = Limits(api, max_body_bytes, options.max_concurrent_requests)
     if key_digests:
         app = KeyCheck(app, key_digests)
     if options.cors_origin:
@@ -76,13 +83,17 @@ class Limits:
 
     Args:
         app: what is protected.
-        max_body_bytes: of one request.
+        max_body_bytes: tells the most of one request.
         max_requests: POST requests at a time; None for any number.
         body_timeout_s: longest wait for the next part of a body.
     """
 
     def __init__(
-        self, app: ASGIApp, max_body_bytes: int, max_requests: int | None, body_timeout_s: float = BODY_TIMEOUT_S
+        self,
+        app: ASGIApp,
+        max_body_bytes: Callable[[], int],
+        max_requests: int | None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
     ) -> None:
         self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
         self._body_timeout_s = body_timeout_s
@@ -95,18 +106,20 @@ class Limits:
         length = Headers(scope=scope).get("content-length")
         is_post = scope["method"] == "POST"
         send = _lingering(receive, send)
-        if length is not None and int(length) > self._max_body_bytes:
-            return await self._too_large().response()(scope, receive, send)
+        max_bytes = self._max_body_bytes()
+        if length is not None and int(length) > max_bytes:
+            refusal = too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response()
+            return await refusal(scope, receive, send)
         if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
             message = f"{self._num_requests} requests are being served, as many as this server takes at a time."
             return await ApiError(429, message, code="too_many_requests").response()(scope, receive, send)
         self._num_requests += is_post
         try:
-            await self._app(scope, self._checked(receive), send)
+            await self._app(scope, self._checked(receive, max_bytes), send)
         finally:
             self._num_requests -= is_post
 
-    def _checked(self, receive: Receive) -> Receive:
+    def _checked(self, receive: Receive, max_bytes: int) -> Receive:
         """Counts what comes, as only the end of some bodies tells their length, and waits for it no longer than it should."""
         num_bytes, is_whole = 0, False
 
@@ -119,8 +132,8 @@ class Limits:
                 raise self._too_late() from None
             num_bytes += len(message.get("body", b""))
             is_whole = is_whole or not message.get("more_body")
-            if num_bytes > self._max_body_bytes:
-                raise self._too_large()
+            if num_bytes > max_bytes:
+                raise too_large(f"is larger than {max_bytes} bytes (--max-body-size)")
             return message
 
         return checked
@@ -134,24 +147,15 @@ class Limits:
             headers={"Connection": "close"},
         )
 
-    def _too_large(self) -> ApiError:
-        """The connection ends with the answer: what the client still sends belongs to a request that is over."""
-        return ApiError(
-            413,
-            f"The body is larger than {self._max_body_bytes} bytes.",
-            code="body_too_large",
-            headers={"Connection": "close"},
-        )
-
 
 def _lingering(receive: Receive, send: Send) -> Send:
-    """`send`, by which an answer of 413 ends when the client has sent what it had, or `_LINGER_S` later."""
+    """`send`; an answer that refuses a body ends when the client has sent what it had, or `_LINGER_S` later."""
     is_refused = False
 
     async def send_and_linger(message: Message) -> None:
         nonlocal is_refused
         if message["type"] == "http.response.start":
-            is_refused = message["status"] == 413
+            is_refused = message["status"] in (413, 429) and (b"connection", b"close") in message["headers"]
         elif is_refused and not message.get("more_body"):
             await send({**message, "more_body": True})
             with suppress(TimeoutError):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -15,10 +15,12 @@ from minisgl_server.api.answers import GenerateAnswer, GenerateAnswers
 from minisgl_server.api.choices import Choices, json_response, parse, served_model
 from minisgl_server.api.completions import named_prompts
 from minisgl_server.api.forms import only_form
+from minisgl_server.api.limits import Bound
 from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import Wanted
-from minisgl_server.api.schemas import Int, SamplingFields, Strict, TokenId
+from minisgl_server.api.schemas import SamplingFields
 from minisgl_server.api.streaming import Chunks, EventStream, event
+from minisgl_server.api.strict import Int, Strict, TokenId
 
 router = APIRouter()
 
@@ -50,9 +52,11 @@ _FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structura
 class GenerateRequest(Strict):
     """Body of ``POST /generate``: exactly one of text, prompt and input_ids."""
 
-    text: str | list[str] | None = Field(None, description="A prompt, or several.")
-    prompt: str | list[str] | None = Field(None, description="Another name for text.")
-    input_ids: list[TokenId] | list[list[TokenId]] | None = Field(None, description="A prompt in tokens, or several.")
+    text: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="A prompt, or several.")
+    prompt: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="Another name for text.")
+    input_ids: Annotated[list[TokenId] | list[list[TokenId]] | None, Bound.OUTPUTS] = Field(
+        None, description="A prompt in tokens, or several."
+    )
     sampling_params: GenerateSampling | None = None
     max_tokens: Int | None = Field(None, description="Another name for sampling_params.max_new_tokens.")
     ignore_eos: bool | None = Field(None, description="Another name for sampling_params.ignore_eos.")

@@ -18,7 +18,8 @@ ERRORS = {
     401: "No valid API key.",
     404: "There is no such model.",
     408: "The body stopped coming.",
-    413: "The body is larger than --max-body-size.",
+    413: "The body is larger than --max-body-size, or holds more than the context could.",
+    415: "The body is not JSON by its Content-Type, or compressed otherwise than by gzip or deflate.",
     429: "Too many requests run or wait; try again later.",
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
@@ -88,7 +89,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
             else:
                 responses["401"] = _error(401)
             if method == "post":
-                responses |= {str(status): _error(status) for status in (408, 413, 429)}
+                responses |= {str(status): _error(status) for status in (408, 413, 415, 429)}
     return document
 
 

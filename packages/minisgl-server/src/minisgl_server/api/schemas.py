@@ -8,32 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field
 
-Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""What fits a message."""
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
-"""Keys of JSON objects are texts."""
-
-
-class Strict(BaseModel):
-    """Refuses fields that it does not know, and text where a number belongs."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        json_schema_extra={"additionalProperties": {"type": "null"}},
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _leave_out_unknown_nulls(cls, data: Any) -> Any:
-        if not isinstance(data, dict) or None not in data.values():
-            return data
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in data.items() if value is not None or name in known}
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.strict import Int, Strict, TokenId, TokenKey
 
 
 class StreamOptions(Strict):
@@ -95,10 +73,10 @@ class SamplingFields(Strict):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenKey, float] | None = None
+    logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
     seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
@@ -194,7 +172,7 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; replaces max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: list[Tool] | None = Field(None, min_length=1)
+    tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description="Whether the model may (auto, the default beside tools) or must call a tool, or which one."
     )
@@ -205,7 +183,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]] = Field(
+    prompt: Annotated[str | list[str] | list[TokenId] | list[list[TokenId]], Bound.OUTPUTS] = Field(
         description="A text, token ids, or a list of either; each gives n choices."
     )
     echo: bool | None = Field(None, description="Put the prompt before the output.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
@@ -14,8 +14,10 @@ from minisgl_core.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.answers import DetokenizeAnswer, TokenizeAnswer
 from minisgl_server.api.choices import check_model, json_response, parse, served_model
+from minisgl_server.api.limits import Bound, RequestLimits
 from minisgl_server.api.openapi import documented
-from minisgl_server.api.schemas import ChatMessage, Strict, TokenId, Tool
+from minisgl_server.api.schemas import ChatMessage, Tool
+from minisgl_server.api.strict import Strict, TokenId
 from minisgl_server.api.tools import described
 
 router = APIRouter()
@@ -38,7 +40,7 @@ class TokenizeRequest(Strict):
     add_generation_prompt: bool | None = Field(
         None, description="Beside messages only: end with what the model's answer begins after; true by default."
     )
-    tools: list[Tool] | None = Field(None, min_length=1, description="Beside messages only.")
+    tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1, description="Beside messages only.")
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Beside messages only: variables of the model's chat template."
     )
@@ -74,6 +76,7 @@ async def tokenize(request: Request) -> Response:
         tools=None if asked.tools is None else ToolUse(tools=described(asked.tools)),
         only_tokens=True,
     )
+    RequestLimits.of(info).check_conversation(message)
     tokens = await request.app.state.client.ask(message)
     return json_response(
         {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
@@ -40,7 +41,7 @@ def described(tools: list[Tool]) -> list[dict[str, Any]]:
     """
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        [(twice, _)] = Counter(names).most_common(1)
         raise InvalidValueError("tools", twice, "functions with different names")
     for place, tool in enumerate(tools):
         kind = (tool.function.parameters or {}).get("type", "object")

@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Self
 
 import click
+import msgspec
 import setproctitle
 
 from minisgl_core.config.options import EngineConfig
@@ -111,8 +112,9 @@ def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals)
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
         if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
             return False
+    most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
     with Sender(endpoints.api_in) as api:
-        api.send(info)
+        api.send(msgspec.structs.replace(info, max_token_bytes=most))
         return supervisor.wait_ready(API, wake=signals)
 
 

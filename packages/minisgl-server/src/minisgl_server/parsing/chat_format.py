@@ -148,9 +148,9 @@ class ChatFormat:
     def _strict_grammar(self, tools: ToolUse) -> GrammarSource:
         """Free text, in which calls of strict functions fit their schemas however they begin."""
         parser = self._parser_for_tools()
-        structures, triggers = [], []
+        structures, triggers, strict_names = [], [], set(tools.strict_names)
         for function in (tool["function"] for tool in tools.tools):
-            is_strict = function["name"] in tools.strict_names
+            is_strict = function["name"] in strict_names
             schema = arguments_schema(function) if is_strict else {"type": "object"}
             for trigger, begin, end in parser.spellings:
                 # A tag is followed by a call of one of the functions; without, only strict ones are looked for.

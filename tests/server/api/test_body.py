@@ -1,0 +1,132 @@
+"""Headers and compression of bodies."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import zlib
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+from fastapi import Request
+
+from minisgl_server.api.body import BodyMemory, read_body
+from minisgl_server.api.errors import ApiError
+from minisgl_server.api.limits import RequestLimits
+
+LIMITS = RequestLimits({}, text=2**20, values=1000, body_bytes=2**20)
+TEXT = b'{"prompt": "' + b"once upon a time " * 1000 + b'"}'
+
+
+def read(data: bytes, step: int = 1000, **headers: str) -> bytes:
+    """Read the body of a request that comes chunk by chunk."""
+    chunks = [data[place : place + step] for place in range(0, len(data), step)] or [b""]
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": chunks.pop(0), "more_body": bool(chunks)}
+
+    given = {"content-type": "application/json"} | {name.replace("_", "-"): each for name, each in headers.items()}
+    named = [(name.encode(), each.encode("latin-1")) for name, each in given.items() if each]
+    request = Request({"type": "http", "method": "POST", "path": "/", "headers": named}, receive)
+    with BodyMemory().share(LIMITS) as count:
+        return bytes(asyncio.run(read_body(request, LIMITS, count)))
+
+
+def refusal(data: bytes, step: int = 1000, **headers: str) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(data, step, **headers)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        'Application/JSON;charset="UTF8"',
+        "application/problem+json",
+        "application/vnd.api.v1+json",
+        "",
+    ],
+)
+def test_types_of_json_are_read(given: str) -> None:
+    assert read(TEXT, content_type=given) == TEXT
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "text/plain",
+        "application/x-www-form-urlencoded",
+        "multipart/form-data; boundary=x",
+        "application/json; charset=utf-16",
+        "application/jsonp",
+        "text/plain; application/json",
+        "\xff",
+    ],
+)
+def test_other_types_are_refused_with_the_remedy(given: str) -> None:
+    error = refusal(TEXT, content_type=given)
+    assert (error.status, error.code) == (415, "unsupported_media_type")
+    assert "-H 'Content-Type: application/json'" in error.message
+
+
+def test_a_page_of_another_site_must_say_that_it_sends_json() -> None:
+    assert refusal(TEXT, content_type="", origin="https://a.example").status == 415
+    assert read(TEXT, origin="https://a.example") == TEXT
+
+
+@pytest.mark.parametrize("step", [1, 7, 10**6])
+@pytest.mark.parametrize(
+    ("name", "pack"), [("gzip", gzip.compress), ("GZIP", gzip.compress), ("deflate", zlib.compress)]
+)
+def test_compressed_bodies_are_unpacked(name: str, pack: Any, step: int) -> None:
+    assert read(pack(TEXT), step, content_encoding=name) == TEXT
+    assert read(TEXT, step, content_encoding="identity") == TEXT
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (TEXT, "incorrect header check"),
+        (gzip.compress(TEXT)[:-1], "it ends too early"),
+        (b"", "it ends too early"),
+        (gzip.compress(TEXT)[:-5] + b"xxxxx", "incorrect data check"),
+        (gzip.compress(TEXT) + b"x", "something follows its end"),
+        (gzip.compress(TEXT) + gzip.compress(TEXT), "something follows its end"),
+    ],
+)
+def test_broken_compression_is_told(data: bytes, why: str) -> None:
+    for step in (1, 10**6):
+        error = refusal(data, step, content_encoding="gzip")
+        assert (error.status, error.code) == (400, "invalid_encoding")
+        assert why in error.message
+
+
+@pytest.mark.parametrize("name", ["br", "zstd", "gzip, gzip"])
+def test_other_compression_is_refused(name: str) -> None:
+
+    assert refusal(TEXT, content_encoding=name).status == 415
+
+
+@pytest.mark.parametrize("step", [1000, 10**6])
+def test_what_unpacks_to_more_than_the_limit_is_refused(step: int) -> None:
+    error = refusal(gzip.compress(b" " * (2**20 + 1)), step, content_encoding="gzip")
+    assert (error.status, error.code) == (413, "body_too_large")
+    assert len(read(gzip.compress(b" " * 2**20), step, content_encoding="gzip")) == 2**20
+    assert refusal(b" " * (2**20 + 1)).status == 413
+
+
+def test_many_large_bodies_at_a_time_are_refused() -> None:
+    memory = BodyMemory()
+    with ExitStack() as others:
+        for _ in range(4):
+            others.enter_context(memory.share(LIMITS))(2**20)
+        with memory.share(LIMITS) as count:
+            count(2**20)
+            with pytest.raises(ApiError) as caught:
+                count(1)
+    assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
+    with memory.share(LIMITS) as count:
+        count(3 * 2**20)

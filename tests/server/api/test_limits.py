@@ -1,0 +1,195 @@
+"""Sizes of requests: every field of every request has a limit, and what is refused is told in a few words."""
+
+from __future__ import annotations
+
+import json
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from minisgl_core.messages import EngineInfo
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api import app  # imports every module with requests
+from minisgl_server.api.choices import Choices, tokenize
+from minisgl_server.api.errors import ApiError, invalid_body
+from minisgl_server.api.json_size import JsonSize
+from minisgl_server.api.limits import MIB, Bound, RequestLimits
+from minisgl_server.api.sampling import Wanted
+from minisgl_server.api.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.strict import Strict
+
+SMALL = RequestLimits(dict.fromkeys(Bound, 3), text=10, values=100, body_bytes=1000)
+
+
+def engine(**given: Any) -> EngineInfo:
+    fields = {"max_seq_len": 8192, "vocab_size": 49152, "max_requests": 4352, "max_token_bytes": 100}
+    names = {"model": "m", "architecture": "a", "dtype": "d", "device": "c", "num_pages": 1, "page_size": 1}
+    others: dict[str, Any] = {"eos_token_ids": [], "bos_token_id": None, "default_sampling": {}, "choices": []}
+    return EngineInfo(**names, **others, **(fields | given))
+
+
+def requests(model: type[Strict] = Strict) -> Iterator[type[Strict]]:
+    for each in model.__subclasses__():
+        yield each
+        yield from requests(each)
+
+
+def kinds(annotation: Any) -> Iterator[Any]:
+    """An annotation, and all that are in it."""
+    yield typing.get_origin(annotation) or annotation
+    for each in typing.get_args(annotation):
+        yield from kinds(each)
+
+
+def oversized(annotation: Any) -> Iterator[Any]:
+    """Values that fit the annotation but for their size."""
+    found = set(kinds(annotation))
+    if str in found:
+        yield "x" * 11
+    if list in found:
+        yield ["x"] * 4
+        yield [7] * 4
+        yield [[7]] * 4
+        yield [{}] * 4
+        yield ["x" * 11]
+        yield [[7] * 4]
+    if dict in found:
+        yield {str(number): 1 for number in range(4)}
+
+
+CASES = [
+    pytest.param(model, field.alias or name, value, id=f"{model.__name__}.{name}-{place}")
+    for model in requests()
+    for name, field in model.model_fields.items()
+    for place, value in enumerate(oversized(field.annotation))
+]
+
+
+@pytest.mark.parametrize(("model", "name", "value"), CASES)
+def test_every_text_list_and_object_of_every_request_is_bounded(model: type[Strict], name: str, value: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model.model_validate({name: value}, context=SMALL)
+    [error] = caught.value.errors()
+    assert error["type"] in ("too_large", "too_long")
+    assert error["loc"][0] == name
+
+
+def test_every_body_that_a_route_documents_has_limits() -> None:
+    models = {model.__name__ for model in requests()}
+    document = app.create_app(typing.cast(Any, None), app.ServerOptions()).openapi()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            for content in operation.get("requestBody", {}).get("content", {}).values():
+                assert content["schema"]["$ref"].rpartition("/")[2] in models, path
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [-1] * 1000},
+        {"prompt": [[-1]] * 1000},
+        {"prompt": "x", "stop": [5] * 1000},
+        {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(1000)), "x")},
+        {f"field{number}": 1 for number in range(1000)},
+    ],
+)
+def test_validation_stops_at_the_first_error(body: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate(body, context=RequestLimits.of(engine()))
+    assert caught.value.error_count() <= 8
+
+
+def test_the_error_of_a_list_is_that_of_the_type_which_fits_longest() -> None:
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": [5, 5, "x"]})
+    assert invalid_body(caught.value).param == "prompt[2]"
+
+
+def test_errors_quote_no_more_than_a_few_words() -> None:
+    error = ApiError(400, "x" * 10**6, "y" * 10**6)
+    assert len(error.response().body) < 2000
+
+
+@pytest.mark.parametrize(
+    ("context", "outputs", "most"),
+    [(8192, 4352, 32 * MIB), (256, 40, MIB + 256 * 32 * 40), (2**21, 1, MIB + 2**21 * 32)],
+)
+def test_the_largest_body_follows_from_the_engine(context: int, outputs: int, most: int) -> None:
+    info = engine(max_seq_len=context, max_requests=outputs)
+    assert RequestLimits.of(info).body_bytes == most
+    assert RequestLimits.of(info, 12345).body_bytes == 12345
+
+
+def test_texts_that_the_context_may_hold_are_not_refused() -> None:
+    assert RequestLimits.of(engine(max_seq_len=2**17, max_token_bytes=128)).text == 2**17 * 128
+    assert RequestLimits.of(engine(max_seq_len=256, max_token_bytes=128)).text == MIB
+    unknown = RequestLimits.of(engine(max_token_bytes=0))
+    assert unknown.text == unknown.body_bytes
+
+
+def test_conversations_are_bounded_as_a_whole() -> None:
+    limits = RequestLimits.of(engine())
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x" * (limits.text // 2)}]}]
+    prompt = tokenize(request, Wanted(SamplingParams(), False, {}), messages=messages * 3)
+    limits.check_conversation(prompt)
+    with pytest.raises(ApiError, match="the context holds") as caught:
+        limits.check_conversation(msgspec.structs.replace(prompt, messages=messages * 5))
+    assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
+
+
+def test_large_sampling_parameters_are_not_copied_for_many_outputs() -> None:
+    biases = dict.fromkeys(range(10_000), 1.5)
+    request = CompletionRequest.model_validate({"prompt": "x"})
+    prompt = tokenize(request, Wanted(SamplingParams(logit_bias=biases), False, {}), text="x")
+    Choices("x", "m", [prompt] * 100, engine())
+    with pytest.raises(ApiError, match=r"At most 2\d\d outputs") as caught:
+        Choices("x", "m", [prompt] * 1000, engine())
+    assert caught.value.param == "prompt"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='a"\\,:[]{}é\n', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\:,', max_size=3), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def num_values(value: Any) -> int:
+    """Commas, colons, and opening brackets outside texts."""
+    if isinstance(value, dict):
+        return max(2 * len(value), 1) + sum(map(num_values, value.values()))
+    if isinstance(value, list):
+        return max(len(value), 1) + sum(map(num_values, value))
+    return 0
+
+
+@given(value=JSON, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), is_ascii=st.booleans())
+def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], is_ascii: bool) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii).encode()
+    size = JsonSize(RequestLimits({}, text=10**9, values=10**9, body_bytes=10**9))
+    place, turn = 0, 0
+    while place < len(text):
+        step = cuts[turn % len(cuts)]
+        size.add(text[place : place + step])
+        place, turn = place + step, turn + 1
+    assert size.num_values == num_values(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(b"[" + b"1," * 101, "more than 100 values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
+)
+def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None:
+    size = JsonSize(SMALL)
+    with pytest.raises(ApiError, match=message) as caught:
+        list(map(size.add, (text[place : place + 1] for place in range(len(text)))))
+    assert (caught.value.status, caught.value.code) == (413, "body_too_large")
