@@ -30,8 +30,13 @@ class ServerOptions:
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
     page: bool = option(
         True,
-        "Serve a page to chat and to watch the engine at /, and what it shows at /engine/state: beginnings of users'"
-        " prompts and ends of answers, for everyone who may use the API.",
+        "Serve a page to chat and to watch the engine at /, and what it shows at /engine/state, for everyone who may use"
+        " the API.",
+    )
+    page_prompts: bool = option(
+        False,
+        "Show beginnings of cached prompts and ends of running answers on the page and at /engine/state, whoever's they"
+        " are.",
     )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
     tool_call_parser: str = option(
