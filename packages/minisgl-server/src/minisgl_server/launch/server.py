@@ -37,7 +37,7 @@ DRAIN_SLACK_S = 5.0
 
 
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
-    """Serve until SIGTERM or SIGINT; then let running requests finish. A second signal ends it at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then let running requests finish. A second signal ends it at once.
 
     What can be checked in a moment (providers' names, the model, the port) is checked before a process is started. All
     processes start together; the API server answers 503 until the engine and the tokenizer workers are ready.
@@ -168,7 +168,10 @@ def _host_of(host: str) -> str:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as something to wait for, instead of an exception at any place."""
+    """SIGTERM, SIGINT and SIGHUP as something to wait for, instead of an exception at any place.
+
+    A SIGHUP that is ignored when the launch starts, as under nohup, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -188,7 +191,10 @@ class _Signals:
         os.write(self._writer, b"x")
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
