@@ -20,6 +20,12 @@ class ServerOptions:
         (), "Key that requests must bring as 'Authorization: Bearer KEY'; may be given several times.", secret=True
     )
     api_key_file: str | None = option(None, "File with such keys, one a line.", metavar="FILE")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Name that requests may have as Host, '*.DOMAIN' or '*' for any; may be given several times. This host's own names"
+        " always may; others may by default where the server listens to more than this host.",
+        metavar="NAME",
+    )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose web pages may use the API, '*' for any; may be given several times.", metavar="ORIGIN"
     )

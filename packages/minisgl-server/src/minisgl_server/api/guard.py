@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_server.api.access import RequestLog
 from minisgl_server.api.errors import ApiError
+from minisgl_server.api.hosts import HostCheck, OriginCheck
 from minisgl_server.options import ServerOptions
 
 _LINGER_S = 5.0
@@ -34,6 +35,9 @@ def guarded(app: ASGIApp, options: ServerOptions, key_digests: Sequence[bytes]) 
         methods, headers = ["*"], ["*"]
         exposed = ["X-Request-Id", "Retry-After"]
         app = CORSMiddleware(app, options.cors_origin, methods, headers, expose_headers=exposed)
+    app = OriginCheck(app, options.cors_origin)
+    if options.allowed_hosts and "*" not in options.allowed_hosts:
+        app = HostCheck(app, options.allowed_hosts)
     return RequestLog(app)
 
 

@@ -24,6 +24,7 @@ from minisgl_core.messages import Stop
 from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_server.launch.hosts import allowed_hosts
 from minisgl_server.launch.keys import KEY_VARIABLE, key_digests
 from minisgl_server.metrics.engine import prepare_metrics
 from minisgl_server.options import ServerOptions
@@ -56,6 +57,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
         _Signals() as signals,
     ):
+        options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
         try:
