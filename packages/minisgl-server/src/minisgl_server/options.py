@@ -33,6 +33,9 @@ class ServerOptions:
     max_concurrent_requests: int | None = option(
         None, "Most POST requests served at a time; others get status 429.", low=1
     )
+    max_connections_per_address: int = option(
+        1024, "Most connections at a time from one address other than this host's own; others get status 429.", low=1
+    )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
     page: bool = option(
         True,

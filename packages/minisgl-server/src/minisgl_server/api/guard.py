@@ -56,8 +56,6 @@ class KeyCheck:
         """Pass on or answer 401."""
         if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             message = "A valid API key is required, as the header 'Authorization: Bearer KEY'."
             response = ApiError(401, message, code="invalid_api_key").response()
