@@ -58,7 +58,7 @@ def application() -> FastAPI:
 
 
 @contextmanager
-def serving(app: FastAPI | None = None, **bounds: Any) -> Iterator[tuple[Address, Connections]]:
+def serving(app: FastAPI | None = None, keep_alive_s: int = 60, **bounds: Any) -> Iterator[tuple[Address, Connections]]:
     connections = Connections(**{"max_total": 100, "max_per_address": 100, **bounds})
     config = uvicorn.Config(
         app or application(),
@@ -66,7 +66,7 @@ def serving(app: FastAPI | None = None, **bounds: Any) -> Iterator[tuple[Address
         log_config=None,
         http=protocol_class(connections),
         ws="none",
-        timeout_keep_alive=60,
+        timeout_keep_alive=keep_alive_s,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
@@ -243,6 +243,42 @@ def test_a_slow_answer_is_no_slow_request() -> None:
         time.sleep(0.1)
         connection.sendall(b"Connection: close\r\n\r\n")
         assert read(connection).count(b"HTTP/1.1 200 ") == 2
+
+
+def test_a_request_begun_beside_an_answer_may_take_long() -> None:
+    app = application()
+    with serving(app, keep_alive_s=1) as (address, _), socket.create_connection(address) as connection:
+        connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nGET /sl")
+        time.sleep(0.1)
+        app.state.release.set()
+        connection.settimeout(20)
+        while b"done" not in connection.recv(65536):
+            pass
+        app.state.release.clear()
+        connection.sendall(b"ow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        time.sleep(1.5)
+        app.state.release.set()
+        assert b"done" in read(connection)
+
+
+def test_blank_lines_keep_no_idle_connection_open() -> None:
+    with serving(keep_alive_s=1) as (address, _), socket.create_connection(address) as connection:
+        connection.sendall(GET + b"\r\n")
+        connection.settimeout(0.1)
+        begun = time.monotonic()
+        while read_after_blank_line(connection) != b"":
+            assert time.monotonic() < begun + 10
+
+
+def read_after_blank_line(connection: socket.socket) -> bytes | None:
+    """Read a part; None while nothing comes, nothing once the connection is closed."""
+    try:
+        connection.sendall(b"\r\n")
+        return connection.recv(65536)
+    except TimeoutError:
+        return None
+    except OSError:
+        return b""
 
 
 def test_unfinished_headers_are_bounded_over_all_connections() -> None:

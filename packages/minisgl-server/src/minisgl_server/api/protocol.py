@@ -124,6 +124,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Stop the time of the headers."""
         self._num_pending, self._is_in_body = 0, True
         self._stop_timer()
+        self._unset_keepalive_if_required()  # an earlier answer ended after this request had begun
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
