@@ -146,6 +146,81 @@ def test_a_cache_that_cannot_be_used_is_no_obstacle(quick: Path, tmp_path: Path)
     assert library.unsupported(CPU, torch.float32) == []
 
 
+@pytest.mark.parametrize(
+    ("name", "mode", "words"),
+    [
+        ("minisgl/native", 0o777, "others may write"),
+        ("minisgl/native", 0o720, "others may write"),
+        ("minisgl", 0o770, "others may write"),
+        ("", 0o777, "everyone may write"),
+    ],
+)
+def test_a_cache_that_others_may_write_is_not_used(
+    quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, mode: int, words: str
+) -> None:
+    library.load(torch.float32)
+    folder = tmp_path / name
+    folder.chmod(mode)
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert f"{words} {folder}: correct that (chown, chmod go-w)" in caplog.text
+    assert "XDG_CACHE_HOME" in caplog.text
+    folder.chmod(0o700)
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+@pytest.mark.parametrize("name", ["", "minisgl", "minisgl/native"])
+def test_a_cache_of_another_user_is_not_used(
+    quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    library.load(torch.float32)
+    os.chown(tmp_path / name, 4711, -1)
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert f"{tmp_path / name} belongs to the user 4711, not to 0" in caplog.text
+
+
+def test_a_cache_folder_that_is_a_link_is_not_used(
+    quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir(0o700)
+    (tmp_path / "minisgl").symlink_to(tmp_path / "elsewhere")
+    library.load(torch.float32)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert f"{tmp_path / 'minisgl'} is a link" in caplog.text
+
+
+@pytest.mark.parametrize("fault", ["mode", "link"])
+def test_a_kept_file_that_others_may_have_written_is_replaced(
+    quick: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
+) -> None:
+    library.load(torch.float32)
+    (kept,) = cache.iterdir()
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    if fault == "mode":
+        kept.chmod(0o666)
+    else:
+        kept.symlink_to(kept.rename(tmp_path / "planted.so"))
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+    assert f"compiled anew, since {'others may write ' if fault == 'mode' else ''}{kept}" in caplog.text
+    assert stat.S_IMODE(kept.lstat().st_mode) == 0o600
+    library.load(torch.float32)
+    assert (quick.parent / "calls").read_text().count("kernels.c") == 2
+
+
+def test_folders_of_the_cache_are_private_whatever_the_umask(quick: Path, tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        library.load(torch.float32)
+    finally:
+        os.umask(before)
+    for folder in (tmp_path / "minisgl", tmp_path / "minisgl" / "native"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
 def test_a_user_without_a_home_is_no_obstacle(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")

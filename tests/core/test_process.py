@@ -106,7 +106,7 @@ def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None
         supervisor.wait()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number: int) -> None:
     supervisor.start("one", children.serve, "one")
     supervisor.wait_ready()
@@ -114,7 +114,7 @@ def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number:
     assert not supervisor.wait(timeout_s=0.5), "it goes on"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_so_is_one_before_the_child_has_begun(supervisor: Supervisor, number: int) -> None:
     supervisor.start("one", children.serve, "one")
     os.kill(supervisor.pid("one"), number)

@@ -20,7 +20,9 @@ def connect(url: str) -> socket.socket:
 
 def post(connection: socket.socket, body: dict[str, object]) -> None:
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + data)
 
 
@@ -47,7 +49,7 @@ def test_connections_beyond_the_open_files_are_closed_and_the_server_goes_on(ser
             connections = [stack.enter_context(connect(server.url)) for _ in range(60)]
             for connection in connections:
                 try:
-                    connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                    connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     answer = connection.recv(15)
                 except ConnectionError:
                     answer = b""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -57,13 +59,34 @@ def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client)
     new = [step["num_new"][step["requests"].index(request["number"])] for step in own]
     assert new[0] + max(request["num_cached"], 0) == request["num_prompt"]
     assert new[1:] == [1] * 39
-    assert any("bees of the abbey" in run["text"] or "You keep" in run["text"] for run in after["runs"])
+    for each in states:
+        assert each["has_text"] is False
+        assert {shown["text"] for shown in (*each["runs"], *each["requests"])} <= {""}
+        assert "token_ids" not in json.dumps(each)
+    assert after["runs"]
     assert after["totals"]["num_output_tokens"] - before["totals"]["num_output_tokens"] == 40
     for each in (before, during, after):
         pages = each["pages"]
         kinds = [pages[name] for name in ("num_free", "num_private", "num_locked", "num_evictable")]
         assert sum(kinds) == pages["capacity"] == pages["num_mapped"] == 1199
         assert len(pages["map_starts"]) == len(pages["map_owners"])
+
+
+def test_text_is_shown_where_that_was_asked_for(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
+    server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--page-prompts").wait_started()
+    with httpx.Client(base_url=server.url, timeout=100) as http:
+        prompt = "You keep the bees of the abbey, and you answer whatever the novices ask about honey."
+        body = {"prompt": prompt, "max_tokens": 16000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as answer:
+            lines = answer.iter_lines()  # kept: an iterator that is dropped hangs up
+            next(lines)
+            state = http.get("/engine/state").json()
+        assert state["has_text"] is True
+        [request] = state["requests"]
+        assert request["text"]
+        while (state := http.get("/engine/state").json())["num_running"]:
+            pass
+        assert any(run["text"].startswith("You keep the bees") for run in state["runs"])
 
 
 @pytest.mark.parametrize("since", ["-1", "x", "1.5", "9" * 30, "²"])
@@ -105,6 +128,7 @@ def answer_to(request: StateRequest, last_step: int) -> State:
         worker=request.worker,
         time_s=float(last_step),
         step=last_step,
+        has_tokens=request.with_tokens,
         num_waiting=0,
         num_running=0,
         totals=TotalsState(**no_counts),

@@ -155,7 +155,9 @@ def test_a_slow_reader_holds_up_nobody_and_loses_nothing(start: Launch) -> None:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         slow.settimeout(100)
         slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+            body
+        )
         slow.sendall(head + body)
         answer = slow.recv(100)
         assert answer.startswith(b"HTTP/1.1 200")

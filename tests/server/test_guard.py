@@ -111,7 +111,7 @@ def test_a_body_that_does_not_come_gives_its_place_back() -> None:
             time.sleep(0.01)
         address = server.servers[0].sockets[0].getsockname()
         with socket.create_connection(address) as stalled:
-            stalled.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf")
+            stalled.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
             stalled.settimeout(20)
             answer = b"".join(iter(lambda: stalled.recv(4096), b""))  # until it is closed
         assert answer.startswith(b"HTTP/1.1 408 ")
@@ -149,7 +149,7 @@ def test_bodies_that_are_too_large_are_refused_before_they_are_read(guarded: Any
     fits = {"prompt": "x", "max_tokens": 1, "stop": ["y" * (MAX_BODY - 100)]}
     assert inside.post("/v1/completions", json=fits).status_code == 200
     port = int(guarded.url.rpartition(":")[2])
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n"
     chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
     for request in (
         f"{head}Content-Length: {10**12}\r\n\r\n".encode(),

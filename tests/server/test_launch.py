@@ -91,6 +91,38 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         assert server.wait_ended() == 0
 
 
+def test_a_hangup_to_all_processes_drains(start: Launch) -> None:
+    server = start("--drain-timeout", "60").wait_started()
+    children = server.children()
+    body = endless(stream=True, max_tokens=600)
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=100) as response:
+        chunks = events(response)
+        next(chunks)
+        for name, child in children.items():
+            if "python" not in name:  # the resource tracker
+                child.send_signal(signal.SIGHUP)
+        server.process.send_signal(signal.SIGHUP)
+        rest = list(chunks)
+    assert rest[-1] == "[DONE]"
+    assert rest[-2]["choices"][0]["finish_reason"] == "length"
+    assert server.wait_ended() == 0
+    assert_gone(children.values())
+    assert server.stderr() == ""
+
+
+def test_a_hangup_that_nohup_ignores_stays_ignored(start: Launch) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = start().wait_started()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    for process in (psutil.Process(server.process.pid), *server.children().values()):
+        process.send_signal(signal.SIGHUP)
+    body = {"prompt": "Hi", "max_tokens": 50, "ignore_eos": True}
+    assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=100).status_code == 200
+    assert httpx.get(f"{server.url}/ready").status_code == 200
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -179,7 +211,9 @@ def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: L
             next(chunks)
             body = json.dumps(endless()).encode()
             with socket.create_connection((running.url.host, running.url.port)) as waiting:
-                waiting.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body))
+                waiting.sendall(
+                    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+                )
                 waiting.sendall(body)
                 refused = client.post(url, json=endless())
                 assert refused.status_code == 429

@@ -196,6 +196,30 @@ def test_the_tree_is_walked_with_the_keyboard(page: Any) -> None:
     assert len(seen) > 1
 
 
+def test_prompts_are_hidden_and_the_page_says_what_shows_them(page: Any) -> None:
+    set_options(page, LIGHTHOUSE, 40)
+    page.fill("#message", ESSAY)
+    page.click("#send")
+    expect(page.locator("#requests li")).to_have_count(1, timeout=TIMEOUT_MS)
+    wait_until_done(page)
+    expect(page.get_by_text("minisgl launch --page-prompts")).to_be_visible()
+    node = page.locator("#tree .node .text").first
+    expect(node).to_have_text(re.compile(r"run \d+"))
+    assert "lighthouse" not in page.locator("#engine").text_content()
+
+
+def test_prompts_are_shown_with_the_flag(
+    launch: Callable[..., Any], tiny_checkpoint: Path, open_page: Callable[..., Any]
+) -> None:
+    url = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--page-prompts").wait_started().url
+    prompt = "You are the keeper of a lighthouse, and you tell long stories."
+    body = {"prompt": prompt, "max_tokens": 4}
+    assert httpx.post(f"{url}/v1/completions", json=body, timeout=100).status_code == 200
+    page = open_page(url)
+    expect(page.locator("#tree .node .text").first).to_contain_text("You are the", timeout=TIMEOUT_MS)
+    expect(page.locator("#prompts-note")).to_be_hidden()
+
+
 def test_narrow_and_dark(open_page: Callable[..., Any], server: Any) -> None:
     page = open_page(server.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
     expect(page.locator("#status")).to_have_text("live", timeout=TIMEOUT_MS)

@@ -57,7 +57,7 @@ class Traffic:
         """Without an HTTP library: this side must cost little, and hang up whenever it likes."""
         reader, writer = await asyncio.open_connection(*self.address)
         data = json.dumps({"temperature": 0, "ignore_eos": True, **body}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         return reader, writer
 

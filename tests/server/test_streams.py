@@ -77,7 +77,7 @@ class Stream:
     def send(self, prompt: tuple[int, ...], max_tokens: int = NUM_TOKENS) -> None:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
         data = json.dumps(body).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         self._writer.write(head.encode() + data)
 
     async def first(self) -> None:

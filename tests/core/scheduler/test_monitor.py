@@ -59,7 +59,7 @@ def test_counts_while_requests_run_and_after() -> None:
         submit(loop, f"r{place}", (*SYSTEM, 20 + place, 30, 31))
     loop.step()
     loop.step()
-    state = watch.state(StateRequest(worker=0))
+    state = watch.state(StateRequest(worker=0, with_tokens=True))
     check_pages(state)
     assert (state.num_running, state.num_waiting, state.step) == (2, 1, 2)
     first, second, third = state.requests
@@ -76,6 +76,11 @@ def test_counts_while_requests_run_and_after() -> None:
     assert shared.token_ids.tolist() == list(SYSTEM)
     assert shared.last_page == first.last_shared_page == second.last_shared_page
     assert first.token_ids.tolist()[:15] == [*SYSTEM, 20, 30, 31]
+    assert state.has_tokens
+    private = watch.state(StateRequest(worker=0))
+    assert not private.has_tokens
+    assert [len(each.token_ids) for each in (*private.runs, *private.requests)] == [0] * 4
+    assert [each.number for each in private.requests] == [1, 2, 3]
     [prefill, decode] = state.steps
     assert (prefill.step, prefill.num_decodes, prefill.num_tokens) == (1, 0, 15 + 3)
     assert (prefill.requests.tolist(), prefill.num_new.tolist()) == ([1, 2], [15, 3])
@@ -108,7 +113,7 @@ def test_it_crosses_processes_and_stays_small() -> None:
         submit(loop, f"s{place}", (*SYSTEM, 3 + place % 50, 3 + place // 50, *[5] * 8), 20)
     loop.step()
     loop.step()
-    state = watch.state(StateRequest(worker=0))
+    state = watch.state(StateRequest(worker=0, with_tokens=True))
     assert len(state.runs) == MAX_RUNS
     assert state.steps[-1].num_tokens == 200
     assert len(state.steps[-1].requests) == MAX_STEP_REQUESTS

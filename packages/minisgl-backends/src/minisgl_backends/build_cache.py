@@ -1,21 +1,52 @@
-"""Where what is compiled at run time is kept for the next time."""
+"""Cache of what is compiled at run time. It is loaded as code, so nobody else may have written it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 import tempfile
+from functools import cache
 from pathlib import Path
+
+_LOG = logging.getLogger(__name__)
+_REMEDY = "correct that (chown, chmod go-w), or have XDG_CACHE_HOME name a private folder"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir(kind: str) -> Path | None:
-    """The user's folder for builds of a kind, or None where there is none that can be written."""
+    """Return the user's folder for builds of a kind; None where there is none that is private and can be written.
+
+    It and the folder ``minisgl`` around it must belong to the user, and nobody else may be able to write them. The folders
+    above must belong to the user or root; others may write them only where the sticky bit keeps entries apart, as in /tmp.
+    """
     try:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-        path = Path(base, "minisgl", kind)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path = base.resolve(strict=True)
+        reason = next((why for above in (path, *path.parents) if (why := _unsafe_above(above))), None)
+        for name in ("minisgl", kind):
+            if reason is not None:
+                break
+            path = path / name
+            path.mkdir(mode=0o700, exist_ok=True)
+            reason = _unsafe(path, stat.S_IFDIR)
     except (OSError, RuntimeError):
         return None
+    if reason is not None:
+        _warn(f"compiled kernels are not kept but compiled at each start, since {reason}: {_REMEDY}")
+        return None
     return path if os.access(path, os.W_OK | os.X_OK) else None
+
+
+def is_kept(path: Path) -> bool:
+    """Return if a file is in the cache and only the user can have written it."""
+    if not path.exists():
+        return False
+    reason = _unsafe(path, stat.S_IFREG)
+    if reason is not None:
+        _warn(f"kernels are compiled anew, since {reason}")
+    return reason is None
 
 
 def keep(data: bytes, path: Path) -> None:
@@ -26,7 +57,7 @@ def keep(data: bytes, path: Path) -> None:
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         copy = Path(folder, path.name)
-        with copy.open("wb") as file:
+        with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())  # where a power cut leaves a part of it, loading it would end the process
@@ -35,3 +66,28 @@ def keep(data: bytes, path: Path) -> None:
         except OSError:
             if not path.exists():  # gVisor's may fail where another process does the same at the same time
                 raise
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log once: one start looks for many kernels."""
+    _LOG.warning(message)
+
+
+def _unsafe(path: Path, kind: int) -> str | None:
+    """Reason against trusting a folder or file of the cache itself."""
+    found = path.lstat()
+    if stat.S_IFMT(found.st_mode) != kind:
+        return f"{path} is a link or no {'folder' if kind == stat.S_IFDIR else 'file'}"
+    if found.st_uid != os.geteuid():
+        return f"{path} belongs to the user {found.st_uid}, not to {os.geteuid()}"
+    return f"others may write {path}" if found.st_mode & _OTHERS_WRITE else None
+
+
+def _unsafe_above(path: Path) -> str | None:
+    """Reason against trusting a folder around the cache."""
+    found = path.stat()
+    if found.st_uid not in (0, os.geteuid()):
+        return f"{path} belongs to the user {found.st_uid}, not to {os.geteuid()} or root"
+    is_shared = found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX
+    return f"everyone may write {path}" if is_shared else None

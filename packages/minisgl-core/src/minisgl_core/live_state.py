@@ -19,6 +19,8 @@ class StateRequest(msgspec.Struct, tag=True, kw_only=True):
     worker: int
     """Index of the tokenizer worker that the answer goes to."""
     since: int = 0
+    with_tokens: bool = False
+    """Tell tokens of prompts and outputs."""
 
 
 class StepState(msgspec.Struct, kw_only=True):
@@ -54,7 +56,7 @@ class RequestState(msgspec.Struct, kw_only=True):
     last_shared_page: int
     """The last of these, which is the last page of a run of the cache; 0 for none."""
     token_ids: np.ndarray
-    """The newest tokens, int32."""
+    """The newest tokens, int32; none unless asked for."""
     text: str = ""
 
 
@@ -70,7 +72,7 @@ class RunState(msgspec.Struct, kw_only=True):
     num_hits: int
     since_hit_s: float
     token_ids: np.ndarray
-    """Its first tokens, int32."""
+    """Its first tokens, int32; none unless asked for."""
     text: str = ""
 
 
@@ -115,6 +117,8 @@ class State(msgspec.Struct, tag=True, kw_only=True):
     """On the scheduler's clock, which also dates the steps."""
     step: int
     """Steps planned so far."""
+    has_tokens: bool
+    """If false, no token and no text of a prompt or an output is in `requests` and `runs`."""
     num_waiting: int
     num_running: int
     totals: TotalsState

@@ -3,8 +3,8 @@
 A pipe joins the parent to each child. The child reports on it that it is ready or why it failed; and when the parent is
 gone, killed even, the pipe's end closes and the child ends itself.
 
-SIGINT and SIGTERM often go to all processes at once: by a terminal, by systemd, by ``kill -- -GROUP``. What ends when is the
-parent's decision, so children ignore both, and the parent ends them by `END_SIGNAL`.
+SIGINT, SIGTERM and SIGHUP often go to all processes at once: by a terminal, by systemd, by ``kill -- -GROUP``. What ends when
+is the parent's decision, so children ignore them, and the parent ends them by `END_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minisgl_core.messages import Decoder, Ready, encode
 
 END_SIGNAL = signal.SIGUSR1
 """Asks a child to end."""
-_IGNORED = (signal.SIGINT, signal.SIGTERM)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """By children."""
 GRACE_S = 3.0
 """From `END_SIGNAL` to SIGKILL."""

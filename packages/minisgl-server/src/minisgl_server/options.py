@@ -20,6 +20,12 @@ class ServerOptions:
         (), "Key that requests must bring as 'Authorization: Bearer KEY'; may be given several times.", secret=True
     )
     api_key_file: str | None = option(None, "File with such keys, one a line.", metavar="FILE")
+    allowed_hosts: tuple[str, ...] = option(
+        (),
+        "Name that requests may have as Host, '*.DOMAIN' or '*' for any; may be given several times. This host's own names"
+        " always may; others may by default where the server listens to more than this host.",
+        metavar="NAME",
+    )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose web pages may use the API, '*' for any; may be given several times.", metavar="ORIGIN"
     )
@@ -32,11 +38,19 @@ class ServerOptions:
     max_concurrent_requests: int | None = option(
         None, "Most POST requests served at a time; others get status 429.", low=1
     )
+    max_connections_per_address: int = option(
+        1024, "Most connections at a time from one address other than this host's own; others get status 429.", low=1
+    )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
     page: bool = option(
         True,
-        "Serve a page to chat and to watch the engine at /, and what it shows at /engine/state: beginnings of users'"
-        " prompts and ends of answers, for everyone who may use the API.",
+        "Serve a page to chat and to watch the engine at /, and what it shows at /engine/state, for everyone who may use"
+        " the API.",
+    )
+    page_prompts: bool = option(
+        False,
+        "Show beginnings of cached prompts and ends of running answers on the page and at /engine/state, whoever's they"
+        " are.",
     )
     plugin_routes: bool = option(False, "Serve the routes that installed plugins add to the API.")
     tool_call_parser: str = option(

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, keep
+from minisgl_backends.build_cache import cache_dir, is_kept, keep
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def compile_for_hopper(source: str) -> bytes:
     key = repr((source, _FLAGS, [number.value for number in version]))
     folder = cache_dir("cuda")
     path = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.cubin"
-    if path is not None and path.exists():
+    if path is not None and is_kept(path):
         return path.read_bytes()
     cubin = _compile(nvrtc, source)
     if path is not None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, keep
+from minisgl_backends.build_cache import cache_dir, is_kept, keep
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def _load(dtype: torch.dtype) -> Library:
     key = hashlib.sha256(repr((texts, command, version, _openmp(), _processor())).encode()).hexdigest()[:20]
     folder = cache_dir("native")
     path = None if folder is None else folder / f"kernels-{key}.so"
-    if path is not None and path.exists():
+    if path is not None and is_kept(path):
         try:
             return Library(path)
         except OSError as error:

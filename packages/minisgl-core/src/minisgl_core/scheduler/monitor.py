@@ -56,17 +56,18 @@ class Monitor:
         runs = scheduler.pages.cache.runs(MAX_RUNS)
         running = scheduler.running
         shown = [*running, *scheduler.waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
-        stats = scheduler.stats
+        stats, num_tokens = scheduler.stats, NUM_TEXT_TOKENS if request.with_tokens else 0
         return State(
             worker=request.worker,
             time_s=now_s,
             step=stats.num_steps,
+            has_tokens=request.with_tokens,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
             totals=msgspec.convert(stats, TotalsState, from_attributes=True),
             pages=self._pages(runs),
-            requests=[_request_state(each, now_s) for each in shown],
-            runs=[_run_state(run, now_s) for run in runs],
+            requests=[_request_state(each, now_s, num_tokens) for each in shown],
+            runs=[_run_state(run, now_s, num_tokens) for run in runs],
             steps=[step for step in self._steps if step.step > request.since],
         )
 
@@ -120,7 +121,7 @@ class Monitor:
         )
 
 
-def _request_state(request: Request, now_s: float) -> RequestState:
+def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestState:
     return RequestState(
         request_id=request.request_id,
         number=request.arrival,
@@ -133,11 +134,11 @@ def _request_state(request: Request, now_s: float) -> RequestState:
         num_pages=len(request.pages),
         num_shared=request.num_shared,
         last_shared_page=int(request.pages.view[request.num_shared - 1]) if request.num_shared else 0,
-        token_ids=request.tokens.view[-NUM_TEXT_TOKENS:],
+        token_ids=request.tokens.view[max(0, len(request.tokens) - num_tokens) :],
     )
 
 
-def _run_state(run: CachedRun, now_s: float) -> RunState:
+def _run_state(run: CachedRun, now_s: float, num_tokens: int) -> RunState:
     return RunState(
         number=run.number,
         parent=run.parent,
@@ -147,5 +148,5 @@ def _run_state(run: CachedRun, now_s: float) -> RunState:
         num_locks=run.num_locks,
         num_hits=run.num_hits,
         since_hit_s=now_s - run.last_hit_s,
-        token_ids=run.token_ids[:NUM_TEXT_TOKENS],
+        token_ids=run.token_ids[:num_tokens],
     )

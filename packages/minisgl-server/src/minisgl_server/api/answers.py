@@ -182,6 +182,7 @@ class EngineState(BaseModel):
     engine: dict[str, Any]
     time_s: float
     step: int
+    has_text: bool
     num_waiting: int
     num_running: int
     totals: dict[str, int]

@@ -51,7 +51,7 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     if options.metrics:
         app.include_router(export.router)
     if options.page:
-        add_page(app, client)
+        add_page(app, client, options.page_prompts)
     if options.plugin_routes and (hook := Hooks(Registry.from_environment()).api_routes):
         hook(app=app)
     return app

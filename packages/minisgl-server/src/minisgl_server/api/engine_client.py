@@ -212,11 +212,11 @@ class EngineClient:
             counts |= await answer
         return counts
 
-    async def state(self, since: int) -> State:
+    async def state(self, since: int, with_tokens: bool = False) -> State:
         """What the engine does now, with the steps after step `since`. Never comes back if the engine does not answer."""
         answer: asyncio.Future[State] = asyncio.get_running_loop().create_future()
         self._watching.append(answer)
-        self._workers[0].send(StateRequest(worker=0, since=since))
+        self._workers[0].send(StateRequest(worker=0, since=since, with_tokens=with_tokens))
         return await answer
 
     async def run(self) -> None:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_server.api.access import RequestLog
 from minisgl_server.api.errors import ApiError, too_large
+from minisgl_server.api.hosts import HostCheck, OriginCheck
 from minisgl_server.api.limits import MAX_BODY_BYTES, limits_of
 from minisgl_server.options import ServerOptions
 
@@ -41,6 +42,9 @@ def guarded(api: FastAPI, options: ServerOptions, key_digests: Sequence[bytes]) 
         methods, headers = ["*"], ["*"]
         exposed = ["X-Request-Id", "Retry-After"]
         app = CORSMiddleware(app, options.cors_origin, methods, headers, expose_headers=exposed)
+    app = OriginCheck(app, options.cors_origin)
+    if options.allowed_hosts and "*" not in options.allowed_hosts:
+        app = HostCheck(app, options.allowed_hosts)
     return RequestLog(app)
 
 
@@ -59,8 +63,6 @@ class KeyCheck:
         """Pass on or answer 401."""
         if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows(scope):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
         else:
             message = "A valid API key is required, as the header 'Authorization: Bearer KEY'."
             response = ApiError(401, message, code="invalid_api_key").response()

@@ -15,8 +15,10 @@ from minisgl_core.ipc import Endpoints
 from minisgl_core.messages import Ready
 from minisgl_core.process import END_SIGNAL, Report
 from minisgl_server.api.app import create_app
+from minisgl_server.api.connections import Connections
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.guard import guarded
+from minisgl_server.api.protocol import protocol_class
 from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
@@ -33,17 +35,25 @@ def run_api(
     It listens at once, answers 503 until it receives `EngineInfo`, and reports that it is ready then. While it drains, it
     listens on and answers 503 to whatever is new, so that who watches /ready sees it.
     """
-    _raise_open_files()
+    max_connections = max_open_files() * 7 // 8
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        runner.run(_serve(options, key_digests, endpoints, listener, report))
+        runner.run(_serve(options, key_digests, endpoints, listener, report, max_connections))
 
 
 async def _serve(
-    options: ServerOptions, key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
+    options: ServerOptions,
+    key_digests: list[bytes],
+    endpoints: Endpoints,
+    listener: socket.socket,
+    report: Report,
+    max_connections: int,
 ) -> None:
     client = EngineClient(endpoints)
+    connections = Connections(max_connections, options.max_connections_per_address)
     config = uvicorn.Config(
         guarded(create_app(client, options), options, key_digests),
+        http=protocol_class(connections),
+        ws="none",
         log_config=None,
         log_level=options.log_level,
         access_log=False,
@@ -98,12 +108,14 @@ class _Server(uvicorn.Server):
         self.listens.set()
 
 
-def _raise_open_files() -> None:
-    """Allow this process `OPEN_FILES`, or what the system lets it have at most."""
+def max_open_files() -> int:
+    """Allow this process `OPEN_FILES`, or what the system lets it have at most, and return the number."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if most == resource.RLIM_INFINITY else min(OPEN_FILES, most)
-    if now != resource.RLIM_INFINITY and now < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    if now == resource.RLIM_INFINITY or now >= wanted:
+        return OPEN_FILES if now == resource.RLIM_INFINITY else now
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
+    return wanted
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:

@@ -25,6 +25,7 @@ from minisgl_core.messages import Stop
 from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_server.launch.hosts import allowed_hosts
 from minisgl_server.launch.keys import KEY_VARIABLE, key_digests
 from minisgl_server.metrics.engine import prepare_metrics
 from minisgl_server.options import ServerOptions
@@ -38,7 +39,7 @@ DRAIN_SLACK_S = 5.0
 
 
 def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
-    """Serve until SIGTERM or SIGINT; then let running requests finish. A second signal ends it at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP; then let running requests finish. A second signal ends it at once.
 
     What can be checked in a moment (providers' names, the model, the port) is checked before a process is started. All
     processes start together; the API server answers 503 until the engine and the tokenizer workers are ready.
@@ -57,6 +58,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
         _Signals() as signals,
     ):
+        options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
         try:
@@ -170,7 +172,10 @@ def _host_of(host: str) -> str:
 
 
 class _Signals:
-    """SIGTERM and SIGINT as something to wait for, instead of an exception at any place."""
+    """SIGTERM, SIGINT and SIGHUP as something to wait for, instead of an exception at any place.
+
+    A SIGHUP that is ignored when the launch starts, as under nohup, stays ignored.
+    """
 
     def __init__(self) -> None:
         self.count = 0
@@ -190,7 +195,10 @@ class _Signals:
         os.write(self._writer, b"x")
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -25,10 +25,11 @@ class StateFeed:
 
     Args:
         client: the way to the engine.
+        with_text: show text of prompts and outputs.
     """
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, with_text: bool = False) -> None:
+        self._client, self._with_text = client, with_text
         self._poll: asyncio.Task[dict[str, Any]] | None = None
         self._asked_s = 0.0
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
@@ -54,12 +55,13 @@ class StateFeed:
 
     async def _ask(self) -> dict[str, Any]:
         last = self._steps[-1]["step"] if self._steps else 0
-        state: State = await asyncio.wait_for(self._client.state(last), TIMEOUT_S)
+        state: State = await asyncio.wait_for(self._client.state(last, self._with_text), TIMEOUT_S)
         steps: list[StepState] = state.steps
         self._steps.extend(_plain(step) for step in steps)
         plain = _plain(state)
         for each in (*plain["runs"], *plain["requests"]):
             del each["token_ids"]
+        plain["has_text"] = plain.pop("has_tokens")
         for name in ("type", "worker", "steps"):
             del plain[name]
         return plain

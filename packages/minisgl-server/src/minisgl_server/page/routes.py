@@ -33,12 +33,12 @@ SINCE = {
 }
 
 
-def add_page(app: FastAPI, client: EngineClient) -> None:
-    """Serve the page and the state that it shows.
+def add_page(app: FastAPI, client: EngineClient, with_text: bool) -> None:
+    """Serve the page and the state that it shows; text of prompts and outputs only with `with_text`.
 
-    The files are open to everyone, and hold nothing of anybody; the state shows what users ask.
+    The files are open to everyone and hold nothing of anybody; the state needs a key where there are keys.
     """
-    feed = StateFeed(client)
+    feed = StateFeed(client, with_text)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
@@ -46,7 +46,7 @@ def add_page(app: FastAPI, client: EngineClient) -> None:
 
     @app.get("/engine/state", **documented(answer=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE]})
     async def state(request: Request) -> Response:
-        """What the engine does now: requests, steps, pages, and what the prefix cache holds, with the text of prompts."""
+        """What the engine does now: requests, steps, pages, and what the prefix cache holds; text with --page-prompts."""
         text = request.query_params.get("since", "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ApiError(400, "since must be the number of a step.", "since")

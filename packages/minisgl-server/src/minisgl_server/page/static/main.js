@@ -16,6 +16,7 @@ function show(state) {
   latest = state;
   const { model, dtype, device, max_seq_len } = state.engine;
   byId("model").textContent = `${model} · ${dtype} on ${device} · context ${max_seq_len.toLocaleString("en")}`;
+  byId("prompts-note").hidden = state.has_text;
   showConversations(state);
   showTiles(state);
   showTree(state);

@@ -67,7 +67,7 @@ function describe(state) {
     if (place < 0) place = pages.map_starts.length;
     const owner = pages.map_owners[place - 1];
     const run = state.runs.find((each) => each.number === owner);
-    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : run ? `cached: ${run.text.replaceAll("\n", " ")}` : "cached";
+    const whose = owner === 0 ? "free" : owner < -1 ? `request #${-1 - owner}'s own` : run ? `cached: ${run.text.replaceAll("\n", " ") || `run ${run.number}`}` : "cached";
     text = `Page ${1 + hovered * pages.stride}, ${whose}`;
   }
   byId("pages-detail").textContent = text;

@@ -36,11 +36,11 @@ export function showRequests(state) {
     parts.owners = [requestOwner(request.number)];
     for (let run = runOfPage.get(request.last_shared_page); run; run = runs.get(run.parent)) parts.owners.push(run.number);
     byId("requests").append(row);
-    fill(row, parts, request);
+    fill(row, parts, request, state.has_text);
   }
 }
 
-function fill(row, parts, request) {
+function fill(row, parts, request, hasText) {
   const cached = Math.max(0, request.num_cached);
   const doing = !request.is_running ? "waits" : request.num_output ? "decodes" : "prefills";
   row.classList.toggle("selected", selection.owners.has(requestOwner(request.number)));
@@ -53,6 +53,7 @@ function fill(row, parts, request) {
   width(parts.output, request.num_output);
   parts.output.style.background = requestColor(request.number);
   const room = Math.max(10, Math.floor(parts.text.clientWidth / CHAR) - 1);
+  parts.text.hidden = !hasText;
   const text = request.text.replaceAll("\n", " ");
   parts.text.textContent = text.length > room ? `…${text.slice(-room)}` : text;
 }

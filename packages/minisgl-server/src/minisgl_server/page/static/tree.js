@@ -87,7 +87,7 @@ function draw(node, readers) {
   for (const rect of box.rects) rect.setAttribute("width", node.width);
   const dots = readers.slice(0, MAX_DOTS);
   const room = Math.floor((node.width - 18 - dots.length * 9) / CHAR);
-  const text = node.text.replaceAll("\n", "⏎");
+  const text = node.text.replaceAll("\n", "⏎") || `run ${node.number}`;
   box.text.textContent = text.length > room ? `${text.slice(0, room - 1)}…` : text;
   box.facts.textContent = `${node.numTokens} tok${node.numHits ? ` · ${count(node.numHits, "hit")}` : ""}${node.numLocks ? ` · ${node.numLocks} reading` : ""}`;
   const numPages = Math.min(node.numPages, MAX_PAGES, Math.floor((node.width - 18) / 7));
@@ -135,7 +135,7 @@ function go(node) {
 
 function describe() {
   const node = nodes.find((each) => each.number === current);
-  setText(byId("tree-detail"), node ? `${words(node)}: ${node.text}…` : "Point at a node, or go there with the arrow keys, to see its pages below.");
+  setText(byId("tree-detail"), node ? `${words(node)}${node.text && `: ${node.text}…`}` : "Point at a node, or go there with the arrow keys, to see its pages below.");
 }
 
 // Arrow keys: right to what follows, left to what it follows, up and down among neighbours.

@@ -1,0 +1,38 @@
+"""Names by which clients may ask for this server."""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import ip_address
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.options import ServerOptions
+
+_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+
+
+def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:
+    """Return the names in lower case; a single "*" for any name.
+
+    This host's own names are always among them: no page of another site can have one of them as its origin.
+
+    Args:
+        options: the user's.
+        address: IP address that the server listens on.
+
+    Raises:
+        InvalidValueError: a value of ``--allowed-hosts`` is no name.
+    """
+    given = [name.lower() for name in options.allowed_hosts]
+    for name in given:
+        if not _NAME.fullmatch(name):
+            allowed = (
+                "a host's name or address without scheme and port, such as api.example.com, *.example.com or [::1]"
+            )
+            raise InvalidValueError("--allowed-hosts", name, allowed)
+    if "*" in given or not (given or ip_address(address).is_loopback):
+        return ("*",)
+    host = options.host.lower()
+    local = ["localhost", "127.0.0.1", "[::1]", socket.gethostname().lower(), f"[{host}]" if ":" in host else host]
+    return tuple(dict.fromkeys([*local, *given]))
