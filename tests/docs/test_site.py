@@ -14,9 +14,11 @@ from pathlib import Path
 
 import click
 import pytest
+from anthropic.types import message_create_params
 from click.testing import CliRunner
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
+from openai.types.responses import response_create_params
 from pydantic import BaseModel, ValidationError
 
 import cli_reference
@@ -27,9 +29,11 @@ from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.plugins.selection import ALLOW_VARIABLE
+from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.native import GenerateRequest, GenerateSampling
+from minisgl_server.api.responses.schemas import InputTokensRequest, ResponsesRequest
 from minisgl_server.api.schemas import ChatRequest, CompletionRequest
 from minisgl_server.api.tokens import DetokenizeRequest, TokenizeRequest
 from minisgl_server.options import ServerOptions
@@ -166,6 +170,8 @@ def openai_fields(module: object) -> set[str]:
 
 
 OPENAI_CHAT, OPENAI_COMPLETION = openai_fields(chat_create_params), openai_fields(completion_create_params)
+OPENAI_RESPONSE = {*response_create_params.ResponseCreateParamsBase.__annotations__, "stream"}
+ANTHROPIC_MESSAGE = {*message_create_params.MessageCreateParamsBase.__annotations__, "stream"}
 
 
 def test_fields() -> None:
@@ -181,12 +187,17 @@ def test_fields() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mark", "model", "openai"),
-    [("chats", ChatRequest, OPENAI_CHAT), ("completions", CompletionRequest, OPENAI_COMPLETION)],
+    ("mark", "model", "official"),
+    [
+        ("chats", ChatRequest, OPENAI_CHAT),
+        ("completions", CompletionRequest, OPENAI_COMPLETION),
+        ("responses", ResponsesRequest, OPENAI_RESPONSE),
+        ("messages", MessagesRequest, ANTHROPIC_MESSAGE),
+    ],
 )
-def test_refused_fields(mark: str, model: type[BaseModel], openai: set[str]) -> None:
+def test_refused_fields(mark: str, model: type[BaseModel], official: set[str]) -> None:
     shown = names(marked("api.md", f"refused by {mark}"))
-    assert shown == sorted(openai - fields(model))
+    assert shown == sorted(official - fields(model))
     for name in shown:
         with pytest.raises(ValidationError) as caught:
             model.model_validate({name: "x"})
@@ -196,6 +207,8 @@ def test_refused_fields(mark: str, model: type[BaseModel], openai: set[str]) -> 
 @pytest.mark.parametrize(
     ("mark", "model"),
     [
+        ("responses", ResponsesRequest),
+        ("messages", MessagesRequest),
         ("generate", GenerateRequest),
         ("sampling_params", GenerateSampling),
         ("tokenize", TokenizeRequest),
@@ -206,6 +219,15 @@ def test_other_fields(mark: str, model: type[BaseModel]) -> None:
     text = marked("api.md", mark)
     shown = [names(row[0])[0] for row in rows("api.md", mark)] if text.startswith("|") else names(text)
     assert shown == list(model.model_fields)
+
+
+def test_the_first_fields_are_those_that_are_counted() -> None:
+    for page, counted, last in (
+        ("responses", InputTokensRequest, "chat_template_kwargs"),
+        ("messages", CountTokensRequest, "speed"),
+    ):
+        shown = [names(row[0])[0] for row in rows("api.md", page)]
+        assert shown[: shown.index(last) + 1] == list(counted.model_fields)
 
 
 def test_endpoints() -> None:

@@ -27,7 +27,7 @@ ANSWER_S = 150.0
 """Longer than any request takes here: no answer by then is a hang."""
 
 BOUNDS = {
-    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_new_tokens", "n"), (1, 3)),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens", "n"), (1, 3)),
     **dict.fromkeys(("min_tokens", "min_new_tokens", "min_p"), (0, 1)),
     **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), (0, 20)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2)),
@@ -98,6 +98,7 @@ def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
             kept[name] = "Hi"
     if "messages" in kept:
         kept["messages"] = [{"role": "user", "content": each.get("content") or "Hi"} for each in kept["messages"]]
+    kept.pop("previous_response_id", None)
     if nested := kept.get("sampling_params"):
         kept["sampling_params"] = made_answerable(nested)
         for name in ("max_tokens", "ignore_eos"):
@@ -112,6 +113,8 @@ def test_every_answer_is_documented_and_none_is_a_fault_of_the_server(
     is_meant = case.meta is not None and case.meta.generation.mode.is_positive
     if is_meant and isinstance(case.body, dict):
         case.body = made_answerable(case.body)
+        if case.path == "/v1/responses":
+            case.body.setdefault("max_output_tokens", 3)
         if case.path == "/v1/chat/completions" and not {"max_tokens", "max_completion_tokens"} & set(case.body):
             case.body["max_tokens"] = 3
     case.call_and_validate(base_url=tried.url, session=session, timeout=ANSWER_S)

@@ -96,6 +96,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     only_tokens: bool = False
     """Do not run it; answer with `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
+    """More variables of the chat template, which are left out where it does not have them."""
     tools: ToolUse | None = None
     form_name: str = ""
     """What the client calls the text in `sampling`'s structured_outputs."""

@@ -41,6 +41,12 @@ class ServerOptions:
     max_connections_per_address: int = option(
         1024, "Most connections at a time from one address other than this host's own; others get status 429.", low=1
     )
+    response_store_size: int = option(
+        64 * 2**20,
+        "Bytes of memory for responses that /v1/responses keeps, for previous_response_id; those used longest ago make"
+        " room. 0 keeps none.",
+        low=0,
+    )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
     page: bool = option(
         True,

@@ -24,6 +24,21 @@ class Error(BaseModel):
     error: ErrorDetails
 
 
+class AnthropicErrorDetails(BaseModel):
+    """What is wrong, in Anthropic's words."""
+
+    type: str
+    message: str
+
+
+class AnthropicError(BaseModel):
+    """Every answer but a success, on Anthropic's routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
 class Status(BaseModel):
     """A server that is well."""
 

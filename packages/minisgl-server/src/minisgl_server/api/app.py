@@ -13,8 +13,11 @@ from fastapi import FastAPI
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.api import chat, completions, errors, health, models, native, openapi, tokens
+from minisgl_server.api.anthropic import routes as messages
 from minisgl_server.api.body import BodyMemory
 from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.responses import routes as responses
+from minisgl_server.api.responses.store import ResponseStore
 from minisgl_server.metrics import export
 from minisgl_server.options import ServerOptions
 from minisgl_server.page.routes import add_page
@@ -43,10 +46,11 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     app.state.served_model_name = options.served_model_name
     app.state.max_body_size = options.max_body_size
     app.state.body_memory = BodyMemory()
+    app.state.response_store = ResponseStore(options.response_store_size)
     app.state.started = int(time.time())
     errors.install(app)
     openapi.install(app)
-    for module in (chat, completions, native, tokens, models, health):
+    for module in (chat, completions, responses, messages, native, tokens, models, health):
         app.include_router(module.router)
     if options.metrics:
         app.include_router(export.router)

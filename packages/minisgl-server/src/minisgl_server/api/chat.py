@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import msgspec
 from fastapi import APIRouter, Request, Response
 
-from minisgl_core.messages import Text, ToolCallDelta
+from minisgl_core.messages import EngineInfo, Text, Tokenize, ToolCallDelta
 from minisgl_server.api.answers import ChatAnswer, ChatChunk
 from minisgl_server.api.choices import Choices, check, json_response, parse, served_model, tokenize
 from minisgl_server.api.engine_client import Generation
@@ -15,43 +17,95 @@ from minisgl_server.api.openapi import documented
 from minisgl_server.api.sampling import sampling_of
 from minisgl_server.api.schemas import ChatRequest
 from minisgl_server.api.streaming import ChoiceChunks, EventStream
+from minisgl_server.api.tokens import new_tokens_id
 from minisgl_server.api.tools import tools_of
 
 router = APIRouter()
 
 
-@router.post("/v1/chat/completions", **documented(ChatRequest, ChatAnswer, streams=ChatChunk, errors=(400, 404)))
-async def chat_completions(request: Request) -> Response:
-    """Answer a conversation."""
-    client = request.app.state.client
-    info, model = served_model(request.app)
-    chat = await parse(ChatRequest, request)
-    check(chat, model)
-    prompt = tokenize(
+class ChatRun(NamedTuple):
+    """A conversation that the engine answers; `first`: what `Choices.start` returned."""
+
+    choices: Choices
+    generation: Generation
+    first: list[tuple[int, Text]]
+
+    async def collect(self, take: Callable[[int, Text], object]) -> None:
+        """Give `take` each new output and its place, to the end; close the generation whatever happens."""
+        try:
+            outputs = self.first
+            while outputs:
+                for place, text in outputs:
+                    take(place, text)
+                outputs = await self.choices.more(self.generation)
+        finally:
+            self.generation.close()
+
+
+def chat_prompt(chat: ChatRequest, info: EngineInfo, template_hints: dict[str, Any] | None = None) -> Tokenize:
+    """Return the prompt of a conversation, without id; `template_hints`: see `Tokenize`.
+
+    Raises:
+        InvalidValueError: a field holds what it must not.
+    """
+    return tokenize(
         chat,
         sampling_of(chat, info),
         messages=[message.model_dump(exclude_none=True) for message in chat.messages],
         chat_template_kwargs=chat.chat_template_kwargs or {},
+        template_hints=template_hints or {},
         tools=tools_of(chat),
     )
-    choices = Choices("chatcmpl", model, [prompt], info)
-    generation, first = await choices.start(client, request)
+
+
+async def run_chat(
+    request: Request, chat: ChatRequest, prefix: str, template_hints: dict[str, Any] | None = None
+) -> ChatRun:
+    """Run a conversation. Every API that has conversations ends here.
+
+    Args:
+        request: the HTTP request, which is watched: the run ends when the client hangs up.
+        chat: the conversation.
+        prefix: beginning of the ids, such as ``chatcmpl``.
+        template_hints: see `Tokenize`.
+
+    Raises:
+        ApiError: it was refused.
+        InvalidValueError: a field holds what it must not.
+    """
+    info, model = served_model(request.app)
+    check(chat, model)
+    choices = Choices(prefix, model, [chat_prompt(chat, info, template_hints)], info)
+    return ChatRun(choices, *await choices.start(request.app.state.client, request))
+
+
+async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
+    """Count the tokens of a conversation's prompt, without running it.
+
+    Raises:
+        ApiError: it was refused.
+        InvalidValueError: a field holds what it must not.
+    """
+    info, model = served_model(request.app)
+    check(chat, model)
+    prompt = chat_prompt(chat, info, template_hints)
+    question = msgspec.structs.replace(prompt, request_id=new_tokens_id(), only_tokens=True)
+    tokens = await request.app.state.client.ask(question)
+    return len(tokens.token_ids)
+
+
+@router.post("/v1/chat/completions", **documented(ChatRequest, ChatAnswer, streams=ChatChunk, errors=(400, 404)))
+async def chat_completions(request: Request) -> Response:
+    """Answer a conversation."""
+    served_model(request.app)
+    chat = await parse(ChatRequest, request)
+    run = await run_chat(request, chat, "chatcmpl")
     if chat.stream:
-        return EventStream(choices, generation, first, _Chunks(choices, "chat.completion.chunk", chat.stream_options))
-    try:
-        return await _answer(choices, generation, first)
-    finally:
-        generation.close()
-
-
-async def _answer(choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]) -> Response:
-    results = [_Answer() for _ in choices.output_ids]
-    while outputs:
-        for place, text in outputs:
-            results[place].add(text)
-        outputs = await choices.more(generation)
+        return EventStream(*run, _Chunks(run.choices, "chat.completion.chunk", chat.stream_options))
+    results = [_Answer() for _ in run.choices.output_ids]
+    await run.collect(lambda place, text: results[place].add(text))
     entries = [result.entry(place) for place, result in enumerate(results)]
-    return json_response(choices.body("chat.completion", entries, usage=choices.usage()))
+    return json_response(run.choices.body("chat.completion", entries, usage=run.choices.usage()))
 
 
 class _Answer:

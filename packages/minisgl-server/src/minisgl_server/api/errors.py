@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, or in Anthropic's on its paths."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import Rejected
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,17 @@ MAX_MESSAGE = 1000
 """Characters of an error's message; messages quote what a client sent."""
 MAX_PARAM = 200
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
+ANTHROPIC_PATH = "/v1/messages"
+"""Beginning of the paths whose errors are in Anthropic's shape."""
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -54,9 +66,16 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> Response:
-        """The whole answer."""
-        return Response(msgspec.json.encode(self.body()), self.status, self.headers, media_type="application/json")
+    def response(self, path: str = "") -> Response:
+        """Return the whole answer, in the shape of the API that `path` belongs to."""
+        body = anthropic_body(self, REQUEST_ID.get()) if path.startswith(ANTHROPIC_PATH) else self.body()
+        return Response(msgspec.json.encode(body), self.status, self.headers, media_type="application/json")
+
+
+def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
+    """Return the JSON body of an error in Anthropic's shape."""
+    kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
 def _cut(text: str, most: int) -> str:
@@ -132,19 +151,20 @@ def _places(error: ErrorDetails) -> list[int]:
 
 
 def install(app: FastAPI) -> None:
-    """Make every error of `app` an answer in OpenAI's shape."""
+    """Make every error of `app` an answer in the shape of its API."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return error.response(request.url.path)
 
     async def on_invalid_value(request: Request, error: Exception) -> Response:
         assert isinstance(error, InvalidValueError)
-        return invalid_value(error).response()
+        return invalid_value(error).response(request.url.path)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}.").response()
+        path = request.url.path
+        response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
         return response
 
@@ -152,7 +172,7 @@ def install(app: FastAPI) -> None:
         return Response(status_code=499)
 
     async def on_bug(request: Request, error: Exception) -> Response:
-        return ApiError(500, "The server failed on this request.", code="internal_error").response()
+        return ApiError(500, "The server failed on this request.", code="internal_error").response(request.url.path)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(InvalidValueError, on_invalid_value)

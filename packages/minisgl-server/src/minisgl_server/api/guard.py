@@ -64,15 +64,17 @@ class KeyCheck:
         if scope["type"] == "lifespan" or is_open(scope["path"]) or self._knows(scope):
             await self._app(scope, receive, send)
         else:
-            message = "A valid API key is required, as the header 'Authorization: Bearer KEY'."
-            response = ApiError(401, message, code="invalid_api_key").response()
+            message = "A valid API key is required, as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            response = ApiError(401, message, code="invalid_api_key").response(scope["path"])
             response.headers["WWW-Authenticate"] = "Bearer"
             await response(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()
-        return bool(sum([hmac.compare_digest(digest, known) for known in self._digests])) and scheme.lower() == "bearer"
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), key if scheme.lower() == "bearer" else ""]
+        digests = [hashlib.sha256(each.strip().encode("latin-1")).digest() for each in given]
+        return bool(sum([hmac.compare_digest(digest, known) for digest in digests for known in self._digests]))
 
 
 def is_open(path: str) -> bool:
@@ -110,11 +112,11 @@ class Limits:
         send = _lingering(receive, send)
         max_bytes = self._max_body_bytes()
         if length is not None and int(length) > max_bytes:
-            refusal = too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response()
+            refusal = too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
             return await refusal(scope, receive, send)
         if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
             message = f"{self._num_requests} requests are being served, as many as this server takes at a time."
-            return await ApiError(429, message, code="too_many_requests").response()(scope, receive, send)
+            return await ApiError(429, message, code="too_many_requests").response(scope["path"])(scope, receive, send)
         self._num_requests += is_post
         try:
             await self._app(scope, self._checked(receive, max_bytes), send)

@@ -10,13 +10,14 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from minisgl_server.api.answers import Error
+from minisgl_server.api.answers import AnthropicError, Error
+from minisgl_server.api.errors import ANTHROPIC_PATH
 from minisgl_server.api.guard import is_open
 
 ERRORS = {
     400: "The request is not valid; param names the field.",
     401: "No valid API key.",
-    404: "There is no such model.",
+    404: "There is no such model or response.",
     408: "The body stopped coming.",
     413: "The body is larger than --max-body-size, or holds more than the context could.",
     415: "The body is not JSON by its Content-Type, or compressed otherwise than by gzip or deflate.",
@@ -26,7 +27,7 @@ ERRORS = {
 }
 _TEMPLATE = "#/components/schemas/{model}"
 
-_described: set[type[BaseModel]] = {Error}
+_described: set[type[BaseModel]] = {Error, AnthropicError}
 
 
 def documented(
@@ -34,6 +35,7 @@ def documented(
     answer: type[BaseModel] | None = None,
     *,
     streams: type[BaseModel] | None = None,
+    ends_with_done: bool = True,
     errors: Iterable[int] = (),
     is_ready: bool = True,
 ) -> dict[str, Any]:
@@ -43,6 +45,7 @@ def documented(
         body: what the route reads.
         answer: what it answers with status 200; None for a route that never does.
         streams: what each server-sent event holds where the body asks for a stream.
+        ends_with_done: the last event is ``[DONE]``; otherwise events are named by their types.
         errors: further statuses, keys of `ERRORS`. Those that any route may answer, or the guard before it, are added.
         is_ready: it answers 503 where the engine does not serve.
     """
@@ -51,7 +54,7 @@ def documented(
     if answer is not None:
         content = {"application/json": {"schema": _reference(answer)}}
         if streams is not None:
-            content["text/event-stream"] = {"itemSchema": _event(streams)}
+            content["text/event-stream"] = {"itemSchema": _event(streams, ends_with_done)}
         responses[200] = {"description": "Success.", "content": content}
     for status in sorted({*errors, 500, *([503] if is_ready else [])}):
         responses[status] = _error(status)
@@ -77,9 +80,15 @@ def _document(app: FastAPI) -> dict[str, Any]:
     document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     models = sorted(_described, key=lambda model: model.__name__)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
-    schemas = {"schemas": definitions["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}}
+    schemas = {
+        "schemas": definitions["$defs"],
+        "securitySchemes": {
+            "key": {"type": "http", "scheme": "bearer"},
+            "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+        },
+    }
     document["components"] = schemas
-    document["security"] = [{}, {"key": []}]
+    document["security"] = [{}, {"key": []}, {"x-api-key": []}]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
@@ -90,23 +99,33 @@ def _document(app: FastAPI) -> dict[str, Any]:
                 responses["401"] = _error(401)
             if method == "post":
                 responses |= {str(status): _error(status) for status in (408, 413, 415, 429)}
+            if path.startswith(ANTHROPIC_PATH):
+                for status in responses.keys() - {"200"}:
+                    responses[status] = _error(int(status), AnthropicError)
     return document
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"description": ERRORS[status], "content": {"application/json": {"schema": _reference(Error)}}}
+def _error(status: int, body: type[BaseModel] = Error) -> dict[str, Any]:
+    return {"description": ERRORS[status], "content": {"application/json": {"schema": _reference(body)}}}
 
 
 def _reference(model: type[BaseModel]) -> dict[str, str]:
     return {"$ref": _TEMPLATE.format(model=model.__name__)}
 
 
-def _event(model: type[BaseModel]) -> dict[str, Any]:
+def _event(model: type[BaseModel], ends_with_done: bool) -> dict[str, Any]:
     """A server-sent event, in the words of OpenAPI 3.2, which 3.1 has none for."""
-    described = {"anyOf": [_reference(model), _reference(Error)]}
-    chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": described}
-    description = (
-        f"One {model.__name__} each; then '[DONE]'. An error after the beginning is an event that holds an Error."
-    )
-    data = {"anyOf": [{"const": "[DONE]"}, chunk]}
-    return {"type": "object", "description": description, "properties": {"data": data}, "required": ["data"]}
+    chunk: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
+    if ends_with_done:
+        description = (
+            f"One {model.__name__} each; then '[DONE]'. An error after the beginning is an event that holds an Error."
+        )
+        chunk["contentSchema"] = {"anyOf": [_reference(model), _reference(Error)]}
+        properties: dict[str, Any] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
+    else:
+        description = (
+            f"One {model.__name__} each, named by its type. An error after the beginning is such an event too."
+        )
+        chunk["contentSchema"] = _reference(model)
+        properties = {"event": {"type": "string"}, "data": chunk}
+    return {"type": "object", "description": description, "properties": properties, "required": list(properties)}

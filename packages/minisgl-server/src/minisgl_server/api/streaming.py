@@ -28,8 +28,17 @@ def event(data: Any) -> bytes:
     return b"data: " + _encode(data) + b"\n\n"
 
 
+def typed_event(data: dict[str, Any]) -> bytes:
+    """Return an event that is named by the data's type."""
+    kind: str = data["type"]
+    return b"event: " + kind.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
 class Chunks(ABC):
     """What the events of one endpoint hold."""
+
+    done = b"data: [DONE]\n\n"
+    """Ends a stream that did not fail."""
 
     def begin(self) -> bytes:
         """Events before the first output."""
@@ -42,6 +51,10 @@ class Chunks(ABC):
     def end(self) -> bytes:
         """Events after the last output."""
         return b""
+
+    def error(self, error: ApiError) -> bytes:
+        """Events that end a stream that failed."""
+        return event(error.body())
 
 
 class ChoiceChunks(Chunks):
@@ -84,7 +97,7 @@ class ChoiceChunks(Chunks):
 
 
 class EventStream(Response):
-    """Sends what is new as events and ``[DONE]`` at the end; closes the generation whatever happens.
+    """Sends what is new as events and `Chunks.done` at the end; closes the generation whatever happens.
 
     Args:
         choices: the outputs, begun.
@@ -105,14 +118,14 @@ class EventStream(Response):
             last = b""
             try:
                 # A task of its own: each chunk would otherwise go down and up all of the middlewares' coroutines.
-                last = await asyncio.create_task(self._send_all(send)) + b"data: [DONE]\n\n"
+                last = await asyncio.create_task(self._send_all(send)) + self._chunks.done
             except ApiError as error:
-                last = event(error.body())
+                last = self._chunks.error(error)
             except ClientGoneError:
                 access_of(scope).is_cut = True
             except Exception:
                 logger.exception("a stream failed")
-                last = event(ApiError(500, "The server failed on this request.", code="internal_error").body())
+                last = self._chunks.error(ApiError(500, "The server failed on this request.", code="internal_error"))
             await send({"type": "http.response.body", "body": last})
         finally:
             self._generation.close()

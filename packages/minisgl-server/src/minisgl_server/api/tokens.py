@@ -66,7 +66,7 @@ async def tokenize(request: Request) -> Response:
         if asked.messages is None and getattr(asked, name) is not None:
             raise InvalidValueError(name, "given", "left out unless messages are given")
     message = Tokenize(
-        request_id=_new_id(),
+        request_id=new_tokens_id(),
         sampling=SamplingParams(),
         text=asked.prompt,
         messages=None if asked.messages is None else [each.model_dump(exclude_none=True) for each in asked.messages],
@@ -94,9 +94,10 @@ async def detokenize(request: Request) -> Response:
     _, served = served_model(request.app)
     asked = await parse(DetokenizeRequest, request)
     check_model(asked.model, served)
-    tokens = await request.app.state.client.ask(Detokenize(_new_id(), asked.tokens))
+    tokens = await request.app.state.client.ask(Detokenize(new_tokens_id(), asked.tokens))
     return json_response({"prompt": tokens.text})
 
 
-def _new_id() -> str:
+def new_tokens_id() -> str:
+    """Return an id for a question to a tokenizer worker."""
     return f"tokens-{REQUEST_ID.get()}-{next(_numbers):x}"

@@ -84,7 +84,9 @@ class ChatFormat:
                 messages = with_tools(messages, chat.tools.tools, parser)
         elif (place := _first_use(messages)) is not None and not self._knows_calls:
             messages = without_calls(messages, self._parser_for_tools(f"messages[{place}]", "a call or its result"))
-        return render_chat(self._tokenizer, messages, chat.chat_template_kwargs, tools, chat.add_generation_prompt)
+        hints = {name: value for name, value in chat.template_hints.items() if name in self._template}
+        variables = {**hints, **chat.chat_template_kwargs}
+        return render_chat(self._tokenizer, messages, variables, tools, chat.add_generation_prompt)
 
     def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatParser | None:
         """Of the answer to `prompt`, which follows `grammar`; None where all of it is content."""

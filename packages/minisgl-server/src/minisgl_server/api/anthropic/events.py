@@ -1,0 +1,132 @@
+"""Content blocks and events of the Messages API."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from pydantic import TypeAdapter
+
+from minisgl_core.logs import REQUEST_ID
+from minisgl_core.messages import Text
+from minisgl_server.api.choices import Choices
+from minisgl_server.api.errors import ApiError, anthropic_body
+from minisgl_server.api.segments import Segment, Segments
+from minisgl_server.api.streaming import Chunks, typed_event
+
+_encode = msgspec.json.Encoder().encode
+_OBJECT = TypeAdapter(dict[str, Any])
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
+"""Type of the delta of each kind of segment, and its field."""
+
+
+class MessageBody:
+    """One message as it grows.
+
+    Args:
+        model: name of the model.
+        choices: counts its tokens.
+    """
+
+    def __init__(self, model: str, choices: Choices) -> None:
+        self.segments = Segments()
+        self._choices = choices
+        self._head = {"id": choices.id, "type": "message", "role": "assistant", "model": model}
+
+    def started(self) -> dict[str, Any]:
+        """Return the message before any output."""
+        return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self.usage()}
+
+    def finished(self) -> dict[str, Any]:
+        """Return the whole message."""
+        content = [block_of(segment) for segment in self.segments.all]
+        return {**self._head, "content": content, **self.stop(), "usage": self.usage()}
+
+    def stop(self) -> dict[str, Any]:
+        """Return what ended the output."""
+        last = self.segments.last
+        if last.finish_reason == "stop" and isinstance(last.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
+        return {"stop_reason": _STOP_REASONS[last.finish_reason or "stop"], "stop_sequence": None}
+
+    def usage(self) -> dict[str, Any]:
+        """Return the tokens so far."""
+        usage = self._choices.usage()
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": self.segments.num_reasoning_tokens},
+        }
+
+
+class MessageEvents(Chunks):
+    """Events of one message. Each segment of the output is a block: it starts, grows by deltas and stops."""
+
+    done = b""
+
+    def __init__(self, message: MessageBody) -> None:
+        self._message = message
+        self._index = -1
+        self._open: Segment | None = None
+        self._delta = b""
+        """Beginning of each delta of the open block."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first output."""
+        return typed_event({"type": "message_start", "message": self._message.started()})
+
+    def new(self, place: int, text: Text) -> bytes:
+        """See `Chunks.new`."""
+        events = b""
+        for segment, piece in self._message.segments.push(text):
+            if segment is not self._open:
+                events += self._stop() + self._start(segment)
+            if piece:
+                events += self._delta + _encode(piece) + b"}}\n\n"
+        return events
+
+    def end(self) -> bytes:
+        """Return the events after the last output."""
+        delta = {"type": "message_delta", "delta": self._message.stop(), "usage": self._message.usage()}
+        return self._stop() + typed_event(delta) + typed_event({"type": "message_stop"})
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the event that ends a message that failed."""
+        return typed_event(anthropic_body(error, REQUEST_ID.get()))
+
+    def _start(self, segment: Segment) -> bytes:
+        self._open, self._index = segment, self._index + 1
+        block = block_of(segment, is_empty=True)
+        kind, field = _DELTAS[segment.kind]
+        head = typed_event({"type": "content_block_delta", "index": self._index, "delta": {"type": kind}})
+        self._delta = head.removesuffix(b"}}\n\n") + b',"%s":' % field.encode()
+        return typed_event({"type": "content_block_start", "index": self._index, "content_block": block})
+
+    def _stop(self) -> bytes:
+        return b"" if self._open is None else typed_event({"type": "content_block_stop", "index": self._index})
+
+
+def block_of(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
+    """Return a segment as a content block; `is_empty`: as it begins."""
+    content = "" if is_empty else segment.content
+    if segment.kind == "reasoning":
+        return {"type": "thinking", "thinking": content, "signature": ""}
+    if segment.kind == "text":
+        return {"type": "text", "text": content}
+    return {"type": "tool_use", "id": segment.call_id, "name": segment.name, "input": _input(content)}
+
+
+def _input(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object; as much as there is of those that max_tokens cut."""
+    try:
+        return _OBJECT.validate_json(arguments or "{}", experimental_allow_partial=True)
+    except ValueError:
+        return {}

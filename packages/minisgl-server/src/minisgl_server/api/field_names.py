@@ -1,0 +1,61 @@
+"""Errors of a chat in the field names of another API whose request became that chat."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.api.errors import ApiError, invalid_value
+
+_MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?.*")
+
+
+class FieldNames:
+    """Field names of another API.
+
+    Args:
+        patterns: regular expressions of a chat's field names, and what replaces them.
+        messages: the field that each of the chat's messages comes from.
+        all_messages: the field that all messages come from.
+    """
+
+    def __init__(self, patterns: Mapping[str, str], messages: Sequence[str], all_messages: str) -> None:
+        self._patterns = {re.compile(pattern): name for pattern, name in patterns.items()}
+        self._messages, self._all_messages = messages, all_messages
+
+    def name(self, param: str) -> str:
+        """Return the other API's name of a chat's field."""
+        if param == "messages":
+            return self._all_messages
+        if (found := _MESSAGE.fullmatch(param)) and int(found[1]) < len(self._messages):
+            return self._messages[int(found[1])] + (found[2] or "")
+        for pattern, name in self._patterns.items():
+            if pattern.match(param):
+                return pattern.sub(name, param, count=1)
+        return param
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Rename the field of errors that are raised inside.
+
+        Raises:
+            ApiError: the same error with the other name.
+        """
+        try:
+            yield
+        except InvalidValueError as error:
+            raise self._renamed(invalid_value(error)) from None
+        except ApiError as error:
+            raise self._renamed(error) from None
+
+    def _renamed(self, error: ApiError) -> ApiError:
+        if error.param is None or (name := self.name(error.param)) == error.param:
+            return error
+        renamed = copy(error)
+        if error.message.startswith(error.param):
+            renamed.message = name + error.message.removeprefix(error.param)
+        renamed.param = name
+        return renamed

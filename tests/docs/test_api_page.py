@@ -1,0 +1,27 @@
+"""The examples of the page on the HTTP API run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PAGE = (Path(__file__).parents[2] / "docs/api.md").read_text()
+BLOCKS = dict(re.findall(r"<!-- test: ([\w ]+) -->\n```python\n(.*?)^```$", PAGE, re.M | re.S))
+
+
+def test_every_block_is_tested() -> None:
+    assert list(BLOCKS) == ["responses example", "messages example"]
+    assert PAGE.count("```") == 2 * len(BLOCKS)
+
+
+@pytest.mark.parametrize(("name", "num_answers"), [("responses example", 2), ("messages example", 1)])
+def test_example(url: str, name: str, num_answers: int) -> None:
+    code = BLOCKS[name].replace("http://127.0.0.1:1919", url)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "Paris" in done.stdout
+    assert len(done.stdout.splitlines()) >= num_answers
