@@ -213,7 +213,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
                 {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [IMAGE]}]},
             ]
         },
-        "messages[0].content[0].content[0].type",
+        "messages[0].content[0].content[0]",
     ),
     "result of an assistant": (
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},

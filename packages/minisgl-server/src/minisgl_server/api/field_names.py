@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.errors import ApiError, invalid_value
@@ -54,8 +53,7 @@ class FieldNames:
     def _renamed(self, error: ApiError) -> ApiError:
         if error.param is None or (name := self.name(error.param)) == error.param:
             return error
-        renamed = copy(error)
         if error.message.startswith(error.param):
-            renamed.message = name + error.message.removeprefix(error.param)
-        renamed.param = name
-        return renamed
+            error.message = name + error.message.removeprefix(error.param)
+        error.param = name
+        return error

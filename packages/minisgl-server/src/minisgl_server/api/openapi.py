@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -77,7 +78,10 @@ def install(app: FastAPI) -> None:
 
 
 def _document(app: FastAPI) -> dict[str, Any]:
-    document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+    with warnings.catch_warnings():
+        # A route with several methods has one id, which is made unique below.
+        warnings.filterwarnings("ignore", "Duplicate Operation ID")
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     models = sorted(_described, key=lambda model: model.__name__)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
     schemas = {
@@ -92,6 +96,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
+            if method == "delete":
+                operation["operationId"] += "_delete"
             responses.pop("422", None)  # FastAPI's own checks, which nothing here uses
             if is_open(path):
                 operation["security"] = []

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from minisgl_server.api.schemas import Int, Strict
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.strict import Int, Strict
 from minisgl_server.api.unions import by_type
 
 
@@ -137,7 +138,7 @@ class MessagePrompt(Cached):
     model: str = Field(description="Name of the model that is served.")
     messages: list[MessageParam] = Field(min_length=1)
     system: str | list[TextBlock] | None = Field(None, description="Blocks are joined by line breaks.")
-    tools: list[ToolParam] | None = None
+    tools: Annotated[list[ToolParam] | None, Bound.TOOLS] = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None

@@ -6,7 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from minisgl_server.api.schemas import FunctionName, Int, Strict, TokenId, TokenKey
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.schemas import FunctionName
+from minisgl_server.api.strict import Int, Strict, TokenId, TokenKey
 from minisgl_server.api.unions import by_type
 
 Status = Literal["in_progress", "completed", "incomplete"]
@@ -140,7 +142,7 @@ class AllowedTools(Strict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: Annotated[list[NamedFunction], Bound.TOOLS] = Field(min_length=1)
 
 
 class TextFormat(Strict):
@@ -187,7 +189,7 @@ class PromptFields(Strict):
     input: str | list[Item] | None = Field(None, description="A user's text, or items.")
     instructions: str | None = Field(None, description="A system message before all others; not passed on.")
     previous_response_id: str | None = Field(None, description="The conversation that this one goes on with.")
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool] | None, Bound.TOOLS] = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true by default.")
     text: TextConfig | None = None
@@ -231,10 +233,10 @@ class ResponsesRequest(PromptFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[TokenKey, float] | None = None
+    logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
     seed: Int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[TokenId] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
