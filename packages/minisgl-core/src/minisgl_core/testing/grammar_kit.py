@@ -288,7 +288,7 @@ class GrammarTests:
         """As the schema's ``x-whitespace`` says; compact without it."""
         schema = SCHEMA | {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
         text = json.dumps(schema if pattern is None else schema | {WHITESPACE: pattern})
-        state = self.provider().compile("json_schema", text, "it")
+        state = self.make_provider().compile("json_schema", text, "it")
         for output in right:
             copied = state.copy()
             assert all(copied.accept(token) for token in _encode(output, one_byte_each=True)), output
