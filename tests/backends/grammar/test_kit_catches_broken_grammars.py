@@ -130,6 +130,11 @@ class MatchesWithinTheOutput(LlguidanceGrammar):
         return super().compile(kind, f"({text.strip('^$')}).*" if kind == "regex" else text, name)
 
 
+class IgnoresWhitespace(LlguidanceGrammar):
+    def compile(self, kind: Any, text: str, name: str) -> LlguidanceState:
+        return super().compile(kind, text.replace('"x-whitespace"', '"x-other"'), name)
+
+
 def broken() -> list[type[LlguidanceGrammar]]:
     found = [*_Of.__subclasses__(), *(each for each in LlguidanceGrammar.__subclasses__() if each is not _Of)]
     return [each for each in found if each.__module__ == __name__]  # other tests have some, too

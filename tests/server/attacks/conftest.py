@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -69,22 +70,35 @@ class InnocentStream(threading.Thread):
 
 
 class MemoryWatch(threading.Thread):
-    """Samples the resident memory of every process of a server; page-cache pages of mapped files are not counted."""
+    """Samples the resident memory of every process of a server; page-cache pages of mapped files are not counted.
 
-    def __init__(self, processes: dict[str, psutil.Process]) -> None:
+    Processes that start during the attack count with all of their memory.
+    """
+
+    def __init__(self, children: Callable[[], dict[str, psutil.Process]]) -> None:
         super().__init__(daemon=True)
-        self._processes, self._ends = processes, threading.Event()
-        self._before = {name: self._rss(process) for name, process in processes.items()}
-        self.growth = dict.fromkeys(processes, 0)
+        self._children, self._ends = children, threading.Event()
+        self._processes = children()
+        self._before = {process.pid: self._rss(process) for process in self._processes.values()}
+        self.growth = dict.fromkeys(self._processes, 0)
 
     def run(self) -> None:
+        num_samples = 0
         while not self._ends.wait(0.02):
+            num_samples += 1
+            if num_samples % 5 == 0:
+                self._look_for_new()
             for name, process in self._processes.items():
-                self.growth[name] = max(self.growth[name], self._rss(process) - self._before[name])
+                growth = self._rss(process) - self._before.get(process.pid, 0)
+                self.growth[name] = max(self.growth.get(name, 0), growth)
 
     def end(self) -> None:
         self._ends.set()
         self.join()
+
+    def _look_for_new(self) -> None:
+        with contextlib.suppress(psutil.Error, IndexError):  # one ended meanwhile
+            self._processes |= self._children()
 
     @staticmethod
     def _rss(process: psutil.Process) -> int:
@@ -104,7 +118,7 @@ def withstands() -> Callable[[Any], Any]:
         stream = InnocentStream(server.url)
         stream.start()
         assert stream.begins.wait(60)
-        memory = MemoryWatch(server.children())
+        memory = MemoryWatch(server.children)
         memory.start()
         try:
             yield

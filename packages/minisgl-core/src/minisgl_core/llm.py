@@ -265,6 +265,7 @@ class LLM:
         submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar)
         self._loop.scheduler.validate(submit)
         if grammar is not None and self._loop.scheduler.grammars is not None:
+            grammar.check_size()
             self._loop.scheduler.grammars.check(grammar)
         return submit, params
 
@@ -379,6 +380,7 @@ class LLM:
         """A step ended anywhere: every request is lost. One rank starts again with an empty cache; several no longer agree."""
         self._abandon()
         if self._others is None:
+            self._close_grammars()
             self._loop = self._new_loop()
             return
         try:
@@ -398,7 +400,12 @@ class LLM:
         """Free the model and end the other ranks. Safe to call twice."""
         self._is_open = False
         self._abandon()
+        self._close_grammars()
         self._stack.close()
+
+    def _close_grammars(self) -> None:
+        if self._loop.scheduler.grammars is not None:
+            self._loop.scheduler.grammars.close()
 
     def __enter__(self) -> Self:
         return self

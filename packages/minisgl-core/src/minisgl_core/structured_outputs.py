@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json as json_module
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
-from minisgl_core.contracts.grammar import GrammarKind
+from minisgl_core.contracts.grammar import WHITESPACE, GrammarKind, check_grammar_size
 from minisgl_core.errors import InvalidValueError
 
 _KINDS: dict[str, GrammarKind] = {
@@ -20,6 +20,9 @@ _KINDS: dict[str, GrammarKind] = {
     "json_object": "json_object",
     "structural_tag": "structural_tag",
 }
+
+_ANY_WHITESPACE = r"[ ]|\n[ ]{0,24}"
+"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
 
 MAX_CHOICES = 10_000
 """Texts to choose from: ten times as many took 20 s to refuse."""
@@ -91,6 +94,8 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
         after_token: where not None, the output is free up to this token (the end of a model's thoughts).
         free_if_begun_by: where not None, that holds only if the output begins with this token (the beginning of thoughts);
             what begins otherwise follows the grammar from there.
+        parts: schemas that `text` is made of, by what the user calls them. They are checked before it, so that an error names
+            the part at fault.
     """
 
     kind: GrammarKind
@@ -98,11 +103,25 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     name: str
     after_token: int | None = None
     free_if_begun_by: int | None = None
+    parts: tuple[tuple[str, str], ...] = ()
+
+    def check_size(self) -> None:
+        """Refuse texts that are longer than `MAX_GRAMMAR_BYTES` allows.
+
+        Raises:
+            InvalidValueError: the text or one of its parts is.
+        """
+        for name, schema in self.parts:
+            check_grammar_size("json_schema", schema, name)
+        check_grammar_size(self.kind, self.text, self.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the output of a request must be; exactly one field is set. Names are vLLM's.
+    """What the output of a request must be; exactly one of the first six fields is set. Names are vLLM's.
+
+    JSON is compact: one space may follow a comma or a colon. The last two fields change that beside ``json`` or
+    ``json_object``.
 
     Attributes:
         json: fits this JSON schema, a dictionary or its text.
@@ -112,6 +131,9 @@ class StructuredOutputs:
             beginning at ``root``.
         json_object: is any JSON object.
         structural_tag: is free text with structures after triggers, a dictionary or its text; see `GrammarKind`.
+        whitespace_pattern: the whitespace between the parts of the JSON matches this pattern.
+        disable_any_whitespace: True for no whitespace in the JSON, False for a space or an indented new line anywhere between
+            its parts.
     """
 
     json: str | dict[str, Any] | None = None
@@ -120,9 +142,11 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool = False
     structural_tag: str | dict[str, Any] | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [field.name for field in fields(self) if getattr(self, field.name) not in (None, False)]
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
             raise InvalidValueError("structured_outputs", ", ".join(given) or None, allowed)
@@ -134,13 +158,52 @@ class StructuredOutputs:
         for name in ("regex", "grammar"):
             if not isinstance(value := getattr(self, name), str | None):
                 raise InvalidValueError(f"structured_outputs.{name}", value, "a text")
+        for name in ("json", "structural_tag", "regex", "grammar"):
+            if (text := getattr(self, name)) is not None:
+                check_grammar_size(_KINDS[name], text, f"structured_outputs.{name}")
+        self._check_whitespace()
+
+    def _check_whitespace(self) -> None:
+        pattern, is_disabled = self.whitespace_pattern, self.disable_any_whitespace
+        for name, value, kind in (
+            ("whitespace_pattern", pattern, str),
+            ("disable_any_whitespace", is_disabled, bool),
+        ):
+            if not isinstance(value, kind | None):
+                allowed = "a text" if kind is str else "true or false"
+                raise InvalidValueError(f"structured_outputs.{name}", value, allowed)
+            if value is not None and self.json is None and not self.json_object:
+                raise InvalidValueError(f"structured_outputs.{name}", value, "left out without json or json_object")
+        if pattern is not None and is_disabled:
+            raise InvalidValueError(
+                "structured_outputs.whitespace_pattern", pattern, "left out where disable_any_whitespace is true"
+            )
 
     def source(self, name: str = "") -> GrammarSource:
         """The grammar that this asks for; `name` is what errors call it."""
         [field] = [each for each in _KINDS if getattr(self, each) not in (None, False)]
-        value = getattr(self, field)
+        name, value = name or f"structured_outputs.{field}", getattr(self, field)
+        whitespace = self._whitespace
+        if whitespace is not None:
+            schema = _schema(value, name) if field == "json" else {"type": "object"}
+            return GrammarSource("json_schema", json_module.dumps(schema | {WHITESPACE: whitespace}), name)
         text = json_module.dumps(value) if field == "choice" else "" if field == "json_object" else value
-        return GrammarSource(_KINDS[field], text, name or f"structured_outputs.{field}")
+        return GrammarSource(_KINDS[field], text, name)
+
+    @property
+    def _whitespace(self) -> str | None:
+        """For `WHITESPACE`; None for the default."""
+        if self.whitespace_pattern is not None:
+            return self.whitespace_pattern
+        return None if self.disable_any_whitespace is None else "" if self.disable_any_whitespace else _ANY_WHITESPACE
+
+
+def _schema(text: str, name: str) -> dict[str, Any]:
+    try:
+        schema = json_module.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(name, text, f"a JSON schema ({error})") from None
+    return schema if isinstance(schema, dict) else {"allOf": [schema]}
 
 
 def _json_text(value: Any, name: str) -> str:

@@ -16,7 +16,6 @@ import msgspec
 import numpy as np
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import RequestState, RunState, State, StateRequest
@@ -273,7 +272,7 @@ class TokenizerWorker:
         return _Request(OutputText(self._token_bytes, sampling), waiting, is_chat=True, parser=parser)
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
-        """What the output must follow, checked as far as it goes without the scheduler's compiler."""
+        """What the output must follow. Only its size is checked here: the scheduler's process compiles it."""
         form = message.sampling.structured_outputs
         if message.messages is not None:
             source = self._chats.grammar(message, prompt)
@@ -281,12 +280,12 @@ class TokenizerWorker:
             source = form.source(message.form_name) if form is not None else None
         if source is not None:
             try:
-                provider: type[Grammar] = self._registry.load("grammar", self._info.grammar)
+                self._registry.load("grammar", self._info.grammar)
             except PluginError as error:
                 raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
-            for name, schema in self._chats.argument_schemas(message) if source.kind in _OF_TOOLS else ():
-                provider.check("json_schema", schema, name)
-            provider.check(source.kind, source.text, source.name)
+            if source.kind in _OF_TOOLS:
+                source = msgspec.structs.replace(source, parts=tuple(self._chats.argument_schemas(message)))
+            source.check_size()
         return source
 
     def _check(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:

@@ -7,12 +7,19 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
+from minisgl_core.contracts.grammar import WHITESPACE
 from minisgl_core.structured_outputs import StructuralTag, TaggedStructure
 
-JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n[ ]{0,24}"}
-"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
+_COMPACT = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
+"""At most one space after a comma or a colon. Wider whitespace costs tokens, and small models sometimes never leave it."""
+NO_FORCING = '\n%llguidance {"no_forcing": true}'
+"""Leave the tokens of forced text to the model.
+
+llguidance computes the whole forced text ahead and without its limits: `a{1000000000}` stands for a second of work.
+"""
 MAX_EBNF_CHARS = 20_000
 """EBNF is translated by Python code, whose time grows with the square of its length."""
 
@@ -67,7 +74,7 @@ def structural_tag(tag: StructuralTag, tags: Tags) -> str:
     structures: dict[str, list[TaggedStructure]] = {}
     for each in tag.structures:
         structures.setdefault(tag.trigger_of(each), []).append(each)
-    rules, items = ["%llguidance {}", "start: item* TEXT", r"TEXT: /(.|\n)*/"], []
+    rules, items = ["start: item* TEXT", r"TEXT: /(.|\n)*/"], []
     for place, (trigger, following) in enumerate(structures.items()):
         after = [
             f"{_literal(each.begin[len(trigger) :], tags)} {_value(each.schema)} {_literal(each.end, tags)}"
@@ -89,6 +96,28 @@ def _literal(text: str, tags: Tags) -> str:
     return " ".join(f"<[{tags[piece]}]>" if piece in tags else json.dumps(piece) for piece in pieces)
 
 
+def regex(pattern: str) -> str:
+    """A ``regex``; see `minisgl_core.contracts.grammar.GrammarKind`."""
+    return f"start: /{regex_to_lark(pattern, use_ascii='')}/" if pattern else 'start: ""'
+
+
+def json_value(schema: Any) -> str:
+    """A ``json_schema``; see `minisgl_core.contracts.grammar.GrammarKind`."""
+    return f"start: {_value(schema)}"
+
+
+def without_tokens(text: str) -> str:
+    """A user's grammar with one token in the place of every special token: it costs the same to compile."""
+    return _NAME.sub(lambda found: "<[0]>" if found[0].startswith("<") else found[0], text)
+
+
 def _value(schema: Any) -> str:
     schema = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return "%json " + json.dumps({"x-guidance": JSON_OPTIONS} | schema)
+    whitespace = schema.get(WHITESPACE)
+    if not isinstance(whitespace, str | None):
+        raise ValueError(f"{WHITESPACE} must be a pattern")
+    rest = {name: value for name, value in schema.items() if name != WHITESPACE}
+    options = (
+        _COMPACT if whitespace is None else {"whitespace_pattern": whitespace or None, "whitespace_flexible": False}
+    )
+    return "%json " + json.dumps({"x-guidance": options} | rest)

@@ -13,13 +13,15 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_core.errors import InvalidValueError
+
 Masks = npt.NDArray[np.int32]
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json", "structural_tag"]
 """What the text of a grammar is:
 
 - ``json_object``: empty; any JSON object.
-- ``json_schema``: a JSON schema.
+- ``json_schema``: a JSON schema. Its member ``x-whitespace`` (`WHITESPACE`) says which whitespace the output may have.
 - ``regex``: a pattern that the whole output matches.
 - ``choice``: a JSON list of texts, one of which the output is.
 - ``grammar``: a context-free grammar, in Lark's notation and beginning at ``start``, or as EBNF, whose rules have ``::=``, and
@@ -32,6 +34,40 @@ GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar"
   free, special tokens included, but from each trigger on it is one of the structures that begin with it, and free again after
   it. It may end only outside of them. Tags are tokens as above; spelled out in text, a trigger holds just as well.
 """
+
+
+WHITESPACE = "x-whitespace"
+"""Member of a schema: a pattern that the whitespace between the parts of the JSON matches, empty for none.
+
+Without it, a comma and a colon may have one space behind them, and nothing else may have any. It holds for a schema as a
+whole, in ``tagged_json`` and ``structural_tag`` too.
+"""
+
+MAX_GRAMMAR_BYTES: dict[GrammarKind, int] = {
+    "json_object": 0,
+    "json_schema": 256 * 1024,
+    "regex": 64 * 1024,
+    "choice": 256 * 1024,
+    "grammar": 64 * 1024,
+    "tagged_json": 256 * 1024,
+    "structural_tag": 256 * 1024,
+}
+"""Longest texts that a provider gets, in UTF-8."""
+
+
+def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
+    """Refuse a text that is longer than `MAX_GRAMMAR_BYTES`.
+
+    Raises:
+        InvalidValueError: it is; names `name` and the limit.
+    """
+    limit = MAX_GRAMMAR_BYTES[kind]
+    try:
+        size = len(text) if len(text) > limit else len(text.encode())
+    except UnicodeEncodeError as error:
+        raise InvalidValueError(name, text, f"valid Unicode ({error.reason})") from None
+    if size > limit:
+        raise InvalidValueError(name, f"{size} bytes", f"at most {limit} bytes long", "Ask for a smaller structure.")
 
 
 def mask_width(vocab_size: int) -> int:
@@ -108,7 +144,12 @@ class Grammar(ABC):
     @staticmethod
     @abstractmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """Find most faults of a text, quickly and without a tokenizer.
+        """Find most faults of a text without a tokenizer.
+
+        The engine calls it in a process of its own, which has half a second of processor time and 128 MiB of memory for it.
+        A text that passes is compiled in the engine's process. So `check` must do what is expensive in `compile`, and nothing
+        that comes after it may be more expensive: `GrammarState.fill_mask` and `GrammarState.accept` take at most some tens of
+        milliseconds for any text and any output, and set `GrammarState.error` where they would need more.
 
         Args:
             kind: what `text` is.
@@ -116,7 +157,7 @@ class Grammar(ABC):
             name: what the user calls the text, for the error.
 
         Raises:
-            InvalidValueError: `text` is not valid for its kind; says why.
+            InvalidValueError: `text` is not valid for its kind, or no output fits it; says why.
         """
 
     @abstractmethod

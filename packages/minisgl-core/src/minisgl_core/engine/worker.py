@@ -22,6 +22,7 @@ from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, T
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.constraints import Grammars
+from minisgl_core.scheduler.grammar_guard import GrammarGuard
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.monitor import Monitor
 from minisgl_core.scheduler.scheduler import Scheduler
@@ -63,6 +64,8 @@ def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Ca
             try:
                 _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
             finally:
+                if loop.scheduler.grammars is not None:
+                    loop.scheduler.grammars.close()
                 send_all(followers, Stop())
                 if hooks.engine_stopped is not None:
                     hooks.engine_stopped()
@@ -105,7 +108,8 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
     policy = registry.load("policy", config.scheduler.policy)()
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     overlap = not config.scheduler.disable_overlap
-    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size)
+    guard = GrammarGuard(built.config.backends.grammar)
+    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size, guard)
     scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(scheduler, built.engine, hooks, overlap=overlap, send_plan=send_plan)
 

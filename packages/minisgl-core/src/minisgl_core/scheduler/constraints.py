@@ -1,28 +1,48 @@
 """Outputs that must follow a grammar: compiled beside the loop, advanced by each token, turned into masks.
 
-A grammar takes milliseconds to compile, or a second where somebody means ill, and the first one waits for the provider to read
-the tokenizer; so threads do it, and a request waits in the queue meanwhile while others run.
+A grammar takes milliseconds to compile, and the first one waits for the provider to read the tokenizer. So threads do it, and
+a request waits in the queue meanwhile while others run. What takes longer is found by `GrammarGuard` first.
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from threading import Lock
 
 import numpy as np
 
 from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
-from minisgl_core.errors import InvalidValueError, MinisglError, PluginError
+from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, QueueFullError
+from minisgl_core.scheduler.grammar_guard import GrammarGuard
 from minisgl_core.structured_outputs import GrammarSource
 
 logger = logging.getLogger(__name__)
 
 NUM_KEPT = 256
 """Compiled grammars that are remembered."""
+MAX_KEPT_BYTES = 64 * 1024**2
+"""Memory that the remembered ones may take, as `GrammarGuard` measured it."""
+MAX_PENDING_BYTES = 32 * 1024**2
+"""Length of the texts that wait to be compiled."""
+_MIN_BYTES_PER_CHARACTER = 64
+"""A compiled grammar weighs at least so much."""
+_ACCEPT_LIMIT_S = 0.05
+"""Processor time that one token may take, where most take microseconds."""
 _NUM_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that is remembered; requests use copies of its state."""
+
+    state: GrammarState
+    num_bytes: int
 
 
 class Constraint:
@@ -36,7 +56,7 @@ class Constraint:
 
     __slots__ = ("_after_token", "_compiled", "_state", "error", "opening", "param")
 
-    def __init__(self, source: GrammarSource, compiled: Future[GrammarState]) -> None:
+    def __init__(self, source: GrammarSource, compiled: Future[CompiledGrammar]) -> None:
         self._compiled, self._after_token, self.opening = compiled, source.after_token, source.free_if_begun_by
         self._state: GrammarState | None = None
         self.error = ""
@@ -56,7 +76,7 @@ class Constraint:
         """Take the compiled grammar, or its `error`."""
         error = self._compiled.exception()
         if error is None:
-            self._state = self._compiled.result().copy()
+            self._state = self._compiled.result().state.copy()
             return
         if not isinstance(error, MinisglError):
             logger.error("a grammar was not compiled", exc_info=error)
@@ -80,9 +100,12 @@ class Constraint:
             if token == self._after_token:
                 self._after_token = None
             return
+        before = time.thread_time()
         is_allowed = self._state.accept(token)
         if self._state.error or not is_allowed:
             self.error = self._state.error or f"The grammar does not allow the token {token}."
+        elif time.thread_time() - before > _ACCEPT_LIMIT_S:
+            self.error = f"The grammar got too complex: a token took more than {_ACCEPT_LIMIT_S:g} s."
 
     @property
     def is_finished(self) -> bool:
@@ -94,28 +117,69 @@ class Constraint:
 class Grammars:
     """Compiles for one engine, and remembers. `start` and `fill` are called by one thread."""
 
-    def __init__(self, make_provider: Callable[[], Grammar], vocab_size: int) -> None:
-        """`make_provider` is called with the first grammar, or by `warm_up`, in a thread."""
-        self._make_provider, self._vocab_size = make_provider, vocab_size
+    def __init__(
+        self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarGuard | None = None
+    ) -> None:
+        """Without a guard, texts are compiled unseen.
+
+        `make_provider` is called with the first grammar, or by `warm_up`, in a thread.
+        """
+        self._make_provider, self._vocab_size, self._guard = make_provider, vocab_size, guard
         self._made: Grammar | None = None
         self._making = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
-        self._compiled: OrderedDict[tuple[str, str], Future[GrammarState]] = OrderedDict()
+        self._compiled: OrderedDict[bytes, Future[CompiledGrammar]] = OrderedDict()
+        self._pending: dict[bytes, int] = {}
 
     def warm_up(self) -> None:
         """Let the provider read the tokenizer now, in a thread: a second that no request will wait for."""
         self._pool.submit(self._provider)
 
+    def close(self) -> None:
+        """Drop what waits to be compiled and end the guard's process."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._guard is not None:
+            self._guard.close()
+
+    @property
+    def num_kept(self) -> int:
+        """Grammars that are remembered or being compiled."""
+        return len(self._compiled)
+
     def start(self, source: GrammarSource) -> Constraint:
-        """Begin to compile, unless the same grammar was met before."""
-        key = (source.kind, source.text)
-        compiled = self._compiled.pop(key, None)
-        if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._pool.submit(self._compile, source)
-        self._compiled[key] = compiled
-        if len(self._compiled) > NUM_KEPT:
-            self._compiled.popitem(last=False)
+        """Begin to compile, unless the same grammar was met before. One that does not compile is forgotten.
+
+        Raises:
+            QueueFullError: too much text waits to be compiled.
+        """
+        key = hashlib.sha256(f"{source.kind}\0{source.text}".encode()).digest()
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            size = len(source.text) + sum(len(schema) for _, schema in source.parts)
+            if self._pending and sum(list(self._pending.values())) + size > MAX_PENDING_BYTES:
+                raise QueueFullError(f"{len(self._pending)} grammars wait to be compiled already; try again later")
+            self._pending[key] = size
+            compiled = self._compiled[key] = self._pool.submit(self._compile, source)
+            compiled.add_done_callback(lambda done: self._finish(key, done))
+        else:
+            self._compiled.move_to_end(key)
+        self._trim()
         return Constraint(source, compiled)
+
+    def _finish(self, key: bytes, compiled: Future[CompiledGrammar]) -> None:
+        self._pending.pop(key, None)
+        if compiled.cancelled() or compiled.exception() is not None:
+            self._compiled.pop(key, None)
+
+    def _trim(self) -> None:
+        """Forget the oldest where there are too many."""
+        done = [each.result() for each in list(self._compiled.values()) if each.done() and not each.exception()]
+        num_bytes = sum(each.num_bytes for each in done)
+        for key, each in list(self._compiled.items()):
+            if len(self._compiled) <= NUM_KEPT and num_bytes <= MAX_KEPT_BYTES:
+                return
+            if each.done() and self._compiled.pop(key, None) is not None and not each.exception():
+                num_bytes -= each.result().num_bytes
 
     def check(self, source: GrammarSource) -> None:
         """Compile now.
@@ -154,14 +218,18 @@ class Grammars:
                 self._made = self._make_provider()
             return self._made
 
-    def _compile(self, source: GrammarSource) -> GrammarState:
-        provider = self._provider()
+    def _compile(self, source: GrammarSource) -> CompiledGrammar:
+        provider, num_bytes = self._provider(), 0
+        if self._guard is not None:
+            for name, schema in source.parts:
+                self._guard.check("json_schema", schema, name)
+            num_bytes = self._guard.check(source.kind, source.text, source.name)
         state = provider.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
             raise PluginError(
                 f"{type(provider).__qualname__}.compile() must return a GrammarState, and returned {state!r}"
             )
-        return state
+        return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 
 def wait_for_any(constraints: Iterable[Constraint], timeout_s: float) -> None:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, mask_width
+from minisgl_core.contracts.grammar import WHITESPACE, Grammar, GrammarKind, GrammarState, mask_width
 from minisgl_core.errors import InvalidValueError
 
 EOS = (257, 259)
@@ -124,6 +124,13 @@ CASES: dict[str, Case] = {
     ),
 }  # fmt: skip
 
+WHITESPACES: list[tuple[str | None, list[str], list[str]]] = [
+    (None, ['{"a":1,"b":2}', '{"a": 1, "b": 2}'], ["{ ", '{"a" ', '{"a":  ', '{"a":\n', '{"a":1 ']),
+    ("", ['{"a":1,"b":2}'], ["{ ", '{"a": ', '{"a":1, ']),
+    (r"[ ]|\n", ['{"a":1,"b":2}', '{ "a" : 1 ,\n"b":2\n}'], ['{"a":\t', '{"a":  ']),
+]
+"""``x-whitespace``, outputs that fit it, and outputs whose last byte is wrong."""
+
 SPELLED: list[tuple[GrammarKind, str, str]] = [
     ("choice", '["a<|call|>b"]', "a<|call|>b"),
     ("regex", r"<\|end\|>x", "<|end|>x"),
@@ -135,6 +142,8 @@ SPELLED: list[tuple[GrammarKind, str, str]] = [
 INVALID: list[tuple[GrammarKind, str]] = [
     ("json_schema", '{"type": "no such type"}'),
     ("json_schema", '{"type": '),
+    ("json_schema", '{"$ref": "#"}'),
+    ("json_schema", '{"x-whitespace": "("}'),
     ("regex", "(ab"),
     ("grammar", "start: missing"),
     ("grammar", 'begin: "a"'),
@@ -273,6 +282,22 @@ class GrammarTests:
             tokens.append(max(allowed))
             assert state.accept(tokens[-1])
         assert tokenizer.decode(tokens) == output
+
+    @pytest.mark.parametrize(("pattern", "right", "wrong"), WHITESPACES)
+    def test_whitespace_of_json(self, pattern: str | None, right: list[str], wrong: list[str]) -> None:
+        """As the schema's ``x-whitespace`` says; compact without it."""
+        schema = SCHEMA | {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+        text = json.dumps(schema if pattern is None else schema | {WHITESPACE: pattern})
+        state = self.make_provider().compile("json_schema", text, "it")
+        for output in right:
+            copied = state.copy()
+            assert all(copied.accept(token) for token in _encode(output, one_byte_each=True)), output
+            assert copied.is_complete
+        for output in wrong:
+            copied = state.copy()
+            *first, last = _encode(output, one_byte_each=True)
+            assert all(copied.accept(token) for token in first), output
+            assert not copied.accept(last), output
 
     def test_masks_of_several_at_once(self) -> None:
         """As one by one, in any number and order."""

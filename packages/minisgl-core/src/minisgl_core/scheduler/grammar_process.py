@@ -1,0 +1,108 @@
+"""Body of the process that tries grammars; see `minisgl_core.scheduler.grammar_guard`.
+
+It imports the provider and nothing of the engine, so that it starts fast and weighs little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import setproctitle
+
+from minisgl_core.contracts.grammar import Grammar
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.messages import Decoder, encode
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.scheduler.grammar_guard import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Trial, Verdict
+
+_STACK_BYTES = 1024**2
+"""Less than the engine's threads have: what nests too deeply ends this process, not theirs."""
+_NICENESS = 10
+
+
+def main(fd: int, provider: str) -> None:
+    """Try what comes on the pipe until its other end closes."""
+    setproctitle.setproctitle("minisgl: grammar check")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the engine's process decides
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    pipe = Connection(fd)
+    try:
+        checker: type[Grammar] = Registry.from_environment().load("grammar", provider)
+        checker.check("json_object", "", "")
+    except MinisglError as error:
+        pipe.send_bytes(encode(Verdict(plugin_error=str(error))))
+        return
+    _limit_memory()
+    pipe.send_bytes(encode(Verdict()))
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)  # an allocation that fails is told by the exit status
+    threading.stack_size(_STACK_BYTES)
+    worker = threading.Thread(target=_serve, args=(pipe, checker))
+    worker.start()
+    worker.join()
+
+
+def _serve(pipe: Connection, checker: type[Grammar]) -> None:
+    decode = Decoder(Trial)
+    while True:
+        try:
+            trial = decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(encode(_verdict(checker, trial)))
+
+
+def _verdict(checker: type[Grammar], trial: Trial) -> Verdict:
+    before = _reset_peak()
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    try:
+        checker.check(trial.kind, trial.text, trial.name)
+    except InvalidValueError as error:
+        return Verdict(allowed=error.allowed, remedy=error.remedy)
+    except MemoryError:
+        os.abort()
+    except Exception as error:
+        return Verdict(failure=f"{type(error).__name__}: {error}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return Verdict(num_bytes=max(0, _memory("VmHWM") - before))
+
+
+def _limit_memory() -> None:
+    """Bound what is allocated from now on."""
+    used = _memory("VmData")
+    if used:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_LIMIT_BYTES,) * 2)
+
+
+def _reset_peak() -> int:
+    """Give free memory back and let the peak be counted from here; returns the resident memory in bytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(field: str) -> int:
+    """A figure of Linux' in bytes; 0 elsewhere."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

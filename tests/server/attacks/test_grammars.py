@@ -1,0 +1,102 @@
+"""Structured outputs that are expensive to compile or to follow."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+NESTED = "((((a{100}){100}){100}){100}){100}"
+INTERSECTION = "start: A\nA: " + " & ".join(f"/(.|\\n)*[a-m].{{{k}}}[n-z](.|\\n)*/" for k in range(3, 30))
+"""Takes minutes to compile."""
+AMBIGUOUS = "start: s s s s s\ns: s s | s s s | A\nA: /[a-z]/"
+"""The number of ways to read a text grows with its cube."""
+CHOICES = [f"v{number}" for number in range(100_000)]
+DEEP = '{"items":' * 20_000 + "{}" + "}" * 20_000
+
+
+def tool_call(schema: Any) -> dict[str, Any]:
+    return {"structural_tag": {"triggers": ["<t>"], "structures": [{"begin": "<t>", "schema": schema, "end": "</t>"}]}}
+
+
+PASSING = {
+    "a forced text of a million characters": {"regex": NESTED},
+    "a repeat of a billion": {"regex": "a{1000000000}"},
+    "a forced text behind a free one": {"regex": "[a-z]b((a{100}){100}){100}"},
+    "a repeat of a repeat of a class": {"regex": "((([ab]{0,100}){100}){100})"},
+    "a repeat in a schema": {"json": {"type": "string", "pattern": "^((a{100}){100}){100}$"}},
+    "a repeat in a structural tag": tool_call({"type": "string", "pattern": "^((a{100}){100}){100}$"}),
+    "an ambiguous grammar": {"grammar": AMBIGUOUS},
+    "nested repeats of Lark": {"grammar": 'start: (((("a"{100}){100}){100}){100}){100}'},
+    "lookbehind by states": {"regex": "(.*a.{50}b.*){5}"},
+}
+"""What runs, or ends with an error on the way."""
+
+REFUSED = {
+    "an intersection": ({"grammar": INTERSECTION}, "must be compiled within"),
+    "an enum of a million values": ({"json": {"enum": list(range(1_000_000))}}, "at most 262144 bytes"),
+    "an enum of objects": ({"json": {"enum": [{"a": n, "b": "x"} for n in range(10_000)]}}, "must be compiled within"),
+    "100,000 alternatives": ({"grammar": "start: " + " | ".join(json.dumps(each) for each in CHOICES)}, "65536 bytes"),
+    "100,000 choices": ({"choice": CHOICES}, "at most 10000 texts"),
+    "a pattern of 10 MB": ({"regex": "a" * 10_000_000}, "at most 65536 bytes"),
+    "nested parentheses": ({"grammar": "start: " + "(" * 20_000 + '"a"' + ")" * 20_000}, "too deeply nested"),
+    "a deep schema": ({"json": DEEP}, "nested too deeply"),
+    "a schema that is itself": ({"json": {"$ref": "#"}}, "no text fits it"),
+    "a circle of schemas": (
+        {"json": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}},
+        "no text fits it",
+    ),
+    "an invalid schema in a structural tag": (
+        tool_call({"$ref": "#/$defs/a", "$defs": {"a": {"type": "no"}}}),
+        "llguidance takes",
+    ),
+}
+
+
+def complete(url: str, form: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {"prompt": "a", "max_tokens": 30, "structured_outputs": form, **fields}
+    return httpx.post(f"{url}/v1/completions", content=json.dumps(body), timeout=120)
+
+
+def test_variants_of_forced_text(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+    """One after the other and in parallel; none is kept at more than its text's weight."""
+    patterns = [NESTED.replace("a", letter) + "x" * length for letter in "abcdef" for length in range(4)]
+    with withstands(attacked), ThreadPoolExecutor(8) as pool:
+        for answer in pool.map(lambda pattern: complete(attacked.url, {"regex": pattern}), patterns):
+            assert answer.status_code == 200, answer.text
+
+
+def test_what_is_expensive_to_follow(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+    """Several requests of each kind at once."""
+    forms = [form for form in PASSING.values() for _ in range(3)]
+    with withstands(attacked), ThreadPoolExecutor(8) as pool:
+        for answer in pool.map(lambda form: complete(attacked.url, form, temperature=1, max_tokens=200), forms):
+            assert answer.status_code in (200, 400), answer.text
+
+
+def test_what_is_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+    """Variants of what takes minutes: each ends at its limit, and a harmless one beside them is served."""
+    variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in range(29, 37)]
+    with withstands(attacked), ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(complete, attacked.url, {"grammar": variant}) for variant in variants]
+        harmless = complete(attacked.url, {"regex": "yes|no"})
+        assert harmless.status_code == 200
+        assert harmless.json()["choices"][0]["text"] in ("yes", "no")
+        for answer in answers:
+            assert answer.result().status_code == 400
+            assert "must be compiled within" in answer.result().json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+def test_refused_with_field_and_limit(name: str, attacked: Any, withstands: Callable[[Any], Any]) -> None:
+    form, message = REFUSED[name]
+    with withstands(attacked):
+        answer = complete(attacked.url, form)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert message in error["message"]
+        assert len(error["message"]) < 1000
