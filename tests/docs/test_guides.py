@@ -19,16 +19,24 @@ DOCS = Path(__file__).parents[2] / "docs"
 CACHE = DOCS.parent / ".mypy_cache/guides"
 """Of what mypy knows about torch, which takes it half a minute."""
 BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)
-NUM_TESTS = {"prefix_cache": 25, "model": 6, "moe": 20}
+NUM_TESTS = {"prefix_cache": 25, "model": 11, "moe": 20}
 """By guide: how many of the kit's tests run at least."""
 NOT_FOR_THE_GUIDE = {"prefix_cache": "this cache shows nothing"}
 """By guide: why tests may be skipped, where it leaves out what is optional."""
 
 
+def marked(text: str) -> dict[str, str]:
+    """Code by mark; a file may be shown in several blocks."""
+    blocks: dict[str, str] = {}
+    for match in BLOCK.finditer(text):
+        blocks[str(match["mark"])] = blocks.get(str(match["mark"]), "") + match["code"]
+    return blocks
+
+
 @pytest.mark.parametrize("guide", NUM_TESTS)
 def test_guide(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / f"plugins/{guide}.md").read_text()
-    blocks = {str(match["mark"]): match["code"] for match in BLOCK.finditer(text)}
+    blocks = marked(text)
     [module, test, point] = blocks
     for mark in (module, test):
         (tmp_path / mark.removeprefix("file ")).write_text(blocks[mark])
@@ -54,32 +62,33 @@ def test_guide(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_models_guide_type_checks(tmp_path: Path) -> None:
-    """As strictly as the core; and so does a decoder layer with an MLP that is none of ours."""
+    """As strictly as the core; and so does an MLP of a layer that is none of ours."""
     text = (DOCS / "plugins/model.md").read_text()
-    blocks = {str(match["mark"]): match["code"] for match in BLOCK.finditer(text)}
+    blocks = marked(text)
     files = {mark.removeprefix("file "): code for mark, code in blocks.items() if mark.startswith("file ")}
     files["own_mlp.py"] = """
 import torch
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.base import Layer
-from minisgl_core.layers.decoder import DecoderLayer
-from minisgl_core.layers.linear import Linear, Targets
+from minisgl_core.layers import Layer, ReplicatedLinear
+from minisgl_core.layers.base import empty_parameter
+from minisgl_granite import GraniteForCausalLM, GraniteMLP
 
 class OneMatrix(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__()
-        self.matrix = Linear(config.hidden_size, config.hidden_size, build)
+        self.scale = empty_parameter(config.hidden_size, build=build)
+        self.matrix = ReplicatedLinear(config.hidden_size, config.hidden_size, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.gelu(self.matrix(x))
+        return torch.nn.functional.gelu(self.matrix.forward(x)) * self.scale
 
-    def weight_targets(self, name: str) -> Targets:
-        return self.matrix.weight_targets(name)
+    def prepare(self) -> None:
+        self.scale.add_(1)
 
-def build_layer(config: ModelConfig, build: BuildContext) -> DecoderLayer:
-    return DecoderLayer(Attention(config, 0, build), OneMatrix(config, build), config, build)
+class WideGranite(GraniteForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model.layers[0].mlp = GraniteMLP(config, build)
 """
     for name, code in files.items():
         (tmp_path / name).write_text(code)

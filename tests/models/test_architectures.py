@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,13 +14,7 @@ from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
-from minisgl_core.layers.embedding import VocabParallelEmbedding
-from minisgl_core.layers.linear import fused_targets
-from minisgl_core.layers.mlp import GatedMLP
-from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_models.llama import LlamaForCausalLM
@@ -64,23 +57,11 @@ class Small(ModelTests):
 
 class TestLlama(Small):
     __test__ = True
-    model_class, model_type = LlamaForCausalLM, "llama"
+    provider, model_type = LlamaForCausalLM, "llama"
 
 
 class TestLlamaTied(TestLlama):
     changes: ClassVar = {"tie_word_embeddings": True}
-
-
-class OtherEmbedding(LlamaForCausalLM):
-    """Puts in another part than it was made with."""
-
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-
-
-class TestLlamaTiedToAnotherEmbedding(TestLlamaTied):
-    model_class = OtherEmbedding
 
 
 class TestLlamaWithBiases(TestLlama):
@@ -138,58 +119,34 @@ class TestYarnRopeWithAttentionFactor(TestLlama):
     )
 
 
-class SpelledOutNorm(RMSNorm):
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        x = x + residual
-        return self(x), x
-
-
-class WithItsOwnNorms(LlamaForCausalLM):
+class GeluMLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.norm = SpelledOutNorm(config.hidden_size, config.rms_norm_eps, build)
-
-    def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
-        layer = super().build_layer(index, build)
-        layer.input_norm = SpelledOutNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
-        layer.post_attention_norm = SpelledOutNorm(self.config.hidden_size, self.config.rms_norm_eps, build)
-        return layer
-
-
-class TestLlamaWithNormsOfItsOwn(TestLlama):
-    """As a plugin may write them: they know nothing of sums over ranks."""
-
-    model_class = WithItsOwnNorms
-
-
-class GeluMLP(GatedMLP):
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(replace(config, hidden_act="silu"), build)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
+        self.down_proj = RowParallelLinear(inner, hidden, build, reduce=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(gelu(gate) * up)
-
-    def prepare(self) -> None:
-        pass
+        gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
+        return self.down_proj.forward(gelu(gate) * up)
 
 
 class WithGelu(LlamaForCausalLM):
-    def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
-        attention = Attention(self.config, index, build)
-        return DecoderLayer(attention, GeluMLP(self.config, build), self.config, build)
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(replace(config, hidden_act="silu"), build)
+        for layer in self.model.layers:
+            layer.mlp = GeluMLP(config, build)
 
 
 class TestLlamaWithAnActivationOfItsOwn(TestLlama):
     """Which the toolkit's MLP would refuse."""
 
-    model_class = WithGelu
+    provider = WithGelu
     changes: ClassVar = {"hidden_act": "gelu"}
 
 
 class TestMistral(Small):
     __test__ = True
-    model_class, model_type = MistralForCausalLM, "mistral"
+    provider, model_type = MistralForCausalLM, "mistral"
     changes: ClassVar = {"sliding_window": 7, "head_dim": 8}
 
 
@@ -199,7 +156,7 @@ class TestMistralWithoutWindow(TestMistral):
 
 class TestQwen2(Small):
     __test__ = True
-    model_class, model_type = Qwen2ForCausalLM, "qwen2"
+    provider, model_type = Qwen2ForCausalLM, "qwen2"
 
 
 class TestQwen2WithWindows(TestQwen2):
@@ -213,7 +170,7 @@ class TestQwen2WithWindows(TestQwen2):
 
 class TestQwen3(Small):
     __test__ = True
-    model_class, model_type = Qwen3ForCausalLM, "qwen3"
+    provider, model_type = Qwen3ForCausalLM, "qwen3"
     changes: ClassVar = {"head_dim": 16}
 
 
@@ -229,7 +186,7 @@ class TestQwen3WithBiasesAndWindows(TestQwen3):
 
 class TestQwen3Moe(Small):
     __test__ = True
-    model_class, model_type = Qwen3MoeForCausalLM, "qwen3_moe"
+    provider, model_type = Qwen3MoeForCausalLM, "qwen3_moe"
     experts: ClassVar[dict[str, Any]] = {
         "num_experts": 6,
         "num_experts_per_tok": 2,
@@ -270,17 +227,15 @@ def test_experts_where_there_are_none_are_refused() -> None:
     assert Qwen3MoeForCausalLM.unsupported(config) == []
 
 
-class Phi3ForCausalLM(DecoderModel):
+class Phi3ForCausalLM(LlamaForCausalLM):
     """Llama whose checkpoints hold matrices with the same input as one."""
 
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        targets = fused_targets(super().weight_targets(), "qkv_proj", ("q_proj", "k_proj", "v_proj"))
-        return fused_targets(targets, "gate_up_proj", ("gate_proj", "up_proj"))
+    packed_modules: ClassVar = {}
 
 
 class TestFusedMatrices(Small):
     """The MLP does not divide, and with four ranks KV heads are replicated."""
 
     __test__ = True
-    model_class, model_type = Phi3ForCausalLM, "phi3"
+    provider, model_type = Phi3ForCausalLM, "phi3"
     changes: ClassVar = {"pad_token_id": 0, "intermediate_size": 49}

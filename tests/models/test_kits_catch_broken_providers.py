@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,113 +15,165 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from minisgl_core.config.model import ModelConfig
-from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
-from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
-from minisgl_core.layers.decoder import DecoderModel
+from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.layers import RMSNorm, RowParallelLinear
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_core.testing.weights_kit import WeightSourceTests
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.mistral import MistralForCausalLM
 from minisgl_models.weights.safetensors_folder import SafetensorsWeights
 
-SMALL = AutoConfig.for_model(
-    "mistral",
-    vocab_size=37,
-    hidden_size=32,
-    intermediate_size=40,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    sliding_window=9,
-)
+SIZES: dict[str, Any] = {
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "sliding_window": 9,
+}
+SMALL, TIED = AutoConfig.for_model("mistral", **SIZES), {**SIZES, "tie_word_embeddings": True}
 
 
-class Right(DecoderModel):
-    pass
+class HalvesPositions(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(input_ids, positions // 2, *rest)
 
 
-class HalvesPositions(DecoderModel):
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        return super().forward(input_ids, positions // 2, attend)
+class CountsFromTheFirstPosition(LlamaForCausalLM):
+    """Right for a step of one sequence."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(input_ids, positions[:1] + torch.arange(len(positions)), *rest)
 
 
-class SwapsGateAndUp(DecoderModel):
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        swap = {"gate_proj": "up_proj", "up_proj": "gate_proj"}
-        for name, target in super().weight_targets():
-            part = name.split(".")[-2]
-            yield name.replace(part, swap.get(part, part)), target
+class ReadsANumber(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        assert int(positions.max()) < self.config.max_position
+        return super().forward(input_ids, positions, *rest)
 
 
-class EveryLayerIsTheFirst(DecoderModel):
-    def build_layer(self, index: int, build: Any) -> Any:
-        layer = super().build_layer(index, build)
-        layer.attention.layer = AttentionLayer(0, layer.attention.layer.scale, layer.attention.layer.sliding_window)
-        return layer
+class ReadsATruth(LlamaForCausalLM):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = super().compute_logits(hidden_states)
+        return logits if logits.isfinite().all() else logits.nan_to_num()
 
 
-class ForgetsTheWindow(DecoderModel):
-    def build_layer(self, index: int, build: Any) -> Any:
-        layer = super().build_layer(index, build)
-        layer.attention.layer = AttentionLayer(index, layer.attention.layer.scale)
-        return layer
+class ReadsAMask(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        input_ids = input_ids.clone()
+        input_ids[input_ids < 0] = 0
+        return super().forward(input_ids, positions, *rest)
 
 
-class ForgetsANorm(DecoderModel):
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden / self.norm.weight)
+class ReadsALength(LlamaForCausalLM):
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return super().forward(input_ids[: positions.argmax() + len(positions)], positions, *rest)
 
 
-class TakesAllLogitsForItsOwn(DecoderModel):
-    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.compute_logits(hidden)
+class IgnoresEverything(LlamaForCausalLM):
+    def ignored_weights(self) -> tuple[str, ...]:
+        return ("*",)
 
 
-class RefusesItsConfig(DecoderModel):
+class SwapsGateAndUp(LlamaForCausalLM):
+    packed_modules: ClassVar = {**LlamaForCausalLM.packed_modules, "gate_up_proj": ("up_proj", "gate_proj")}
+
+
+class EveryLayerIsTheFirst(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        for layer in self.model.layers:
+            layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, index=0)
+
+
+class ForgetsTheWindow(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        for layer in self.model.layers:
+            layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, sliding_window=None)
+
+
+class ForgetsANorm(LlamaForCausalLM):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states / self.model.norm.weight)
+
+
+class SkipsItsLayers(LlamaForCausalLM):
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        hidden = self.model.norm.forward(self.model.embed_tokens.forward(input_ids))
+        return hidden if logits_index is None else hidden.index_select(0, logits_index)
+
+
+class TakesItsOwnLogitsForAll(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.vocab_shard = None
+
+
+class TakesAllLogitsForItsOwn(LlamaForCausalLM):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self.gather_logits(super().compute_logits(hidden_states))
+
+
+class RefusesItsConfig(LlamaForCausalLM):
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
         return ["it is Tuesday"]
 
 
-class ForgetsToSum(DecoderModel):
-    def build_layer(self, index: int, build: Any) -> Any:
-        layer = super().build_layer(index, build)
-        layer.mlp.down_proj._sum = None
-        return layer
-
-
-class LeavesOneSumToItsNorm(DecoderModel):
-    def finalize(self) -> None:
-        super().finalize()
-        last_sum = self._layers[-1].mlp.last_sum()
-        if last_sum is not None:
-            last_sum.is_left, self.norm.sums = False, None
-
-
-class KeepsAWeightInFloat32(DecoderModel):
+class ForgetsAnAllReduce(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        self.norm.weight = torch.nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
 
-class ScalesLogitsInFloat32(DecoderModel):
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden).float() * torch.ones(1)
+class ReducesTwice(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, build)
+        self.model.layers[-1].mlp.down_proj = down_proj
 
 
-class TakesTheFirstRows(DecoderModel):
-    def forward_rows(self, *args: Any) -> torch.Tensor:
-        *step, rows = args
-        return self(*step)[: len(rows)]
+class ReducesInOneLayerItself(ForgetsAnAllReduce):
+    """The norms before leave the residual spread over the ranks."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, build)
+        self.model.layers[-1].mlp.down_proj = down_proj
 
 
-class DropsOtherTokens(DecoderModel):
-    def forward_rows(self, *args: Any) -> torch.Tensor:
-        ids, positions, attend, rows = args
-        return self(ids[rows], positions[rows], attend)
+class KeepsAWeightInFloat32(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model.norm.weight = torch.nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+
+
+class ScalesLogitsInFloat32(LlamaForCausalLM):
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states).float() * torch.ones(1)
+
+
+class TakesTheFirstTokens(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        hidden = super().forward(*args[:3])
+        return hidden[: len(args[3])] if len(args) == 4 else hidden
+
+
+class DropsOtherTokens(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        if len(args) == 3:
+            return super().forward(*args)
+        ids, positions, attend, index = args
+        return super().forward(ids[index], positions[index], attend)
 
 
 @pytest.fixture(autouse=True)
@@ -131,24 +184,43 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def kit_for(model: type[Model]) -> ModelTests:
+def kit_for(model: type[Model], config: Any = SMALL) -> ModelTests:
     class Kit(ModelTests):
-        model_class = model
+        provider = model
 
         def make_reference(self) -> Any:
-            return random_reference(SMALL)
+            return random_reference(config)
 
     return Kit()
 
 
 def test_a_right_model_passes() -> None:
-    assert failures(kit_for(Right)) == {}
+    assert failures(kit_for(MistralForCausalLM)) == {}
+
+
+def test_lengths_of_prompts_can_be_set() -> None:
+    kit = kit_for(MistralForCausalLM)
+    type(kit).num_tokens, type(kit).num_greedy_tokens = 17, (3, 5)
+    assert failures(kit) == {}
+
+
+def test_tied_embeddings_hide_no_missing_layers() -> None:
+    """The nearest embedding to a token's is its own: a reference that repeats its input would agree."""
+    config = AutoConfig.for_model("mistral", **TIED)
+    assert failures(kit_for(MistralForCausalLM, config)) == {}
+    assert "at position" in str(failures(kit_for(SkipsItsLayers, config))["test_greedy_tokens_equal_the_reference()"])
 
 
 @pytest.mark.parametrize(
     ("model", "test"),
     [
         (HalvesPositions, "test_logits_equal_the_reference"),
+        (CountsFromTheFirstPosition, "test_sequences_of_a_batch_stand_alone"),
+        (ReadsANumber, "test_nothing_is_read_on_the_host"),
+        (ReadsATruth, "test_nothing_is_read_on_the_host"),
+        (ReadsAMask, "test_nothing_is_read_on_the_host"),
+        (ReadsALength, "test_nothing_is_read_on_the_host"),
+        (IgnoresEverything, "test_unknown_tensors_are_refused"),
         (SwapsGateAndUp, "test_logits_equal_the_reference"),
         (EveryLayerIsTheFirst, "test_attention_layers_are_in_order"),
         (EveryLayerIsTheFirst, "test_steps_equal_the_whole"),
@@ -156,12 +228,14 @@ def test_a_right_model_passes() -> None:
         (ForgetsTheWindow, "test_attention_layers_are_in_order"),
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
-        (ForgetsToSum, "test_ranks_together_equal_one"),
-        (LeavesOneSumToItsNorm, "test_ranks_together_equal_one"),
+        (ForgetsAnAllReduce, "test_ranks_together_equal_one"),
+        (ReducesTwice, "test_ranks_together_equal_one"),
+        (ReducesInOneLayerItself, "test_ranks_together_equal_one"),
         (KeepsAWeightInFloat32, "test_it_runs_in_bfloat16"),
         (ScalesLogitsInFloat32, "test_it_runs_in_bfloat16"),
-        (TakesTheFirstRows, "test_hidden_states_of_some_tokens"),
+        (TakesTheFirstTokens, "test_hidden_states_of_some_tokens"),
         (DropsOtherTokens, "test_hidden_states_of_some_tokens"),
+        (TakesItsOwnLogitsForAll, "test_ranks_together_equal_one"),
         (TakesAllLogitsForItsOwn, "test_ranks_together_equal_one"),
     ],
 )

@@ -57,7 +57,7 @@ def mean_nll(logits: torch.Tensor, ids: torch.Tensor) -> float:
 @torch.inference_mode()
 def test_likelihood_and_greedy_tokens_equal_transformers(model: Model, reference: Any, tokenizer: Any) -> None:
     ids = torch.tensor(tokenizer(TEXT)["input_ids"])
-    mine = model.compute_logits(model(ids, torch.arange(len(ids)), DenseAttention()))
+    mine = model.compute_logits(model.forward(ids, torch.arange(len(ids)), DenseAttention()))
     nll = mean_nll(mine, ids)
     assert nll < 4, "a trained model on plain English"
     assert nll == pytest.approx(mean_nll(reference(ids[None]).logits[0], ids), abs=1e-3)
@@ -70,7 +70,9 @@ def test_likelihood_and_greedy_tokens_equal_transformers(model: Model, reference
     )[0, len(prompt) :]
     attend, tokens, position, output = DenseAttention(), prompt, 0, []
     while len(output) < len(made):
-        logits = model.compute_logits(model(tokens, torch.arange(position, position + len(tokens)), attend)[-1:])
+        logits = model.compute_logits(
+            model.forward(tokens, torch.arange(position, position + len(tokens)), attend)[-1:]
+        )
         position, tokens = position + len(tokens), logits.argmax(-1)
         output.append(int(tokens))
     assert output == made.tolist()

@@ -119,7 +119,7 @@ BROKEN = [
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_kernel_fails_the_kit(broken: type[MoeKernel]) -> None:
     class Kit(MoeKernelTests):
-        kernel = broken
+        provider = broken
 
     found = failures(Kit())
     assert found
@@ -128,6 +128,6 @@ def test_a_broken_kernel_fails_the_kit(broken: type[MoeKernel]) -> None:
 
 def test_a_right_kernel_fails_nothing() -> None:
     class Kit(MoeKernelTests):
-        kernel = TorchMoe
+        provider = TorchMoe
 
     assert failures(Kit()) == {}

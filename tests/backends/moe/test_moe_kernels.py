@@ -22,20 +22,20 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class TestTorch(MoeKernelTests):
-    kernel = TorchMoe
+    provider = TorchMoe
 
 
 class TestTriton(MoeKernelTests):
     """Compiled on a GPU, interpreted elsewhere."""
 
-    kernel = TritonMoe
+    provider = TritonMoe
     device = DEVICE.type
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 class TestTorchOnCuda(MoeKernelTests):
-    kernel = TorchMoe
+    provider = TorchMoe
     device = "cuda"
 
 

@@ -15,13 +15,13 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.engine.build import build_engine, open_checkpoint
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
-from minisgl_core.layers.decoder import DecoderModel
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_models.llama import LlamaForCausalLM
 
 
-class NamesItsKeysAnotherWay(DecoderModel):
+class NamesItsKeysAnotherWay(LlamaForCausalLM):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**raw, "num_hidden_layers": raw["n_layer"], "intermediate_size": 4 * raw["hidden_size"]}

@@ -18,12 +18,12 @@ from recording_cpu import RecordingCpu
 from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import graphs
 from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.graphs import DecodeGraphs, DecodeResult
 from minisgl_core.kv.pool import KVPool
-from minisgl_core.layers.decoder import DecoderModel
 from minisgl_core.sampling_params import SamplingParams
 
 SIZES = [1, 2, 4]
@@ -209,17 +209,18 @@ def test_masks_hold_in_recorded_decodes(
 class OtherHalf(Communicator):
     """Of two ranks the first, whose gathering computes the other's logits."""
 
-    def __init__(self, model: DecoderModel) -> None:
-        self.rank, self.size, self.model = 0, 2, model
+    def __init__(self, model: Model) -> None:
+        self.rank, self.size = 0, 2
+        self.whole = model.compute_logits
         self.num_gathered = 0
 
-    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         self.hidden = hidden
-        return self.model.compute_logits(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
+        return self.whole(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         self.num_gathered += 1
-        later = self.model.compute_logits(self.hidden[: len(x)])[:, x.shape[1] :]
+        later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -234,10 +235,10 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = outputs(kinds, options, cache="naive", overlap=False)
-    assert isinstance(engine.model, DecoderModel)
     group = OtherHalf(engine.model)
-    monkeypatch.setattr(engine.model, "vocab_shard", lambda: VocabShard(group, tiny.VOCAB_SIZE), raising=False)
-    monkeypatch.setattr(engine.model, "compute_own_logits", group.compute_own_logits, raising=False)
+    monkeypatch.setattr(engine.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
+    monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
+    monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
     with recorded(engine, SIZES[-1:]):
         num_recorded = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)

@@ -12,12 +12,13 @@ import torch
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.layer import PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
 from minisgl_core.engine.loader import load_weights
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers.decoder import DecoderModel
+from minisgl_models.llama import LlamaForCausalLM
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,7 +56,9 @@ class OfRank(SingleRank):
         self.rank, self.size = rank, size
 
 
-def model_for(source: WeightSource, rank: int = 0, tp_size: int = 1, model_class: Any = DecoderModel) -> DecoderModel:
+def model_for(
+    source: WeightSource, rank: int = 0, tp_size: int = 1, model_class: Any = LlamaForCausalLM
+) -> LlamaForCausalLM:
     device, dtype = torch.device("cpu"), torch.float32
     build = BuildContext(OfRank(rank, tp_size), Ops(device, dtype), device, dtype)
     return model_class(model_config(source.config), build)
@@ -63,7 +66,8 @@ def model_for(source: WeightSource, rank: int = 0, tp_size: int = 1, model_class
 
 def checkpoint(**changes: Any) -> dict[str, torch.Tensor]:
     model = model_for(InMemory({}, **changes))
-    return {name: torch.randn(target.destination.shape) for name, target in model.weight_targets()}
+    targets = model.weight_targets("", model.packed_modules)
+    return {name: torch.randn(target.destination.shape) for name, target in targets}
 
 
 def test_missing_and_unexpected_tensors_are_named() -> None:
@@ -118,10 +122,10 @@ def test_a_tensor_larger_than_its_config_is_named_on_every_rank(name: str, rank:
     )
 
 
-class NamesNoShapes(DecoderModel):
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        for name, target in super().weight_targets():
-            yield name, WeightTarget(target.destination, target.index)
+class NamesNoShapes(LlamaForCausalLM):
+    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+        for each, target in super().weight_targets(name, packed):
+            yield each, WeightTarget(target.destination, target.index)
 
 
 def test_a_target_without_a_shape_must_have_what_the_rank_takes() -> None:
@@ -143,10 +147,10 @@ def test_what_architectures_ignore_is_no_error() -> None:
 def test_the_tied_matrix_is_one_tensor() -> None:
     source = InMemory(checkpoint(tie_word_embeddings=True), tie_word_embeddings=True)
     model = model_for(source)
-    assert model.lm_head.weight is model.embedding.weight
+    assert "lm_head.weight" not in [name for name, _ in model.weight_targets("", model.packed_modules)]
     load_weights(model, source)
     hidden = torch.randn(3, 8)
-    assert torch.allclose(model.compute_logits(hidden), hidden @ model.embedding.weight.T)
+    assert torch.allclose(model.compute_logits(hidden), hidden @ model.model.embed_tokens.weight.T)
 
 
 MEASURE = """
@@ -158,7 +162,7 @@ from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.loader import load_weights
-from minisgl_core.layers.decoder import DecoderModel
+from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.weights.safetensors_folder import SafetensorsWeights
 
 class Rank(SingleRank):
@@ -189,9 +193,9 @@ def watch():
 
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
-model = DecoderModel(config, build)
-shard = sum(p.nbytes for p in model.parameters())
-largest = max(p.nbytes for p in model.parameters())
+model = LlamaForCausalLM(config, build)
+sizes = [parameter.nbytes for _, parameter in model.named_parameters()]
+shard, largest = sum(sizes), max(sizes)
 load_weights(model, source)
 stop = True
 thread.join()

@@ -116,7 +116,7 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
     """As where two attentions are subtracted from each other."""
     forward = engine.model.forward
 
-    def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
         def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
             first, other = attend(q.clone(), k.clone(), v, *rest), attend(torch.zeros_like(q), k.clone(), v, *rest)
             return first + 0 * other
@@ -124,7 +124,7 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
         return forward(ids, positions, both)
 
     monkeypatch.setattr(engine.model, "forward", with_another)
-    monkeypatch.setattr(engine.model, "_selects_rows", False)
+    monkeypatch.setattr(engine, "_selects", False)
     engine.record_pieces(SIZES, progress=False)
     generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
 

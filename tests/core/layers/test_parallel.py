@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from itertools import chain
-from typing import Any
 
 import pytest
 import torch
@@ -13,23 +12,40 @@ from hypothesis import strategies as st
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.model import ModelConfig
-from minisgl_core.contracts.communicator import Communicator, SingleRank
-from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRank
+from minisgl_core.contracts.layer import Layer, prepare_all
+from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.base import Layer, Shard, SumOverRanks, allowed_tp_sizes, check_tp_size
-from minisgl_core.layers.decoder import DecoderLayer, DecoderModel
-from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl_core.layers.linear import ColumnParallelLinear, Linear, QKVParallelLinear, RowParallelLinear, fused_targets
-from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers import (
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from minisgl_core.layers.base import Shard, allowed_tp_sizes, check_tp_size
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
-from minisgl_core.testing.references import DenseAttention
+from minisgl_core.testing.references import DenseAttention, NaiveMoe
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.qwen3 import Qwen3ForCausalLM
+from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
 
 def build_for(communicator: Communicator) -> BuildContext:
     device = torch.device("cpu")
     return BuildContext(communicator, Ops(device, torch.float32), device, torch.float32)
+
+
+QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+GATE_UP = {"gate_up_proj": ("gate_proj", "up_proj")}
+
+
+def fill_with_ones(layer: Layer) -> None:
+    for _, target in layer.weight_targets("layer", {}):
+        target.destination.fill_(1)
+    layer.prepare()
 
 
 class OfRank(SingleRank):
@@ -57,7 +73,7 @@ def test_every_rank_has_the_kv_heads_of_its_queries(num_kv_heads: int, group: in
     for size in allowed:
         for rank in range(size):
             layer = QKVParallelLinear(4, dim, num_q_heads, num_kv_heads, build_for(OfRank(rank, size)))
-            _, (_, k), (_, v) = layer.weight_targets("q", "k", "v")
+            _, (_, k), (_, v) = layer.weight_targets("qkv_proj", QKV)
             kv_rows = range(num_kv_heads * dim)[k.index[0]]
             assert k.index == v.index
             first_q = rank * layer.num_q_heads
@@ -85,12 +101,13 @@ def tiny_config(**changes: int) -> ModelConfig:
 
 
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
-    config = tiny_config()
     for size in (1, 2, 4, 12):
-        check_tp_size(config, size)
+        check_tp_size(12, 4, size)
     for size in (3, 5, 6, 24):
         with pytest.raises(InvalidValueError, match=rf"--tp={size} is not valid: must be one of 1, 2, 4, 12 for this"):
-            check_tp_size(config, size)
+            check_tp_size(12, 4, size)
+        with pytest.raises(InvalidValueError, match=f"--tp={size}"):
+            QKVParallelLinear(4, 2, 12, 4, build_for(OfRank(0, size)))
 
 
 @pytest.mark.parametrize(("vocab_size", "tp_size"), [(7, 1), (8, 4), (7, 4), (5, 4), (97, 3)])
@@ -102,12 +119,15 @@ def test_embedding_and_head_over_ranks(vocab_size: int, tp_size: int) -> None:
     def run(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         build = build_for(communicator)
         embedding = VocabParallelEmbedding(vocab_size, 6, build)
-        for _, target in embedding.weight_targets("e"):
+        for _, target in embedding.weight_targets("e", {}):
             target.destination.copy_(table[target.index])
         head = LMHead(vocab_size, 6, build, tied=embedding)
+        assert list(head.weight_targets("lm_head", {})) == []
         head.prepare()
-        rows = embedding(ids)
-        return rows, head(rows)
+        rows = embedding.forward(ids)
+        logits = head.forward(rows)
+        assert logits.shape == (vocab_size, -(-vocab_size // tp_size)), "this rank's part"
+        return rows, logits if head.shard is None else head.shard.gather(logits)
 
     for rows, logits in run_ranks(tp_size, run):
         assert torch.equal(rows, table)
@@ -117,131 +137,69 @@ def test_embedding_and_head_over_ranks(vocab_size: int, tp_size: int) -> None:
 def test_a_row_parallel_bias_counts_once() -> None:
     def run(communicator: Communicator) -> torch.Tensor:
         layer = RowParallelLinear(4, 3, build_for(communicator), bias=True)
-        for _, target in layer.weight_targets("o"):
-            target.destination.fill_(1)
-        layer.prepare()
-        return layer(torch.ones(2, 4 // communicator.size))
+        fill_with_ones(layer)
+        return layer.forward(torch.ones(2, 4 // communicator.size))
 
     for size in (1, 2, 4):
         assert all(torch.equal(out, torch.full((2, 3), 5.0)) for out in run_ranks(size, run))
 
 
-class Sealed(DecoderLayer):
-    def forward(self, *args: Any) -> Any:
-        return super().forward(*args)
-
-
-class OwnAttention(Attention):
-    def forward(self, *args: Any) -> torch.Tensor:
-        return super().forward(*args).tanh()
-
-
-class OwnModel(DecoderModel):
-    def forward(self, *args: Any) -> torch.Tensor:
-        return super().forward(*args)
-
-
-class OwnNorm(RMSNorm):
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self(x + residual), x + residual
-
-
-class PlainMLP(torch.nn.Module):
-    def __init__(self, inner: torch.nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x).tanh()
-
-    def weight_targets(self, name: str) -> Any:
-        return self.inner.weight_targets(name)
-
-
-def changed_model(change: str, config: ModelConfig, build: BuildContext) -> DecoderModel:
-    class Changed(OwnModel if change == "the model" else DecoderModel):  # type: ignore[misc]
-        def build_layer(self, index: int, build: BuildContext) -> DecoderLayer:
-            layer = super().build_layer(index, build)
-            is_last = index == config.num_layers - 1
-            attention = OwnAttention(config, index, build) if is_last and change == "an attention" else layer.attention
-            mlp: Any = PlainMLP(layer.mlp) if is_last and change == "an MLP" else layer.mlp
-            changed = (Sealed if is_last and change == "a layer" else DecoderLayer)(attention, mlp, config, build)
-            if is_last and change == "a norm":
-                changed.input_norm = OwnNorm(config.hidden_size, 1e-6, build)
-            return changed
-
-    model = Changed(config, build)
-    if change == "the last norm's dtype":
-        model.norm.weight = torch.nn.Parameter(torch.zeros(24).double(), requires_grad=False)
-    if change == "the last norm":
-        model.norm = OwnNorm(config.hidden_size, 1e-6, build)
-    return model
-
-
-def fill(model: DecoderModel) -> None:
+def fill(model: Model) -> None:
     """Each rank takes its part of the same weights."""
-    for seed, (_, target) in enumerate(model.weight_targets()):
+    for seed, (_, target) in enumerate(model.weight_targets("", model.packed_modules)):
         whole = torch.randn(target.shape or target.destination.shape, generator=torch.Generator().manual_seed(seed))
         target.destination.copy_(whole[target.index] * 0.3)
-    model.finalize()
+    prepare_all(model)
 
 
-@pytest.mark.parametrize(
-    "change", ["a layer", "an attention", "an MLP", "a norm", "the last norm's dtype", "the last norm", "the model"]
-)
-def test_no_sum_is_left_to_a_norm_where_one_part_is_of_another_kind(change: str) -> None:
-    """Or the norms between would leave the residual up to date in some rows alone."""
-    config = tiny_config(num_hidden_layers=2)
+class Counting(SingleRank):
+    """Of two ranks one, which only counts."""
 
-    def run(communicator: Communicator) -> torch.Tensor:
-        model = changed_model(change, config, build_for(communicator))
-        fill(model)
-        assert not any(module.sums for module in model.modules() if isinstance(module, RMSNorm))
-        return model(torch.arange(4), torch.arange(4), DenseAttention())
+    def __init__(self) -> None:
+        self.rank, self.size, self.calls = 0, 2, Counter[str]()
 
-    [expected] = run_ranks(1, run)
-    for size in (2, 4):
-        assert all(torch.allclose(hidden, expected, atol=1e-5) for hidden in run_ranks(size, run))
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls["all_reduce"] += 1
+        return x
 
-
-def test_every_sum_is_left_to_the_norm_that_follows_where_nothing_comes_between() -> None:
-    config, group = tiny_config(num_hidden_layers=2), OfRank(0, 2)
-    model = changed_model("nothing", config, build_for(group))
-    model.finalize()
-    first, second = model.layers
-    assert first.input_norm.sums is None
-    norms = (first.post_attention_norm, second.input_norm, second.post_attention_norm, model.norm)
-    assert all(norm.sums is group for norm in norms)
+    def all_reduce_add_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls["all_reduce_add_norm"] += 1
+        return add_norm(x, residual, weight, eps)
 
 
-@pytest.mark.parametrize(
-    "change", ["nothing", "a layer", "an attention", "an MLP", "a norm", "the last norm", "the model"]
-)
-def test_the_last_layer_computes_the_rows_that_are_wanted_where_it_is_plain(
-    change: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM])
+def test_all_reduces_of_layers_are_fused_into_norms(model_class: type[Model]) -> None:
+    """But for the embedding's, there is none alone."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if model_class is Qwen3MoeForCausalLM else {}
+    group = Counting()
+    model = model_class(tiny_config(num_hidden_layers=3, **experts), replace(build_for(group), moe_kernel=NaiveMoe))
+    fill(model)
+    model.forward(torch.arange(4), torch.arange(4), DenseAttention())
+    assert group.calls == {"all_reduce": 1, "all_reduce_add_norm": 6}
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM])
+def test_the_last_mlp_runs_on_the_tokens_that_are_wanted(
+    model_class: type[Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, rows = tiny_config(num_hidden_layers=2), torch.tensor([1, 4, 6], dtype=torch.int32)
+    index = torch.tensor([1, 4, 6], dtype=torch.int32)
     step = torch.arange(7), torch.arange(7)
     seen: list[int] = []
-    forward = Ops.silu_and_mul
+    silu_and_mul = Ops.silu_and_mul
 
     def noted(ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
         seen.append(len(gate_up))
-        return forward(ops, gate_up)
+        return silu_and_mul(ops, gate_up)
 
     monkeypatch.setattr(Ops, "silu_and_mul", noted)
-
-    def run(communicator: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
-        model = changed_model(change, config, build_for(communicator))
-        fill(model)
-        whole = model(*step, DenseAttention())
-        seen.clear()
-        return whole[rows], model.forward_rows(*step, DenseAttention(), rows)
-
-    [(wanted, found)] = run_ranks(1, run)
-    assert torch.allclose(found, wanted, atol=1e-5)
-    assert seen == [7, 7 if change in ("a layer", "an attention", "the model") else 3]
-    assert all(torch.allclose(found, wanted, atol=1e-5) for wanted, found in run_ranks(2, run))
+    model = model_class(tiny_config(num_hidden_layers=2), build_for(SingleRank()))
+    fill(model)
+    whole = model.forward(*step, DenseAttention())
+    seen.clear()
+    assert torch.allclose(model.forward(*step, DenseAttention(), index), whole[index], atol=1e-5)
+    assert seen == [7, 3]
 
 
 def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
@@ -254,161 +212,87 @@ def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
 
     device = torch.device("cpu")
     build = BuildContext(SingleRank(), Packing(device, torch.float32), device, torch.float32)
-    layer = Linear(3, 2, build)
-    for _, target in layer.weight_targets("a"):
-        target.destination.fill_(2)
-    layer.prepare()
-    assert list(layer.parameters()) == []
+    layer = ReplicatedLinear(3, 2, build)
+    fill_with_ones(layer)
+    assert list(layer.named_parameters()) == []
     assert layer.weight is None
-    assert torch.equal(layer(torch.ones(1, 3)), torch.full((1, 2), 6.0))
-    layer.prepare()
-    assert len(kept) == 1
+    assert torch.equal(layer.forward(torch.ones(1, 3)), torch.full((1, 2), 3.0))
 
 
-def test_using_a_layer_before_finalize_is_noticed() -> None:
-    with pytest.raises(AssertionError, match="finalize"):
-        Linear(3, 2, build_for(SingleRank()))(torch.ones(1, 3))
+def test_using_a_layer_before_its_weights_are_there_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="the weights have not been loaded"):
+        ReplicatedLinear(3, 2, build_for(SingleRank())).forward(torch.ones(1, 3))
 
 
-def test_a_layer_is_a_module_all_the_same() -> None:
-    class Outer(Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Linear(3, 2, build_for(SingleRank()))
+class Scale(Layer):
+    """Stores what its factor is above 1."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x)
+    def __init__(self) -> None:
+        self.factor = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.table = torch.zeros(3)
+        self._own = torch.nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.num_prepared = 0
 
-    outer = Outer()
-    assert [name for name, _ in outer.named_parameters()] == ["inner.weight"]
-    assert outer.__dict__["inner"] is outer.inner is outer._modules["inner"]
-    outer.inner = replaced = Linear(3, 2, build_for(SingleRank()))
-    assert outer.inner is replaced
-    assert [module for _, module in outer.named_children()] == [replaced]
+    def prepare(self) -> None:
+        self.factor += 1
+        self.num_prepared += 1
 
 
-class Halves:
-    """A mixin, which is no layer."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) / 2  # type: ignore[misc]
+class Nested(Layer):
+    def __init__(self) -> None:
+        self.scale, self.layers, self._shared = Scale(), [Scale(), Scale()], Scale()
 
 
-class Renames(Layer):
-    def weight_targets(self, name: str) -> Any:
-        return super().weight_targets(f"renamed.{name}")  # type: ignore[misc]
+def test_parameters_have_the_names_of_their_attributes() -> None:
+    """Tensors that are no parameters, and what begins with an underscore, are the layer's own."""
+    nested = Nested()
+    names = ["scale.factor", "layers.0.factor", "layers.1.factor"]
+    assert [name for name, _ in nested.named_parameters()] == names
+    targets = dict(nested.weight_targets("model", {}))
+    assert list(targets) == [f"model.{name}" for name in names]
+    assert targets["model.layers.1.factor"].destination is nested.layers[1].factor
 
 
-class HalvedByAMixin(Halves, RowParallelLinear):
-    pass
+def test_every_layer_is_prepared_once() -> None:
+    nested = Nested()
+    prepare_all(nested)
+    assert [each.num_prepared for each in (nested.scale, *nested.layers, nested._shared)] == [1, 1, 1, 0]
+    assert torch.equal(nested.scale.factor, torch.ones(2))
 
 
-class HalvedByAParent(HalvedByAMixin):
-    pass
-
-
-class HalvedAndSummed(Halves, RowParallelLinear):
-    def last_sum(self) -> SumOverRanks | None:
-        return self._sum
-
-
-class Renamed(Renames, RowParallelLinear):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("kind", "factor", "has_last_sum"),
-    [
-        (RowParallelLinear, 1, True),
-        (Renamed, 1, True),
-        (HalvedByAMixin, 0.5, False),
-        (HalvedByAParent, 0.5, False),
-        (HalvedAndSummed, 0.5, True),
-    ],
-)
-def test_a_call_is_the_forward_that_a_class_finds(
-    kind: type[RowParallelLinear], factor: float, has_last_sum: bool
-) -> None:
-    """Wherever among its bases; and it leaves no sum to others that a nearer `forward` may change."""
-
-    def run(communicator: Communicator) -> tuple[torch.Tensor, bool]:
-        layer = kind(4, 3, build_for(communicator))
-        for _, target in layer.weight_targets("o"):
-            target.destination.fill_(1)
-        layer.prepare()
-        return layer(torch.ones(2, 4 // communicator.size)), layer.last_sum() is not None
-
-    for out, found in run_ranks(2, run):
-        assert torch.equal(out, torch.full((2, 3), 4.0 * factor))
-        assert found == has_last_sum
-
-
-def test_every_layer_is_prepared_once_after_loading() -> None:
-    prepared = []
-
-    class FromOne(RMSNorm):
-        """Stores what its factor is above 1."""
-
-        def prepare(self) -> None:
-            prepared.append(self)
-            self.weight += 1
-
-    class Shifted(DecoderModel):
-        def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-            super().__init__(config, build)
-            self.norm = FromOne(config.hidden_size, 1e-6, build)
-
-    model = Shifted(tiny_config(), build_for(SingleRank()))
-    model.norm.weight.zero_()
-    model.finalize()
-    assert prepared == [model.norm]
-    assert torch.equal(model.norm.weight, torch.ones(24))
-
-
-@pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_layer_may_be_replaced_in_a_constructor(tp_size: int) -> None:
-    class Other(DecoderModel):
-        def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-            super().__init__(config, build)
-            layer = self.build_layer(1, build)
-            layer.attention.layer = replace(layer.attention.layer, scale=0.0)
-            self.layers[1] = layer
-
-    config = tiny_config(num_hidden_layers=2)
-
-    def run(communicator: Communicator) -> torch.Tensor:
-        model = Other(config, build_for(communicator))
-        assert [layer.scale for layer in model.attention_layers()] == [2**-0.5, 0.0]
-        fill(model)
-        return model(torch.arange(4), torch.arange(4), DenseAttention())
-
-    plain = DecoderModel(config, build_for(SingleRank()))
-    fill(plain)
-    before = plain(torch.arange(4), torch.arange(4), DenseAttention())
-    plain.layers[1].attention.layer = replace(plain.layers[1].attention.layer, scale=0.0)
-    expected = plain(torch.arange(4), torch.arange(4), DenseAttention())
-    assert not torch.allclose(before, expected, atol=1e-3)
-    assert all(torch.allclose(hidden, expected, atol=1e-5) for hidden in run_ranks(tp_size, run))
+def test_an_mlp_may_keep_its_projections_apart() -> None:
+    """Without the activation, the two halves are what the matrices give."""
+    layer, joined = (
+        MergedColumnParallelLinear(3, [2, 2], build_for(SingleRank()), silu_and_mul=fused) for fused in (False, True)
+    )
+    for each in (layer, joined):
+        for part, (_, target) in enumerate(each.weight_targets("gate_up_proj", GATE_UP)):
+            target.destination.fill_(part + 1)
+        each.prepare()
+    gate, up = layer.forward(torch.ones(1, 3)).chunk(2, -1)
+    assert (gate.tolist(), up.tolist()) == ([[3, 3]], [[6, 6]])
+    assert torch.equal(joined.forward(torch.ones(1, 3)), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
-    """With biases, in an order of the checkpoint's own; on three ranks the rows do not divide."""
+    """With biases; on three ranks the rows do not divide."""
     sizes = {"a": 4, "b": 7}
     whole = {
         "m.ba.weight": torch.randn(11, 5, generator=torch.Generator().manual_seed(0)),
         "m.ba.bias": torch.randn(11, generator=torch.Generator().manual_seed(1)),
     }
     for rank in range(tp_size):
-        single, fused = (ColumnParallelLinear(5, [4, 7], build_for(OfRank(rank, tp_size)), bias=True) for _ in range(2))
-        for name, target in single.weight_targets("m.a", "m.b"):
+        build = build_for(OfRank(rank, tp_size))
+        single, fused = (MergedColumnParallelLinear(5, [7, 4], build, bias=True) for _ in range(2))
+        for name, target in single.weight_targets("m.ba", {"ba": ("b", "a")}):
             _, part, kind = name.split(".")
             rows = whole[f"m.ba.{kind}"].split([sizes["b"], sizes["a"]])[part == "a"]
+            assert target.shape == rows.shape
             target.destination.copy_(rows[target.index])
-        others = Linear(5, 2, build_for(SingleRank())).weight_targets("m.c")
-        passed = list(fused_targets(chain(others, fused.weight_targets("m.a", "m.b")), "ba", ("b", "a")))
-        assert [name for name, _ in passed] == ["m.c.weight", *2 * ["m.ba.weight"], *2 * ["m.ba.bias"]]
-        for name, target in passed[1:]:
+        passed = list(fused.weight_targets("m.ba", {}))
+        assert [name for name, _ in passed] == 2 * ["m.ba.weight", "m.ba.bias"]
+        for name, target in passed:
             assert target.shape == whole[name].shape
             target.destination.copy_(whole[name][target.index])
         for one, other in ((single.weight, fused.weight), (single.bias, fused.bias)):
@@ -426,37 +310,3 @@ def test_an_error_on_one_rank_ends_all() -> None:
 
     with pytest.raises(ValueError, match="rank 1 is broken"):
         run_ranks(3, run)
-
-
-class Halved(LMHead):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) / 2
-
-
-class HalvesLogits(DecoderModel):
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().compute_logits(hidden) / 2
-
-
-@pytest.mark.parametrize("change", ["nothing", "the model", "the head", "the head's class"])
-def test_ranks_keep_their_logits_apart_where_the_head_only_multiplies(change: str) -> None:
-    """And where they do, together they have the whole; the vocabulary does not divide."""
-    config = tiny_config(num_hidden_layers=1, vocab_size=11)
-    hidden = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
-
-    def run(communicator: Communicator) -> torch.Tensor:
-        build = build_for(communicator)
-        model = (HalvesLogits if change == "the model" else DecoderModel)(config, build)
-        if change == "the head":
-            model.lm_head = Halved(config.vocab_size, config.hidden_size, build)
-        elif change == "the head's class":
-            model.lm_head = Linear(config.hidden_size, config.vocab_size, build)
-        fill(model)
-        shard, own, whole = model.vocab_shard(), model.compute_own_logits(hidden), model.compute_logits(hidden)
-        assert (shard is not None) == (change == "nothing" and communicator.size > 1)
-        assert own.shape == ((3, 6) if shard else (3, 11))
-        assert torch.equal(own if shard is None else shard.gather(own), whole)
-        return whole
-
-    [expected] = run_ranks(1, run)
-    assert all(torch.allclose(logits, expected, atol=1e-5) for logits in run_ranks(2, run))

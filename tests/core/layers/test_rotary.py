@@ -14,7 +14,7 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.layers.rotary import RotaryCache, inverse_frequencies
+from minisgl_core.layers.rotary import RotaryEmbedding, inverse_frequencies
 
 CONTEXT = 64
 
@@ -74,7 +74,7 @@ def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
 def test_table_is_cos_and_sin_of_the_angles() -> None:
     rope = model_config(config_of(rope_type="default").to_dict()).rope
     positions = torch.tensor([0, 3, 63, 3])
-    cos, sin = RotaryCache(rope, CONTEXT, build())(positions)
+    cos, sin = RotaryEmbedding(rope, CONTEXT, build()).forward(positions)
     for row, position in enumerate(positions.tolist()):
         for pair in range(8):
             angle = position / 500.0 ** (2 * pair / 16)
@@ -85,8 +85,8 @@ def test_table_is_cos_and_sin_of_the_angles() -> None:
 def test_half_precision_is_rounded_once() -> None:
     rope = model_config(config_of(rope_type="default").to_dict()).rope
     positions = torch.arange(CONTEXT)
-    exact, _ = RotaryCache(rope, CONTEXT, build())(positions)
-    half, _ = RotaryCache(rope, CONTEXT, build(torch.bfloat16))(positions)
+    exact, _ = RotaryEmbedding(rope, CONTEXT, build()).forward(positions)
+    half, _ = RotaryEmbedding(rope, CONTEXT, build(torch.bfloat16)).forward(positions)
     assert torch.equal(half, exact.bfloat16())
 
 
@@ -94,8 +94,8 @@ def test_dynamic_is_plain_within_the_context_and_late_tokens_have_their_own_base
     config = config_of(rope_type="dynamic", factor=4.0)
     mine = model_config(config.to_dict())
     assert mine.max_position == 4 * CONTEXT
-    cos, sin = RotaryCache(mine.rope, mine.max_position, build())(torch.arange(4 * CONTEXT))
-    plain = RotaryCache(model_config(config_of(rope_type="default").to_dict()).rope, CONTEXT, build())
+    cos, sin = RotaryEmbedding(mine.rope, mine.max_position, build()).forward(torch.arange(4 * CONTEXT))
+    plain = RotaryEmbedding(model_config(config_of(rope_type="default").to_dict()).rope, CONTEXT, build())
     assert torch.equal(cos[:CONTEXT], plain.cos)
     for position in (CONTEXT, 100, 255):
         expected, _ = ROPE_INIT_FUNCTIONS["dynamic"](config, torch.device("cpu"), seq_len=position + 1)

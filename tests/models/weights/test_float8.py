@@ -118,9 +118,9 @@ def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
             model=str(folder), dtype="float32", platform="cpu", ops="torch", num_pages=8, **options
         )
         built = build_engine(config, Registry.from_environment(), Hooks(), progress=False)
-        layer = built.engine.model.layers[0]
+        layer = built.engine.model.model.layers[0]
         x = torch.randn(3, 48, generator=torch.Generator().manual_seed(0))
-        return built.config.backends.quantization, layer.mlp(x)
+        return built.config.backends.quantization, layer.mlp.forward(x)
 
     chosen, read = logits(tmp_path)
     assert chosen == "none"
@@ -176,7 +176,7 @@ def test_experts_are_quantised() -> None:
     assert not [name for name, _ in model.named_parameters() if "gate_up" in name or "down" in name]
     prompt = torch.arange(1, 20)
     with torch.inference_mode():
-        logits = model.compute_logits(model(prompt, torch.arange(19), DenseAttention()))
+        logits = model.compute_logits(model.forward(prompt, torch.arange(19), DenseAttention()))
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(tiny_folder.qwen3_moe(), dtype=torch.float32)

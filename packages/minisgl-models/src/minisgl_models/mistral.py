@@ -1,9 +1,9 @@
-"""Mistral (arXiv 2310.06825)."""
+"""Mistral (arXiv 2310.06825): Llama whose config sets a sliding window in every layer."""
 
 from __future__ import annotations
 
-from minisgl_core.layers.decoder import DecoderModel
+from minisgl_models.llama import LlamaForCausalLM
 
 
-class MistralForCausalLM(DecoderModel):
-    """Llama with a sliding window in every layer, where the config sets one."""
+class MistralForCausalLM(LlamaForCausalLM):
+    """`LlamaForCausalLM`; the windows are `ModelConfig.sliding_windows`."""

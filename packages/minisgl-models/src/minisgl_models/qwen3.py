@@ -1,11 +1,158 @@
-"""Qwen3, dense (arXiv 2505.09388)."""
+"""Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm of each query and key head.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, Hq query heads and Hkv KV heads
+of this rank, D head dimension. `docs/plugins/model.md` walks through a file like this one.
+"""
 
 from __future__ import annotations
 
-from minisgl_core.layers.decoder import DecoderModel
+from typing import ClassVar
+
+import torch
+
+from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    Layer,
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from minisgl_core.layers.base import check_activation
 
 
-class Qwen3ForCausalLM(DecoderModel):
-    """Qwen2 without biases, with a norm of each query and key head."""
+class Qwen3Attention(Layer):
+    """Grouped-query attention with rotary embedding; each head of q and k is normalised before."""
 
-    qk_norm = True
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        """`index` is the decoder layer's, and its place in the KV pool."""
+        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        # Its all-reduce is fused into post_attention_layernorm.
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias, reduce=False)
+        self.q_norm = RMSNorm(dim, config.rms_norm_eps, build)
+        self.k_norm = RMSNorm(dim, config.rms_norm_eps, build)
+        self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        q, k, v = self.qkv_proj.heads(hidden_states)
+        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        rotation = Rotation(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
+        attn_output = self.attn.forward(q, k, v, attend, rotation)
+        if logits_index is not None:
+            attn_output = attn_output.index_select(0, logits_index)
+        return self.o_proj.forward(attn_output.flatten(1))
+
+
+class Qwen3MLP(Layer):
+    """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        check_activation(config)
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
+        # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
+        self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return self.down_proj.forward(self.gate_up_proj.forward(x))
+
+
+class Qwen3DecoderLayer(Layer):
+    """Attention and MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.self_attn = Qwen3Attention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.mlp = Qwen3MLP(config, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.mlp.forward(hidden_states), residual
+
+
+class Qwen3Model(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = [Qwen3DecoderLayer(config, index, build) for index in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        *layers, last = self.layers
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Qwen3ForCausalLM(Model):
+    """Qwen3 with its output matrix."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse a config with experts."""
+        return [f"{cls.__name__} has no experts (num_experts in the config)"] if config.moe else []
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Qwen3Model(config, build)
+        tied = self.model.embed_tokens if config.tie_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+        self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers]

@@ -1,12 +1,136 @@
-"""Qwen3 with experts (arXiv 2505.09388)."""
+"""Qwen3 with experts (arXiv 2505.09388): Qwen3 with routed experts in place of the MLP in the sparse layers.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+Attention and the dense MLP are Qwen3's.
+"""
 
 from __future__ import annotations
 
-from minisgl_core.layers.decoder import DecoderModel
+from typing import ClassVar
+
+import torch
+
+from minisgl_core.config.model import ModelConfig, MoeConfig
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.layers import (
+    FusedMoE,
+    Layer,
+    LMHead,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+)
+from minisgl_core.layers.base import check_activation
+from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
 
-class Qwen3MoeForCausalLM(DecoderModel):
-    """Qwen3 with routed experts in place of the MLP in the sparse layers."""
+class Qwen3MoeSparseMoeBlock(Layer):
+    """A router picks `top_k` experts per token (arXiv 2101.03961)."""
 
-    qk_norm = True
-    has_experts = True
+    def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
+        check_activation(config)
+        self.gate = ReplicatedLinear(config.hidden_size, moe.num_experts, build)
+        # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
+        self.experts = FusedMoE(
+            moe.num_experts,
+            moe.top_k,
+            config.hidden_size,
+            moe.intermediate_size,
+            build,
+            renormalize=moe.norm_topk_prob,
+            reduce=False,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return self.experts.forward(x, self.gate.forward(x))
+
+
+class Qwen3MoeDecoderLayer(Layer):
+    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.self_attn = Qwen3Attention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        moe = config.moe
+        self.mlp: Qwen3MLP | Qwen3MoeSparseMoeBlock
+        if moe is None or index in moe.dense_layers:
+            self.mlp = Qwen3MLP(config, build)
+        else:
+            self.mlp = Qwen3MoeSparseMoeBlock(config, moe, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.mlp.forward(hidden_states), residual
+
+
+class Qwen3MoeModel(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = [Qwen3MoeDecoderLayer(config, index, build) for index in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        *layers, last = self.layers
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Qwen3MoeForCausalLM(Model):
+    """Qwen3-MoE with its output matrix."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse a config without experts."""
+        return [] if config.moe else [f"{cls.__name__} needs experts (num_experts in the config)"]
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Qwen3MoeModel(config, build)
+        tied = self.model.embed_tokens if config.tie_embeddings else None
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+        self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers]

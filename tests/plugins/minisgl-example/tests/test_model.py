@@ -54,7 +54,7 @@ AutoModelForCausalLM.register(ExampleConfig, Reference)
 class TestExampleForCausalLM(ModelTests):
     """All of the kit's tests."""
 
-    model_class = ExampleForCausalLM
+    provider = ExampleForCausalLM
 
     def make_reference(self) -> Any:
         config = ExampleConfig(

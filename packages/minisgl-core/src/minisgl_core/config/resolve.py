@@ -230,7 +230,7 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
 
 
 def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
-    check_tp_size(model, tp)
+    check_tp_size(model.num_q_heads, model.num_kv_heads, tp)
     if hardware.torch_name != "cpu" and tp > hardware.num_devices:
         raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
 

@@ -1,22 +1,21 @@
-"""The seam for model architectures. The entry point's name is the Hugging Face architecture."""
+"""The contract of model architectures. The entry point's name is the Hugging Face architecture."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.layer import Layer, PackedModules
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
 from minisgl_core.contracts.quantization import Quantization
-from minisgl_core.contracts.weights import WeightTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +41,13 @@ class BuildContext:
     quantization: Quantization | None = None
 
     @property
-    def products(self) -> Ops | Quantization:
-        """Who prepares matrices that may be quantised: all but the output matrix, embeddings and routers."""
+    def linear_method(self) -> Ops | Quantization:
+        """Prepares matrices that may be quantized: all but the output matrix, embeddings and routers."""
         return self.quantization or self.ops
 
     @property
     def tp_rank(self) -> int:
-        """This process in the tensor-parallel group."""
+        """Rank of this process in the tensor-parallel group."""
         return self.communicator.rank
 
     @property
@@ -71,15 +70,26 @@ class Attend(Protocol):
         """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]. With `rotation`, q and k are rotated first, maybe in place."""
 
 
-class Model(nn.Module, ABC):
-    """A decoder-only language model, sharded over the ranks of its `BuildContext`."""
+class Model(Layer, ABC):
+    """A decoder-only language model, sharded over the ranks of its `BuildContext`.
+
+    Its attributes have the names of the checkpoint's tensors, see `Layer`; fused projections are in `packed_modules`.
+
+    Attributes:
+        packed_modules: fused projections by attribute, and what the checkpoint calls their parts in the order of their rows.
+            Empty for a checkpoint that stores the fused tensors, as Phi-3's.
+        config: of the model.
+        vocab_shard: the part of the vocabulary that `compute_logits` returns; None where that is all of it.
+    """
 
     plugin_api: ClassVar[str] = ">=2,<3"
+    packed_modules: ClassVar[PackedModules] = {}
     config: ModelConfig
+    vocab_shard: VocabShard | None = None
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A checkpoint's config under the keys that `model_config` reads.
+        """Return a checkpoint's config under the keys that `model_config` reads.
 
         Override it where the architecture's own config has others (``n_embd``), or is silent about what is not as in Llama.
         """
@@ -97,80 +107,56 @@ class Model(nn.Module, ABC):
         Raises:
             InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
         """
-        super().__init__()
         self.config = config
 
     @abstractmethod
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Run the layers.
 
-        Where steps are recorded as device graphs it is called once for a number of tokens, with padding among them, and its
-        kernels are replayed from then on: so nothing on the host may depend on the values of tensors.
+        CUDA graphs capture it once per number of tokens, with padding among them, and replay its kernels from then on. So
+        nothing on the host may depend on the values of tensors.
 
         Args:
             input_ids: int32 or int64 [T].
-            positions: place of each token in its sequence, like `input_ids`.
+            positions: position of each token in its sequence, like `input_ids`.
             attend: attention of this step.
+            logits_index: tokens of the step whose hidden states are returned, int32 [N], at least one; None for all. Of a
+                prompt that is mostly the last one. The last layer may skip the others after attention. Always None with
+                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them.
 
         Returns:
-            Hidden states after the final norm, [T, hidden_size].
+            Hidden states after the final norm, [T, hidden_size] or [N, hidden_size].
         """
-
-    def forward_rows(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, rows: torch.Tensor
-    ) -> torch.Tensor:
-        """`forward`, of which only some tokens' hidden states are wanted: of most prompts, the last one's.
-
-        Override it to compute no more than that in the last layer. Recorded as `forward` is.
-
-        Args:
-            input_ids: see `forward`.
-            positions: likewise.
-            attend: attention of this step.
-            rows: places of the wanted tokens in the step, int32 [N], at least one.
-
-        Returns:
-            [N, hidden_size].
-        """
-        hidden: torch.Tensor = self(input_ids, positions, attend)
-        return hidden.index_select(0, rows)
 
     @abstractmethod
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[N, hidden_size] to [N, vocab_size], the whole vocabulary on every rank, in the model's dtype.
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the logits, as `vocab_shard` says, in the model's dtype.
 
-        Recorded with steps of decodes, as `forward` is.
+        Captured with decode steps, as `forward` is.
+
+        Args:
+            hidden_states: [N, hidden_size].
         """
 
-    def vocab_shard(self) -> VocabShard | None:
-        """Which logits `compute_own_logits` gives; None where those are all."""
-        return None
-
-    def compute_own_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`compute_logits` of this rank's part of the vocabulary, as `vocab_shard` says."""
-        return self.compute_logits(hidden)
+    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the logits of the whole vocabulary, [N, vocab_size], from every rank's part. Every rank calls it."""
+        return logits if self.vocab_shard is None else self.vocab_shard.gather(logits)
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
-        """Every layer that needs a place in the KV pool, by index."""
-
-    @abstractmethod
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """For each tensor of the checkpoint, its name and where this rank's part of it goes.
-
-        A name may come twice (a tied embedding); each tensor named must be in the checkpoint, unless its target is optional.
-        """
+        """Return every layer that needs a place in the KV pool, by index."""
 
     def ignored_weights(self) -> tuple[str, ...]:
-        """Patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
+        """Return patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
 
-        Scales of K and V are used where the pool is fp8 (`WeightTarget.optional`), and mean nothing elsewhere.
+        Scales of K and V are used where the pool is fp8 (`WeightTarget.optional`), and mean nothing elsewhere. A checkpoint
+        with tied embeddings may store the output matrix all the same.
         """
-        return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale"
-
-    def finalize(self) -> None:
-        """Called once after loading: layers hand their matrices to `BuildContext.products`."""
-        for module in self.modules():
-            prepare = getattr(module, "prepare", None)
-            if prepare is not None and module is not self:
-                prepare()
+        tied = ("lm_head.weight",) if self.config.tie_embeddings else ()
+        return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale", *tied

@@ -147,7 +147,7 @@ def build_engine(
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
-            model = checkpoint.model_class(checkpoint.config, build).eval()
+            model = checkpoint.model_class(checkpoint.config, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")

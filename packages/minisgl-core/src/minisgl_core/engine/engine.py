@@ -75,6 +75,8 @@ class Engine:
         self._table = table
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops)
+        # See `Model.forward`.
+        self._selects = communicator.size == 1
         self._graphs: DecodeGraphs | None = None
         self._pieces: StepPieces | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
@@ -90,7 +92,8 @@ class Engine:
         """Record steps of these numbers of tokens in pieces; steps that fit, and have no graph, are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
-            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, num_rows, progress)
+            most = num_rows if self._selects else None
+            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, most, progress)
 
     def launch(self, plan: BatchPlan) -> PendingStep:
         """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""
@@ -109,14 +112,11 @@ class Engine:
                 hidden = self._pieces.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
-                step = inputs.input_ids, inputs.positions, attend
-                if wants_all:
-                    hidden = self.model(*step)
-                else:
-                    rows = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
-                    hidden = self.model.forward_rows(*step, rows)
+                index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
+                wanted = None if wants_all or not self._selects else index
+                hidden = self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
-            logits = self.model.compute_logits(sampled) if num_sampled else None
+            logits = self._logits(sampled) if num_sampled else None
             return BegunStep(plan, hidden, inputs.sample_rows, logits)
 
     def finish(self, step: BegunStep, masks: TokenMasks | None = None) -> PendingStep:
@@ -143,12 +143,16 @@ class Engine:
         left = None if tokens is None else step.left
         if left is not None and num_top < 0:
             return left, None
-        shard = None if step.tokens is None else self.model.vocab_shard()
+        shard = None if step.tokens is None else self.model.vocab_shard
         logits = step.logits if shard is None else shard.gather(step.logits)
         if tokens is None:
             tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
             self._ops.put(self._last_tokens, step.rows, tokens)
         return left or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits of the whole vocabulary."""
+        return self.model.gather_logits(self.model.compute_logits(hidden))
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
         """Log-probabilities of the plan's prompt targets, a slice of the prompt at a time."""
@@ -161,9 +165,7 @@ class Engine:
         targets = self.platform.to_device(plan.prompt_targets[keep].astype(np.int64))
         num_top = int(plan.num_prompt_logprobs.max())
         parts = [
-            token_logprobs(
-                self.model.compute_logits(hidden[index[i : i + _LOGITS_ROWS]]), targets[i : i + _LOGITS_ROWS], num_top
-            )
+            token_logprobs(self._logits(hidden[index[i : i + _LOGITS_ROWS]]), targets[i : i + _LOGITS_ROWS], num_top)
             for i in range(0, len(index), _LOGITS_ROWS)
         ]
         return LogprobTensors(

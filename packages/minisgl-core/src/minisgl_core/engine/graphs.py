@@ -175,8 +175,8 @@ class DecodeGraphs:
             turn = exchange.turn
             known, slots = ops.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
-            hidden: torch.Tensor = self._model(known, inputs[2], attend)
-            logits, shard = self._model.compute_own_logits(hidden), self._model.vocab_shard()
+            hidden = self._model.forward(known, inputs[2], attend)
+            logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
             numbers = temperature, uniform
             tokens = ops.sample(logits, *numbers) if shard is None else ops.sample_shard(logits, *numbers, shard)
             ops.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)

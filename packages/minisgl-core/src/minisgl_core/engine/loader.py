@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
+from minisgl_core.contracts.layer import prepare_all
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
 from minisgl_core.errors import ModelFormatError
@@ -18,7 +19,7 @@ _NUM_NAMES_SHOWN = 5
 
 
 def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
-    """Fill `model` from `source` and finalize it.
+    """Fill `model` from `source` and prepare its layers.
 
     Only this rank's slices are read, and one tensor's slice is in memory besides the model. With `progress`, a bar is drawn
     on stderr where that is a terminal.
@@ -34,12 +35,12 @@ def load_weights(model: Model, source: WeightSource, progress: bool = True) -> N
         else:
             _copy(model, source, targets, lambda: bar.advance(task))
     del targets  # the last references to matrices that the kernels may repack
-    model.finalize()
+    prepare_all(model)
 
 
 def _targets(model: Model) -> Targets:
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets():
+    for name, target in model.weight_targets("", model.packed_modules):
         targets.setdefault(name, []).append(target)
     return targets
 

@@ -109,17 +109,17 @@ class StepPieces:
         attention: AttentionBackend,
         ops: Ops,
         sizes: Sequence[int],
-        max_requests: int,
+        max_requests: int | None,
         progress: bool,
     ) -> None:
-        """Record for each of `sizes`; see `record_ladder`. `max_requests`: of a step."""
+        """Record for each of `sizes`; see `record_ladder`. `max_requests`: of a step; None to compute all tokens always."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._apart = stores_apart(attention, ops)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._rows = torch.zeros(most if max_requests is None else max_requests, dtype=torch.int32, device=device)
         remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces"
         self._recorded = record_ladder(sizes, self._record, what="pieces", remedy=remedy, progress=progress)
 
@@ -170,11 +170,8 @@ class StepPieces:
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         least = int(max(self._sizes[self._sizes < size], default=0))  # fewer tokens are a smaller size's
         attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], least, between)
-        step = self._ids[:size], self._positions[:size], attend
-        hidden: torch.Tensor = (
-            self._model.forward_rows(*step, self._rows) if self._selects(size) else self._model(*step)
-        )
-        return hidden, attend.calls
+        index = self._rows if self._selects(size) else None
+        return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 
     def _record(self, size: int, pool: Any) -> _Recorded:
         calls: list[_Call] = []

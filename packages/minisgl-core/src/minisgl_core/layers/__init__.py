@@ -1,5 +1,31 @@
-"""The parts that decoder models are built of, sharded over tensor-parallel ranks.
+"""The parts that models are built of, sharded over tensor-parallel ranks.
 
-Every layer takes a `BuildContext`, allocates this rank's part, and says by `weight_targets` which slice of which checkpoint
-tensor goes where. `decoder.DecoderModel` puts them together; a new architecture overrides what differs.
+Every layer takes a `BuildContext` and holds this rank's part of its weights. A model's file puts them together.
 """
+
+from minisgl_core.contracts.layer import Layer
+from minisgl_core.layers.attention import Attention
+from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
+from minisgl_core.layers.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
+from minisgl_core.layers.moe import FusedMoE
+from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers.rotary import RotaryEmbedding
+
+__all__ = [
+    "Attention",
+    "FusedMoE",
+    "LMHead",
+    "Layer",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RMSNorm",
+    "ReplicatedLinear",
+    "RotaryEmbedding",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+]

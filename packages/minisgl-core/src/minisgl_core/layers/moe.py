@@ -1,82 +1,93 @@
-"""The mixture-of-experts MLP (arXiv 2101.03961): a router picks experts for each token, a `MoeKernel` runs them."""
+"""Routed experts (arXiv 2101.03961): a `MoeKernel` runs them."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
 from minisgl_core.errors import ProviderUnsupportedError
-from minisgl_core.layers.base import Layer, Shard, SumOverRanks, check_activation, empty_parameter
-from minisgl_core.layers.linear import Linear, Targets
+from minisgl_core.layers.base import Shard, empty_parameter
 
 
-class SparseMoeMLP(Layer):
-    """Softmax router and gated experts. Every rank holds all experts, each split by its hidden dimension.
+class FusedMoE(Layer):
+    """Softmax routing and gated SiLU experts. Every rank holds all experts, each split by its hidden dimension.
 
-    Shape legend: T tokens, H hidden size, E experts, K experts a token, I width of an expert on this rank.
+    Shape legend: T tokens, H hidden size, E experts, K experts per token, I width of an expert on this rank.
     """
 
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Of ``config.moe``.
+    gate_up: nn.Parameter | None
+    down: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_experts: int,
+        top_k: int,
+        hidden_size: int,
+        intermediate_size: int,
+        build: BuildContext,
+        *,
+        renormalize: bool,
+        reduce: bool = True,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        """Allocate this rank's part of every expert.
+
+        Args:
+            num_experts: E.
+            top_k: K.
+            hidden_size: H.
+            intermediate_size: width of an expert of the whole model.
+            build: ranks, kernels and dtype.
+            renormalize: let the weights of a token's experts sum to 1.
+            reduce: see `RowParallelLinear`.
+            names: the checkpoint's names for an expert's projections.
 
         Raises:
-            ModelFormatError: the activation is another than silu.
             ProviderUnsupportedError: the MoE kernel cannot serve these shapes.
         """
-        super().__init__()
-        check_activation(config)
-        assert config.moe is not None
         assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
-        self._moe, self._ops, hidden = config.moe, build.ops, config.hidden_size
-        self._inner = Shard.of(self._moe.intermediate_size, build)
-        num_experts, inner = self._moe.num_experts, self._inner.size
-        spec = MoeSpec(num_experts, self._moe.top_k, hidden, inner, build.dtype, build.device)
+        self._inner, self._names = Shard.of(intermediate_size, build), names
+        inner, padded = self._inner.size, self._inner.is_padded
+        spec = MoeSpec(num_experts, top_k, hidden_size, inner, build.dtype, build.device)
         if reasons := build.moe_kernel.unsupported(spec):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
         self._kernel = build.moe_kernel(spec)
         plain = QuantizationSpec(build.dtype, build.device, num_experts)
         self._quantization = build.quantization or Quantization(plain, build.ops)
-        self._experts: ExpertsOp = _not_prepared
-        self._sum = SumOverRanks.of(build)
-        padded = self._inner.is_padded
-        self.router = Linear(hidden, num_experts, build)
-        self.gate_up: nn.Parameter | None = empty_parameter(num_experts, 2 * inner, hidden, build=build, zero=padded)
-        self.down: nn.Parameter | None = empty_parameter(num_experts, hidden, inner, build=build, zero=padded)
+        self._apply: ExpertsOp = _not_prepared
+        self._route, self._top_k, self._renormalize = build.ops.route, top_k, renormalize
+        self._communicator = build.communicator if reduce and build.tp_size > 1 else None
+        self.gate_up = empty_parameter(num_experts, 2 * inner, hidden_size, build=build, zero=padded)
+        self.down = empty_parameter(num_experts, hidden_size, inner, build=build, zero=padded)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H] to the same."""
-        weights, ids = self._ops.route(self.router(x), self._moe.top_k, self._moe.norm_topk_prob)
-        out = self._experts(x, weights, ids)
-        return out if self._sum is None else self._sum(out)
-
-    def last_sum(self) -> SumOverRanks | None:
-        """Of each rank's part of every expert. See `Layer`."""
-        return self._sum
+    def forward(self, x: torch.Tensor, router_logits: torch.Tensor) -> torch.Tensor:
+        """x [T, H] and router_logits [T, E] to [T, H]."""
+        weights, ids = self._route(router_logits, self._top_k, self._renormalize)
+        out = self._apply(x, weights, ids)
+        return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def prepare(self) -> None:
-        """Hand the experts' matrices to the kernels."""
+        """Hand the experts' weights to the kernels."""
         assert self.gate_up is not None
         assert self.down is not None
         gate_up, down = self.gate_up.detach(), self.down.detach()
         self.gate_up = self.down = None
-        self._experts = self._quantization.prepare_experts(self._kernel, gate_up, down)
+        self._apply = self._quantization.prepare_experts(self._kernel, gate_up, down)
 
-    def weight_targets(self, name: str) -> Targets:
-        """Under Hugging Face's names: a matrix an expert."""
-        assert self.gate_up is not None, "the weights were given away by prepare()"
+    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+        """Yield this rank's part of each expert's projections: ``name.0.gate_proj.weight`` and so on."""
+        assert self.gate_up is not None
         assert self.down is not None
-        yield from self.router.weight_targets(f"{name}.gate")
-        part = self._inner
-        for expert in range(self._moe.num_experts):
-            gate_up, prefix = self.gate_up[expert], f"{name}.experts.{expert}"
-            yield f"{prefix}.gate_proj.weight", part.target(gate_up[: part.size])
-            yield f"{prefix}.up_proj.weight", part.target(gate_up[part.size :])
-            yield f"{prefix}.down_proj.weight", part.target(self.down[expert], dim=1)
+        part, (gate_name, up_name, down_name) = self._inner, self._names
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            yield f"{name}.{expert}.{gate_name}.weight", part.target(gate_up[: part.size])
+            yield f"{name}.{expert}.{up_name}.weight", part.target(gate_up[part.size :])
+            yield f"{name}.{expert}.{down_name}.weight", part.target(down, dim=1)
 
 
 def _not_prepared(x: torch.Tensor, expert_weights: torch.Tensor, expert_ids: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("Model.finalize() has not been called")
+    raise AssertionError("the weights have not been loaded (minisgl_core.engine.loader.load_weights)")

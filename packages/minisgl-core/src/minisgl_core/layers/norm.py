@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
-from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import Layer, empty_parameter
+from minisgl_core.layers.base import empty_parameter
 
 
 class RMSNorm(Layer):
     """Norm over the last dimension, replicated on every rank.
 
     Attributes:
-        sums: where set, what `add` is given are parts of a sum, one a rank, which this adds up first; from
-            `Layer.last_sum` of the layer before.
+        eps: added to the mean square.
     """
 
-    def __init__(self, size: int, eps: float, build: BuildContext) -> None:
-        """`size` is the last dimension's."""
-        super().__init__()
-        self._ops, self._eps = build.ops, eps
+    def __init__(self, size: int, eps: float, build: BuildContext, *, all_reduce: bool = False) -> None:
+        """Allocate the weight.
+
+        Args:
+            size: of the last dimension.
+            eps: added to the mean square.
+            build: ranks, kernels and dtype.
+            all_reduce: `add` is given this rank's part of a sum, from a layer with ``reduce=False``, and all-reduces it, in
+                one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
+                all-reduce may leave the residual spread over the ranks.
+        """
+        self._ops, self.eps = build.ops, eps
+        self._communicator = build.communicator if all_reduce and build.tp_size > 1 else None
         self.weight = empty_parameter(size, build=build)
-        self.sums: Communicator | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size], any strides."""
-        return self._ops.rms_norm(x, self.weight, self._eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of the sum, the sum); both inputs may be overwritten."""
-        add_norm = self._ops.add_rms_norm
-        if self.sums is not None:
-            return self.sums.all_reduce_add_norm(x, residual, self.weight, self._eps, add_norm)
-        return add_norm(x, residual, self.weight, self._eps)
+    def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of ``x + residual``, and the sum; both inputs may be overwritten.
 
-    def weight_targets(self, name: str) -> Iterator[tuple[str, WeightTarget]]:
-        """``name.weight``."""
-        yield f"{name}.weight", WeightTarget(self.weight)
+        Without a residual the stream begins here: `x` is the same on every rank, and becomes the residual.
+        """
+        if residual is None:
+            return self._ops.rms_norm(x, self.weight, self.eps), x
+        if self._communicator is None:
+            return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
+        return self._communicator.all_reduce_add_norm(x, residual, self.weight, self.eps, self._ops.add_rms_norm)

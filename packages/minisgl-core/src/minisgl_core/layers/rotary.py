@@ -12,11 +12,12 @@ import math
 import torch
 
 from minisgl_core.config.model import ROPE_KINDS, RopeConfig
+from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.errors import ModelFormatError
 
 
-class RotaryCache:
+class RotaryEmbedding(Layer):
     """cos and sin of every position, computed in float32, kept in the model's dtype; all layers of a model share one."""
 
     def __init__(self, rope: RopeConfig, max_position: int, build: BuildContext) -> None:
@@ -35,7 +36,7 @@ class RotaryCache:
         self.cos = angles.cos().mul_(scale).to(build.dtype)
         self.sin = angles.sin().mul_(scale).to(build.dtype)
 
-    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions, int32 or int64 [T], to cos and sin, [T, D2] each."""
         return self._take_rows(self.cos, positions), self._take_rows(self.sin, positions)
 

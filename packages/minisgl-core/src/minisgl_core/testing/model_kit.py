@@ -1,4 +1,4 @@
-"""What every model architecture must pass: the same numbers as transformers, whole, in steps and in parallel."""
+"""Tests of model architectures: the same numbers as transformers, whole, in steps, in batches and in parallel."""
 
 from __future__ import annotations
 
@@ -12,32 +12,37 @@ import pytest
 import torch
 
 from minisgl_core.config.hf import model_config
+from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator, SingleRank
-from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.loader import load_weights
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.testing.host_reads import HostReads
 from minisgl_core.testing.rank_threads import run_ranks
-from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedReference
+from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedReference, WithATensor, batched
 
 
 class ModelTests:
-    """Subclass, set `model_class` and override `make_reference`.
+    """Subclass, set `provider` and override `make_reference`.
 
     Everything runs on the CPU, in float32 but for one test; use small sizes. `references.random_reference` makes a
     transformers model of a config whose weights show mistakes.
 
     Attributes:
-        model_class: the architecture to test.
-        moe_kernel: what runs its experts.
+        provider: the architecture to test.
+        moe_kernel: runs its experts.
         num_tokens: length of the prompts; more than any sliding window.
+        num_greedy_tokens: lengths of the prompt and of the output of the greedy test.
         tolerance: largest difference of a logit.
     """
 
-    model_class: ClassVar[type[Model]]
+    provider: ClassVar[type[Model]]
     moe_kernel: ClassVar[type[MoeKernel]] = NaiveMoe
     num_tokens: ClassVar[int] = 40
+    num_greedy_tokens: ClassVar[tuple[int, int]] = (8, 12)
     tolerance: ClassVar[float] = 1e-4
 
     @pytest.fixture(autouse=True)
@@ -69,49 +74,91 @@ class ModelTests:
                 logits = _logits(model, ids[start:stop], torch.arange(start, stop), attend)
                 assert (logits - expected[start:stop]).abs().max() < self.tolerance, f"tokens {start} to {stop}"
 
-    @pytest.mark.parametrize("tp_size", [1, 2])
-    def test_hidden_states_of_some_tokens(self, tp_size: int) -> None:
-        """Of one, of several, of all, in a prompt's first part and in its second; skipped where the heads do not split."""
+    def test_sequences_of_a_batch_stand_alone(self) -> None:
+        """Prompts of several requests in one step, then decodes beside the rest of a prompt: each at its own positions."""
         with TemporaryDirectory() as folder:
             reference, source = self._saved(folder)
-            ids = self._prompt(reference)
+            ids, model = self._prompt(reference), self._load(source)
+            size = len(ids)
+            sequences = ids, ids.flip(0)[: size // 2 + 1], ids.roll(size // 3)[: size - 1]
+            expected = [_reference_logits(reference, each) for each in sequences]
+            attends = [DenseAttention() for _ in sequences]
+            edges = [(0, size // 2, size - 1, size), (0, size // 4, size // 4 + 1), (0, 1, size - 3, size - 1)]
+            for step in range(3):
+                parts = [(i, *each[step : step + 2]) for i, each in enumerate(edges) if step + 1 < len(each)]
+                tokens = torch.cat([sequences[i][start:stop] for i, start, stop in parts])
+                positions = torch.cat([torch.arange(start, stop) for _, start, stop in parts])
+                lengths = [stop - start for _, start, stop in parts]
+                attend = batched([attends[i] for i, *_ in parts], lengths)
+                logits = torch.split_with_sizes(_logits(model, tokens, positions, attend), lengths)
+                for (i, start, stop), found in zip(parts, logits, strict=True):
+                    difference = (found - expected[i][start:stop]).abs().max()
+                    assert difference < self.tolerance, f"sequence {i}, tokens {start} to {stop}"
+
+    def test_hidden_states_of_some_tokens(self) -> None:
+        """Of one, of several, of all, in a prompt's first part and in its second."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            ids, model = self._prompt(reference), self._load(source)
             expected, half, size = _reference_logits(reference, ids), len(ids) // 2, len(ids)
-
-            def run(communicator: Communicator) -> None:
-                model = self._load(source, communicator)
-                for wanted in ([half - 1], [0, 3, half - 2], list(range(half))):
-                    rows, attend = torch.tensor(wanted, dtype=torch.int32), DenseAttention()
-                    for start, stop in ((0, half), (half, size)):
-                        step = ids[start:stop], torch.arange(start, stop), attend
-                        with torch.inference_mode():
-                            logits = model.compute_logits(model.forward_rows(*step, rows))
-                        found = expected[start:stop][wanted]
-                        assert logits.shape == found.shape
-                        assert (logits - found).abs().max() < self.tolerance, f"tokens {wanted} from {start} on"
-
-            try:
-                run_ranks(tp_size, run)
-            except InvalidValueError as error:
-                pytest.skip(str(error))
+            for wanted in ([half - 1], [0, 3, half - 2], list(range(half))):
+                index, attend = torch.tensor(wanted, dtype=torch.int32), DenseAttention()
+                for start, stop in ((0, half), (half, size)):
+                    with torch.inference_mode():
+                        hidden = model.forward(ids[start:stop], torch.arange(start, stop), attend, index)
+                        logits = model.compute_logits(hidden)
+                    found = expected[start:stop][wanted]
+                    assert logits.shape == found.shape
+                    assert (logits - found).abs().max() < self.tolerance, f"tokens {wanted} from {start} on"
 
     def test_greedy_tokens_equal_the_reference(self) -> None:
         """Token after token."""
         with TemporaryDirectory() as folder:
             reference, source = self._saved(folder)
-            prompt, model, attend = self._prompt(reference)[:8], self._load(source), DenseAttention()
+            size, num_generated = self.num_greedy_tokens
+            prompt, model, attend = self._prompt(reference)[:size], self._load(source), DenseAttention()
             made = reference.generate(
-                prompt[None], attention_mask=torch.ones(1, 8), max_new_tokens=12, do_sample=False, eos_token_id=None
-            )
+                prompt[None],
+                attention_mask=torch.ones(1, size),
+                max_new_tokens=num_generated,
+                do_sample=False,
+                eos_token_id=None,
+            )[0, size:].tolist()
+            assert num_generated == 1 or len(set(made)) > 1, "a reference that repeats one token shows no mistakes"
             tokens, position = prompt, 0
-            for expected in made[0, 8:].tolist():
+            for expected in made:
                 logits = _logits(model, tokens, torch.arange(position, position + len(tokens)), attend)
                 position += len(tokens)
                 tokens = logits[-1:].argmax(-1)
                 assert int(tokens) == expected, f"at position {position}"
 
+    def test_nothing_is_read_on_the_host(self) -> None:
+        """CUDA graphs replay kernels whatever the values of tensors: `forward` and `compute_logits` must not look at them."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            reads = HostReads()
+            kernel = reads.excluding(self.moe_kernel, "forward")
+            model, ids = self._load(source, moe_kernel=kernel), self._prompt(reference)
+            attend = reads.excluded(DenseAttention())
+            with torch.inference_mode(), reads:
+                hidden = model.forward(ids, torch.arange(len(ids)), attend, torch.tensor([1, 3], dtype=torch.int32))
+                model.compute_logits(hidden)
+                model.compute_logits(model.forward(ids[:1], torch.tensor([len(ids)]), attend))
+            assert reads.found == [], f"reads tensors on the host, by {', '.join(reads.found)}"
+
+    def test_unknown_tensors_are_refused(self) -> None:
+        """`ignored_weights` ignores what the model has no use for, and nothing else."""
+        with TemporaryDirectory() as folder:
+            _, source = self._saved(folder)
+            names = [name for name, _ in source.tensors(self._config(source))]
+            layer = next(name for name in names if ".0." in name).rpartition(".0.")[0]
+            for unknown in (f"{layer}.0.unknown.weight", f"{layer}.0.self_attn.unknown.bias", "unknown.weight"):
+                with pytest.raises(ModelFormatError, match="in the checkpoint but not in"):
+                    self._load(WithATensor(source, unknown))
+
     @pytest.mark.parametrize("tp_size", [2, 4])
     def test_ranks_together_equal_one(self, tp_size: int) -> None:
-        """Each rank loads its part and computes all logits, or its own; skipped where the heads do not split."""
+        """Each rank loads its part and computes its part of the logits; skipped where the heads do not split."""
         with TemporaryDirectory() as folder:
             reference, source = self._saved(folder)
             ids = self._prompt(reference)
@@ -121,11 +168,10 @@ class ModelTests:
                 model = self._load(source, communicator)
                 logits = _logits(model, ids, torch.arange(len(ids)), DenseAttention())
                 with torch.inference_mode():
-                    hidden = model(ids, torch.arange(len(ids)), DenseAttention())
-                    own, shard = model.compute_own_logits(hidden), model.vocab_shard()
-                    assert torch.equal(own if shard is None else shard.gather(own), logits)
-                    part = logits.shape[1] if shard is None else -(-shard.vocab_size // communicator.size)
-                    assert own.shape == (len(ids), part), "logits that other ranks have"
+                    hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())
+                    own, shard = model.compute_logits(hidden), model.vocab_shard
+                    part = expected.shape[1] if shard is None else -(-shard.vocab_size // communicator.size)
+                    assert own.shape == (len(ids), part), "not the part of the logits that vocab_shard tells of"
                 return logits
 
             try:
@@ -142,7 +188,7 @@ class ModelTests:
             reference, source = self._saved(folder)
             ids, model = self._prompt(reference), self._load(source, dtype=torch.bfloat16)
             with torch.inference_mode():
-                hidden = model(ids, torch.arange(len(ids)), DenseAttention())
+                hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())
                 logits = model.compute_logits(hidden)
             assert hidden.dtype == torch.bfloat16
             assert logits.dtype == torch.bfloat16
@@ -162,14 +208,21 @@ class ModelTests:
         reference.save_pretrained(folder)
         return reference, SavedReference(Path(folder))
 
+    def _config(self, source: WeightSource) -> ModelConfig:
+        return model_config(self.provider.standard_config(source.config))
+
     def _load(
-        self, source: SavedReference, communicator: Communicator | None = None, dtype: torch.dtype = torch.float32
+        self,
+        source: WeightSource,
+        communicator: Communicator | None = None,
+        dtype: torch.dtype = torch.float32,
+        moe_kernel: type[MoeKernel] | None = None,
     ) -> Model:
-        config = model_config(self.model_class.standard_config(source.config))
-        assert self.model_class.unsupported(config) == []
-        device = torch.device("cpu")
-        build = BuildContext(communicator or SingleRank(), Ops(device, dtype), device, dtype, self.moe_kernel)
-        model = self.model_class(config, build)
+        config, device = self._config(source), torch.device("cpu")
+        assert self.provider.unsupported(config) == []
+        kernel = moe_kernel or self.moe_kernel
+        build = BuildContext(communicator or SingleRank(), Ops(device, dtype), device, dtype, kernel)
+        model = self.provider(config, build)
         load_weights(model, source, progress=False)
         return model
 
@@ -184,8 +237,8 @@ class ModelTests:
 
 
 @torch.inference_mode()
-def _logits(model: Model, ids: torch.Tensor, positions: torch.Tensor, attend: DenseAttention) -> torch.Tensor:
-    return model.compute_logits(model(ids, positions, attend))
+def _logits(model: Model, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+    return model.gather_logits(model.compute_logits(model.forward(ids, positions, attend)))
 
 
 @torch.inference_mode()

@@ -87,15 +87,15 @@ def _rows_in_float8(weight: torch.Tensor, random: torch.Generator) -> tuple[torc
 
 
 class MoeKernelTests:
-    """Subclass and set `kernel`.
+    """Subclass and set `provider`.
 
     Attributes:
-        kernel: the class.
+        provider: the class.
         device: where to run.
         dtypes: of activations and weights.
     """
 
-    kernel: ClassVar[type[MoeKernel]]
+    provider: ClassVar[type[MoeKernel]]
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -164,11 +164,11 @@ class MoeKernelTests:
         """A kernel for these sizes; skips the test where it does not apply."""
         _, num_experts, top_k, hidden_size, intermediate_size = shape
         spec = MoeSpec(num_experts, top_k, hidden_size, intermediate_size, dtype, torch.device(self.device))
-        reasons = self.kernel.unsupported(spec)
+        reasons = self.provider.unsupported(spec)
         assert isinstance(reasons, list), f"{reasons!r} is no list"
         if reasons:
             pytest.skip("; ".join(reasons))
-        return self.kernel(spec)
+        return self.provider(spec)
 
     def make_case(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype, routing: str) -> MoeCase:
         """Random inputs of about unit size."""

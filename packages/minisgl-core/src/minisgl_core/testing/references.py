@@ -4,7 +4,8 @@ written by transformers."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
@@ -47,6 +49,35 @@ class DenseAttention:
         hidden = age < 0 if layer.sliding_window is None else (age < 0) | (age >= layer.sliding_window)
         weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
         return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+
+
+def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
+    """Return the `Attend` of a step whose tokens belong to several sequences.
+
+    Args:
+        attends: one per sequence.
+        lengths: tokens of each in this step.
+    """
+
+    def attend(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
+        parts = zip(attends, *tensors, _split(rotation, lengths), strict=True)
+        return torch.cat([each(*qkv, layer, of_part) for each, *qkv, of_part in parts])
+
+    return attend
+
+
+def _split(rotation: Rotation | None, lengths: Sequence[int]) -> list[Rotation | None]:
+    if rotation is None:
+        return [None] * len(lengths)
+    cos, sin = (torch.split_with_sizes(x, list(lengths)) for x in (rotation.cos, rotation.sin))
+    return [replace(rotation, cos=each, sin=other) for each, other in zip(cos, sin, strict=True)]
 
 
 class NaiveMoe(MoeKernel):
@@ -93,7 +124,9 @@ def random_reference(config: Any, seed: int = 0) -> Any:
             if weight.ndim == 1:
                 centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
             else:
-                centre, spread = 0.0, 1.0 if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
+                # With tied embeddings of unit size, a token's own logit would be the largest whatever the layers do.
+                embedding = 0.2 if config.tie_word_embeddings else 1.0
+                centre, spread = 0.0, embedding if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
     return model
 
@@ -123,3 +156,29 @@ class SavedReference(WeightSource):
         """Every tensor of every file."""
         for file in sorted(self._path.glob("*.safetensors")):
             yield from load_file(file).items()
+
+
+class WithATensor(WeightSource):
+    """A source with one tensor more."""
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """It stands on another source."""
+        return ["it is no file"]
+
+    def __init__(self, source: WeightSource, name: str) -> None:
+        self._source, self._name = source, name
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The source's."""
+        return self._source.config
+
+    def tokenizer(self) -> Any:
+        """The source's."""
+        return self._source.tokenizer()
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """The source's, then `name`."""
+        yield from self._source.tensors(config)
+        yield self._name, torch.zeros(1)

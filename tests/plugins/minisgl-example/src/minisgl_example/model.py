@@ -2,76 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import ClassVar
 
 import torch
-from torch import nn
 
 from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
-from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.attention import Attention
-from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
-from minisgl_core.layers.mlp import GatedMLP
-from minisgl_core.layers.norm import RMSNorm
-from minisgl_core.layers.rotary import RotaryCache
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    Layer,
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
 
 
-class Block(nn.Module):
+class ExampleAttention(Layer):
+    """Grouped-query attention with rotary embedding."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        hidden, dim = config.hidden_size, config.head_dim
+        self.qkv_proj = QKVParallelLinear(hidden, dim, config.num_q_heads, config.num_kv_heads, build)
+        self.o_proj = RowParallelLinear(config.num_q_heads * dim, hidden, build, reduce=False)
+        self.attn = Attention(index, dim**-0.5, None, build)
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """x [T, hidden_size] to this rank's part of a sum of the same shape."""
+        q, k, v = self.qkv_proj.heads(x)
+        return self.o_proj.forward(self.attn.forward(q, k, v, attend, Rotation(cos, sin)).flatten(1))
+
+
+class ExampleMLP(Layer):
+    """``down(silu(gate(x)) * up(x))``."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
+        self.down_proj = RowParallelLinear(inner, hidden, build, reduce=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden_size] to this rank's part of a sum of the same shape."""
+        return self.down_proj.forward(self.gate_up_proj.forward(x))
+
+
+class ExampleBlock(Layer):
     """``x + attention(norm(x)) + mlp(norm(x))``."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """The model's layer number `index`."""
-        super().__init__()
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
-        self.attention = Attention(config, index, build)
-        self.mlp = GatedMLP(config, build)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+        self.self_attn = ExampleAttention(config, index, build)
+        self.mlp = ExampleMLP(config, build)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """x [T, hidden_size] to the same."""
-        normed = self.norm(x)
-        out: torch.Tensor = x + self.attention(normed, cos, sin, attend) + self.mlp(normed)
-        return out
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both parts are added before the next norm all-reduces them, so a block costs one all-reduce."""
+        x, residual = self.input_layernorm.add(x, residual)
+        return self.self_attn.forward(x, cos, sin, attend) + self.mlp.forward(x), residual
+
+
+class ExampleModel(Layer):
+    """Embedding, blocks and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = [ExampleBlock(config, index, build) for index in range(config.num_layers)]
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """[T] and [T] to [T, hidden_size]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        x, residual = self.embed_tokens.forward(input_ids), None
+        for layer in self.layers:
+            x, residual = layer.forward(x, residual, cos, sin, attend)
+        return self.norm.add(x, residual)[0]
 
 
 class ExampleForCausalLM(Model):
     """Runs at any tensor-parallel size, because the layers of `minisgl_core` do."""
 
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        """Allocate embedding, blocks, norm and output matrix."""
         super().__init__(config, build)
-        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
-        self.rotary = RotaryCache(config.rope, config.max_position, build)
-        self.blocks = [Block(config, index, build) for index in range(config.num_layers)]
-        self.modules_of_blocks = nn.ModuleList(self.blocks)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.model = ExampleModel(config, build)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, build)
+        self.vocab_shard = self.lm_head.shard
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """See `Model.forward`."""
-        cos, sin = self.rotary(positions)
-        x: torch.Tensor = self.embedding(input_ids)
-        for block in self.blocks:
-            x = block(x, cos, sin, attend)
-        hidden: torch.Tensor = self.norm(x)
-        return hidden
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Model.forward`. Computes all tokens, and returns those that are wanted."""
+        hidden_states = self.model.forward(input_ids, positions, attend)
+        return hidden_states if logits_index is None else hidden_states.index_select(0, logits_index)
 
-    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""
-        logits: torch.Tensor = self.lm_head(hidden)
-        return logits
+        return self.lm_head.forward(hidden_states)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
-        return [block.attention.layer for block in self.blocks]
-
-    def weight_targets(self) -> Iterator[tuple[str, WeightTarget]]:
-        """Under the names that Hugging Face's Llama uses."""
-        yield from self.embedding.weight_targets("model.embed_tokens")
-        for index, block in enumerate(self.blocks):
-            yield from block.norm.weight_targets(f"model.layers.{index}.input_layernorm")
-            yield from block.attention.weight_targets(f"model.layers.{index}.self_attn")
-            yield from block.mlp.weight_targets(f"model.layers.{index}.mlp")
-        yield from self.norm.weight_targets("model.norm")
-        yield from self.lm_head.weight_targets("lm_head")
+        return [layer.self_attn.attn.layer for layer in self.model.layers]

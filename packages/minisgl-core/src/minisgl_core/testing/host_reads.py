@@ -1,0 +1,75 @@
+"""Finds reads of tensors on the host, which a device graph would not repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode, resolve_name
+
+Result = TypeVar("Result")
+
+_READS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "equal", "allclose", "unique", "masked_select"} | {
+    f"__{name}__" for name in ("bool", "int", "float", "complex", "index", "array", "contains", "format", "repr")
+}
+
+
+class HostReads(TorchFunctionMode):
+    """Notes calls that wait for a device and look at the values of tensors.
+
+    Attributes:
+        found: their names, each once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self._is_off = False
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note the call if it reads, and do it."""
+        name = func.__name__
+        reads = name in _READS or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
+        if reads and not self._is_off and (full := resolve_name(func) or name) not in self.found:
+            self.found.append(full)
+        return func(*args, **(kwargs or {}))
+
+    def excluded(self, function: Callable[..., Result]) -> Callable[..., Result]:
+        """Return `function`, whose reads are not noted."""
+
+        def call(*args: Any, **kwargs: Any) -> Result:
+            was_off, self._is_off = self._is_off, True
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._is_off = was_off
+
+        return call
+
+    def excluding(self, kind: type[Result], method: str) -> type[Result]:
+        """Return a subclass of `kind`, of whose `method` no reads are noted."""
+        reads, inherited = self, getattr(kind, method)
+
+        def call(self: Result, *args: Any, **kwargs: Any) -> Any:
+            return reads.excluded(inherited)(self, *args, **kwargs)
+
+        return type(kind.__name__, (kind,), {method: call})
+
+
+def _reads_index(index: Any) -> bool:
+    """Whether an index is a mask, or has a number that is a tensor."""
+    parts = index if isinstance(index, tuple) else (index,)
+    for part in parts:
+        if isinstance(part, slice):
+            if any(isinstance(each, torch.Tensor) for each in (part.start, part.stop, part.step)):
+                return True
+        elif isinstance(part, torch.Tensor) and (part.ndim == 0 or part.dtype in (torch.bool, torch.uint8)):
+            return True
+    return False
