@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRank
 from minisgl_core.contracts.layer import Layer, prepare_all
 from minisgl_core.contracts.model import BuildContext, Model
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (
     LMHead,
@@ -178,6 +179,47 @@ def test_all_reduces_of_layers_are_fused_into_norms(model_class: type[Model]) ->
     fill(model)
     model.forward(torch.arange(4), torch.arange(4), DenseAttention())
     assert group.calls == {"all_reduce": 1, "all_reduce_add_norm": 6}
+
+
+class CountingOps(Ops):
+    """Counts the kernels of what a model asks for, not those that these are made of."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"), torch.float32)
+        self.calls = Counter[str]()
+
+    def counted(self, name: str, kernel: Any) -> Any:
+        def call(*args: Any) -> Any:
+            self.calls[name] += 1
+            return kernel(*args)
+
+        return call
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        return self.counted("linear", super().prepare_linear(weight, bias))
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        plain = Ops(self.device, self.dtype)
+        return self.counted("gated", plain.prepare_gated(weight, bias))
+
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        kernels = ("take_rows", "rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "rotate", "route")
+        return self.counted(name, getattr(Ops(self.device, self.dtype), name)) if name in kernels else found
+
+
+@pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM])
+def test_kernels_of_a_step(model_class: type[Model]) -> None:
+    """Four GEMMs and two fused norms per layer, besides attention; RoPE and norms of heads are attention's."""
+    ops, has_experts = CountingOps(), model_class is Qwen3MoeForCausalLM
+    experts = {"num_experts": 4, "num_experts_per_tok": 2} if has_experts else {}
+    build = replace(build_for(SingleRank()), ops=ops, moe_kernel=NaiveMoe)
+    model = model_class(tiny_config(num_hidden_layers=3, **experts), build)
+    fill(model)
+    hidden = model.forward(torch.arange(1), torch.arange(1), DenseAttention())
+    assert model.compute_logits(hidden).shape == (1, 8)
+    of_mlp = {"linear": 3 * 3 + 1, "route": 3} if has_experts else {"linear": 3 * 3 + 1, "gated": 3}
+    assert ops.calls == {"take_rows": 3, "rms_norm": 1, "add_rms_norm": 6, **of_mlp}
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM])

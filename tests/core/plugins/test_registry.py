@@ -234,6 +234,23 @@ def test_a_provider_for_another_plugin_api_is_refused(site, api, reason):
         Registry.from_environment().load("policy", "p")
 
 
+def test_a_model_with_methods_of_version_1_is_refused(site):
+    """It declares no version: the base class does."""
+    source = """
+from minisgl_core.contracts.model import Model
+
+class Old(Model):
+    def __init__(self, config, build): pass
+    def forward(self, input_ids, positions, attend): pass
+    def forward_rows(self, input_ids, positions, attend, rows): pass
+    def compute_logits(self, hidden): pass
+    def attention_layers(self): return []
+"""
+    site.install("old", {"models": {"OldForCausalLM": "old_model:Old"}}, old_model=source)
+    with pytest.raises(ProviderLoadError, match=r"it has forward_rows, which belongs to version 1 .* models are plain"):
+        Registry.from_environment().load("models", "OldForCausalLM")
+
+
 def test_lists_hide_providers_and_say_so(site):
     site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
     site.install("other", {"policy": {"c": "x:C"}})

@@ -18,7 +18,7 @@ CHANGES = {
     "communicator": "ranks have global and local numbers, and a communicator can send and receive",
     "grammar": "the base classes declare version 2, and nothing else changed",
     "hooks": "plans and records have new fields, and there are hooks for pages that a prefix cache takes and evicts",
-    "models": "models are explicit files of plain layers, without weight_targets and finalize",
+    "models": "models are plain layers loaded by attribute, and forward() is told which tokens logits are computed of",
     "moe": "a kernel is told of activation, biases, clamps, shared experts and grouped routing",
     "ops": "the operations are split by role",
     "platform": "the base class declares version 2, and nothing else changed",
@@ -28,5 +28,5 @@ CHANGES = {
     "weights": "tokenizer() raises TokenizerNotFoundError where the checkpoint holds none",
 }
 """What version 2 changed for each kind of plugin since version 1, as the end of a sentence."""
-REMOVED: dict[str, tuple[str, ...]] = {}
+REMOVED: dict[str, tuple[str, ...]] = {"models": ("forward_rows", "finalize", "compute_own_logits")}
 """Attributes that providers of version 1 have and that nothing reads any more."""
