@@ -17,7 +17,7 @@ from recording_cpu import RecordingCpu
 
 from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import graphs
@@ -206,7 +206,7 @@ def test_masks_hold_in_recorded_decodes(
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
 
 
-class OtherHalf(Communicator):
+class OtherHalf(SingleRank):
     """Of two ranks the first, whose gathering computes the other's logits."""
 
     def __init__(self, model: Model) -> None:
@@ -222,12 +222,6 @@ class OtherHalf(Communicator):
         self.num_gathered += 1
         later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def broadcast_object(self, value: object) -> object:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("kinds", [("random",) * 6, tuple(SAMPLINGS)], ids=["random", "all"])
