@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "soft cap of 50, and no attention layer has it"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the rotary embedding is of the kind per_layer"),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
@@ -71,7 +73,7 @@ def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: 
 class LaidOutTheOtherWay(TorchAttention):
     """A backend whose pool is laid out the other way."""
 
-    kv_layout = "NHD"
+    capabilities = replace(TorchAttention.capabilities, layouts=("NHD",))
 
 
 def test_two_layouts_are_refused_with_backends_that_meet() -> None:

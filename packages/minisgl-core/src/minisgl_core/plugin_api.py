@@ -28,5 +28,5 @@ CHANGES = {
     "weights": "tokenizer() raises TokenizerNotFoundError where the checkpoint holds none",
 }
 """What version 2 changed for each kind of plugin since version 1, as the end of a sentence."""
-REMOVED: dict[str, tuple[str, ...]] = {}
+REMOVED: dict[str, tuple[str, ...]] = {"attention": ("kv_layout", "reads_page_table")}
 """Attributes that providers of version 1 have and that nothing reads any more."""

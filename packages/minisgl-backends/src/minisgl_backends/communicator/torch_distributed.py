@@ -71,11 +71,11 @@ class TorchCommunicator(Communicator):
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """By the backend's own send."""
+        """Use the backend's own send."""
         _finish(self._open_group().send([x.contiguous()], dst, 0))
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """By the backend's own receive."""
+        """Use the backend's own receive."""
         _finish(self._open_group().recv([x], src, 0))
         return x
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
