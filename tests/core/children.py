@@ -52,12 +52,12 @@ def never_ready(report: Callable[[Ready], None]) -> None:
     time.sleep(600)
 
 
-def die_among_the_ranks(config: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
+def die_among_the_ranks(config: Any, places: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
     """A rank that is killed when it has joined the others."""
     from minisgl_core.engine import build, worker
 
     build.load_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    worker.run_worker(config, rank, endpoints, report)
+    worker.run_worker(config, places, rank, endpoints, report)
 
 
 def main(pid_file: str, directory: str) -> None:

@@ -23,9 +23,9 @@ def test_a_launch_has_a_private_directory_that_is_removed() -> None:
 
 
 def test_addresses_differ() -> None:
-    addresses = Endpoints("/x", num_tokenizers=3, num_ranks=2)
-    named = [addresses.api_in, addresses.scheduler_in, *addresses.tokenizer_in, *addresses.rank_in]
-    assert len(set(named)) == 7
+    addresses = Endpoints("/x", num_tokenizers=3)
+    named = [addresses.api_in, addresses.scheduler_in, *addresses.tokenizer_in]
+    assert len(set(named)) == 5
 
 
 def test_a_temporary_directory_too_deep_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from minisgl_core import testing
 KITS = sorted(each.name for each in pkgutil.iter_modules(testing.__path__) if each.name.endswith("_kit"))
 
 
-@pytest.mark.parametrize("name", [name for name in KITS if name not in ("model_kit", "moe_kit")])
+@pytest.mark.parametrize("name", KITS)
 def test_a_kit_calls_the_class_under_test_provider(name: str) -> None:
     module = importlib.import_module(f"{testing.__name__}.{name}")
     [kit] = [

@@ -68,7 +68,7 @@ def test_the_models_guide_type_checks(tmp_path: Path) -> None:
     files = {mark.removeprefix("file "): code for mark, code in blocks.items() if mark.startswith("file ")}
     files["own_mlp.py"] = """
 import torch
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.layers import Layer, ReplicatedLinear
 from minisgl_core.layers.base import empty_parameter

@@ -12,8 +12,8 @@ from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference

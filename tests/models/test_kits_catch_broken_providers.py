@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.layers import RMSNorm, RowParallelLinear
 from minisgl_core.testing.kit_runner import failures

@@ -17,7 +17,7 @@ WINDOWS = [None, 6]
 
 def outputs(backend: type[AttentionBackend], dtype: torch.dtype, poison: bool) -> list[torch.Tensor]:
     """Of one step; with `poison`, every slot is NaN that holds no token of a request of the step, page 0 too."""
-    spec = AttentionSpec(4, 2, 64, SIZE, dtype, dtype, torch.device("cpu"), max_seq_len=100, max_batch=9)
+    spec = AttentionSpec(4, 2, 64, SIZE, dtype, dtype, torch.device("cpu"), 100, 9, sliding_windows=(6,))
     if reasons := backend.unsupported(spec):
         pytest.skip("; ".join(reasons))
     layers = [AttentionLayer(place, 0.125, window) for place, window in enumerate(WINDOWS)]

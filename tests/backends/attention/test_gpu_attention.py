@@ -38,14 +38,12 @@ class OnGpu(AttentionBackendTests):
 
 class TestTorch(OnGpu):
     provider = TorchAttention
-    has_fp8_pool = True
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}  # scores and weights are rounded on their way through memory
     test_scales = None  # type: ignore[assignment]  # that rounding grows with the scores
 
 
 class TestTriton(OnGpu):
     provider = TritonAttention
-    has_fp8_pool = True
 
     @pytest.mark.parametrize("is_fp8", [False, True], ids=["plain", "fp8"])
     @pytest.mark.parametrize(
@@ -66,7 +64,6 @@ class TestTriton(OnGpu):
 class TestHopper(OnGpu):
     provider = HopperAttention
     page_sizes = (8, 16, 64)
-    has_sliding_windows = False
 
     @pytest.mark.parametrize(
         ("shape", "page_size"),
@@ -80,13 +77,11 @@ class TestHopper(OnGpu):
 
 class TestFlashInfer(OnGpu):
     provider = FlashInferAttention
-    has_fp8_pool = True
     page_sizes = (1, 16, 64)
 
 
 class TestFlashInferOfSmallHeads(OnGpu):
     provider = FlashInferAttention
-    has_fp8_pool = True
     head_shapes = ((9, 3, 64),)
 
 
@@ -128,6 +123,8 @@ class TestTrtllm(OnGpu):
 
 class FlashThenFlashInfer(CombinedAttention):
     """``--attn fa,fi``."""
+
+    capabilities = replace(FlashInferAttention.capabilities, fp8_kv=False)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -198,5 +195,5 @@ def test_pools_of_more_than_two_billion_elements(backend: type[AttentionBackend]
             start += count
             known[request.row].append(torch.stack((k[part], v[part])).cpu())
             keys, values = torch.cat(known[request.row], dim=1)
-            expected = dense_attention(q[part].cpu(), keys, values, layer.scale, None)
+            expected = dense_attention(q[part].cpu(), keys, values, layer)
             assert (out[part].cpu().double() - expected).abs().max() < 3e-2

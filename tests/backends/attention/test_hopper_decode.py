@@ -16,8 +16,9 @@ from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.kv.pool import KVPool, KVPoolSpec
+from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, quarter_turns
 

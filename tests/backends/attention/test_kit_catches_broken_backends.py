@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,27 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backends.attention.torch_backend import TorchAttention
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+    AttentionSpec,
+    check_layers,
+)
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.testing.attention_kit import AttentionBackendTests
+from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.references import DenseAttention
 
 
 class RightAttention(AttentionBackend):
     """Request after request; correct, and made so that each part of it can be overridden by a mistake."""
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return [] if spec.kv_dtype == spec.dtype else ["the pool must be of the model's dtype"]
+    capabilities = AttentionCapabilities(
+        cuda_graphs=True, sliding_windows=True, soft_cap=True, sinks=True, multi_token_decodes=True
+    )
 
     def plan(self, batch: AttentionBatch) -> Any:
         return batch
@@ -54,10 +64,22 @@ class RightAttention(AttentionBackend):
         keys, values = self.gather(batch, place, seq_len, layer)
         group = q.shape[1] // keys.shape[1]
         keys, values = self.repeat(keys, group), self.repeat(values, group)
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * layer.scale
+        scores = self.capped(torch.einsum("qhd,khd->hqk", q.float(), keys.float()) * layer.scale, layer)
         hidden = ~self.visible(seq_len - len(q), len(q), len(keys), layer)
-        weights = self.softmax(scores, hidden)
+        if layer.sinks is None:
+            weights = self.softmax(scores, hidden)
+        else:
+            scores = torch.cat((scores, self.sinks(layer).float()[:, None, None].expand(-1, len(q), 1)), -1)
+            hidden = F.pad(hidden, (0, 1))
+            weights = self.softmax(scores, hidden)[..., : len(keys)]
         return torch.einsum("hqk,khd->qhd", weights, values.float()).to(q.dtype)
+
+    def capped(self, scores, layer: AttentionLayer) -> torch.Tensor:
+        return scores if layer.soft_cap is None else layer.soft_cap * (scores / layer.soft_cap).tanh()
+
+    def sinks(self, layer: AttentionLayer) -> torch.Tensor:
+        assert layer.sinks is not None
+        return layer.sinks
 
     def gather(self, batch: AttentionBatch, place: int, seq_len: int, layer: AttentionLayer) -> Any:
         size = self.spec.page_size
@@ -78,6 +100,78 @@ class RightAttention(AttentionBackend):
 
     def softmax(self, scores, hidden) -> torch.Tensor:
         return scores.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+class RemembersSlotsByRowAndLength(RightAttention):
+    def gather(self, batch, place, seq_len, layer) -> Any:
+        known = self.__dict__.setdefault("known", {})
+        key = (self.row(batch, place), seq_len)
+        if key not in known:
+            pages = self.page_table[key[0], : -(-seq_len // self.spec.page_size)]
+            offsets = torch.arange(self.spec.page_size)
+            known[key] = (pages[:, None] * self.spec.page_size + offsets).flatten()[:seq_len]
+        keys, values = (part.flatten(0, 1) for part in (self.pool.k(layer.index), self.pool.v(layer.index)))
+        return keys[known[key]], values[known[key]]
+
+
+class IgnoresSoftCaps(RightAttention):
+    def capped(self, scores, layer) -> torch.Tensor:
+        return scores
+
+
+class CapsBeforeTheScale(RightAttention):
+    def capped(self, scores, layer) -> torch.Tensor:
+        return super().capped(scores / layer.scale, layer) * layer.scale
+
+
+class KeepsTheFirstCap(RightAttention):
+    def capped(self, scores, layer) -> torch.Tensor:
+        self.cap = getattr(self, "cap", layer.soft_cap)
+        return super().capped(scores, replace(layer, soft_cap=self.cap))
+
+
+class IgnoresSinks(RightAttention):
+    def sinks(self, layer) -> torch.Tensor:
+        return torch.full_like(super().sinks(layer), -torch.inf)
+
+
+class HasOneSink(RightAttention):
+    def sinks(self, layer) -> torch.Tensor:
+        return super().sinks(layer)[:1].expand(len(layer.sinks))
+
+
+class AcceptsAllFeatures(RightAttention):
+    """Computes none of what it does not refuse."""
+
+    capabilities = AttentionCapabilities(cuda_graphs=True, sliding_windows=True)
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+
+class DeclaresWhatItRefuses(RightAttention):
+    capabilities = replace(RightAttention.capabilities, mla=True)
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return ["no MLA yet"] if spec.is_mla else super().unsupported(spec)
+
+
+class DeclaresWhatNobodyCan(RightAttention):
+    capabilities = replace(RightAttention.capabilities, value_head_dim=True)
+
+
+class DeclaresGraphsAlone(RightAttention):
+    plan_capture = AttentionBackend.plan_capture
+
+
+class TakesOneTokenOfEachDecode(RightAttention):
+    def attend(self, q, layer, batch) -> torch.Tensor:
+        out = super().attend(q, layer, batch)
+        if batch.decode_query_len > 1:
+            out[: batch.num_decodes] = out[batch.num_decodes : 2 * batch.num_decodes]
+        return out
 
 
 class ForgetsToStore(RightAttention):
@@ -289,6 +383,8 @@ class RoundsToHalf(RightAttention):
 class StoresWhereItIsTold(RightAttention):
     """Right, too: what may be stored by others."""
 
+    capabilities = replace(RightAttention.capabilities, fused_kv_store=True)
+
     def kv_slots(self, plan) -> torch.Tensor:
         return plan.slots
 
@@ -299,9 +395,7 @@ class StoresWhereItIsTold(RightAttention):
 class ScalesWhatItStores(StoresWhereItIsTold):
     """Right, in an fp8 pool."""
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return []
+    capabilities = replace(StoresWhereItIsTold.capabilities, fp8_kv=True)
 
     def store(self, layer, k, v, batch) -> None:
         self.pool.store(layer.index, k, v, batch.slots, layer.kv_scales)
@@ -352,6 +446,8 @@ class NamesTheCapturedSlots(StoresWhereItIsTold):
 
 class RotatesDecodesItself(RightAttention):
     """Right, too: what rotates and stores in one."""
+
+    capabilities = replace(RightAttention.capabilities, fused_rope_decode=True)
 
     def rotates(self, plan, rotation) -> bool:
         return plan.num_decodes == plan.num_requests
@@ -410,27 +506,25 @@ class ForgetsWindowsOfWhatItRotates(RotatesDecodesItself):
 class AnswersYesOrNo(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> Any:
-        return False if spec.page_size == 3 else []
+        return False if spec.page_size == 3 else super().unsupported(spec)
 
 
 class TriesItOut(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         x = torch.zeros(1)
-        return [] if F.silu(x) == 0 else ["silu does not work"]
+        return super().unsupported(spec) if F.silu(x) == 0 else ["silu does not work"]
 
 
 class RaisesInsteadOfAnswering(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         assert spec.head_dim % 8 == 0
-        return []
+        return super().unsupported(spec)
 
 
 class AcceptsWhatItCannot(RightAttention):
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return []
+    capabilities = replace(RightAttention.capabilities, fp8_kv=True)
 
     def store(self, layer, k, v, batch) -> None:
         dtype = self.spec.kv_dtype
@@ -441,7 +535,7 @@ class AcceptsWhatItCannot(RightAttention):
 class RefusesWhatItDeclares(RightAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return ["page sizes above 1 are not done yet"] if spec.page_size > 1 else []
+        return ["page sizes above 1 are not done yet"] if spec.page_size > 1 else super().unsupported(spec)
 
 
 RIGHT = (RightAttention, StoresWhereItIsTold, ScalesWhatItStores, RotatesDecodesItself)
@@ -499,7 +593,6 @@ class RoundsTowardsZero(TorchAttention):
 def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     class Kit(AttentionBackendTests):
         provider = broken
-        has_fp8_pool = True
         head_shapes = ((4, 2, 64),)
         dtypes = (torch.float32,)
 
@@ -507,11 +600,51 @@ def test_mistakes_with_fp8_pools(broken: type[AttentionBackend]) -> None:
     assert any("fp8" in name for name in found), found
 
 
+@dataclass(frozen=True, slots=True)
+class TiltedLayer(AttentionLayer):
+    """A model's own kind of attention, which no backend knows."""
+
+    tilt: float = 0.5
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [
+        (TiltedLayer(0, 0.1), r"TiltedLayer, whose fields \(tilt\) no backend knows"),
+        (AttentionLayer(0, 0.1, soft_cap=5.0), "soft cap of 5, and the config has none such"),
+        (AttentionLayer(0, 0.1, sliding_window=3), "sliding window of 3 tokens, and the config"),
+        (AttentionLayer(0, 0.1, sinks=torch.zeros(4)), "attention sinks, and the config has none"),
+    ],
+)
+def test_layers_beyond_the_spec_are_never_run(layer: AttentionLayer, reason: str) -> None:
+    kit = type("Kit", (AttentionBackendTests,), {"provider": TorchAttention})()
+    spec = next(kit.specs())
+    assert any(re.search(reason, each) for each in check_layers(spec, [layer]))
+    with pytest.raises(AssertionError, match=reason):
+        kit.rig(spec, 1, 10, layers=[layer])
+
+
+def test_references_refuse_a_layer_that_they_do_not_know() -> None:
+    x = torch.zeros(1, 2, 4)
+    with pytest.raises(AssertionError, match=r"do not know \['tilt'\]"):
+        DenseAttention()(x, x, x, TiltedLayer(0, 0.1))
+    with pytest.raises(AssertionError, match=r"do not know \['tilt'\]"):
+        dense_attention(x, x, x, TiltedLayer(0, 0.1))
+
+
+def test_what_the_config_has_must_be_in_the_layers() -> None:
+    kit = type("Kit", (AttentionBackendTests,), {"provider": TorchAttention})()
+    spec = replace(next(kit.specs()), soft_caps=(30.0,), has_sinks=True)
+    reasons = check_layers(spec, [AttentionLayer(0, 0.1)])
+    assert len(reasons) == 2
+    assert "a soft cap of 30, and no attention layer has it" in reasons[0]
+    assert "attention sinks, and no attention layer has them" in reasons[1]
+
+
 @pytest.mark.parametrize("right", RIGHT)
 def test_what_the_mistakes_are_made_in_passes(right: type[RightAttention]) -> None:
     class Kit(AttentionBackendTests):
         provider = right
-        has_fp8_pool = right is ScalesWhatItStores
 
     assert failures(Kit()) == {}
 

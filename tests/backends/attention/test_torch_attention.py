@@ -9,7 +9,6 @@ from minisgl_core.testing.attention_rig import TOLERANCES
 
 class TestTorchAttention(AttentionBackendTests):
     provider = TorchAttention
-    has_fp8_pool = True
     page_sizes = (1, 5, 16)
     dtypes = (torch.float32,)
 
@@ -18,7 +17,6 @@ class TestTorchAttentionInBfloat16(AttentionBackendTests):
     """Scores are rounded to bfloat16, as in transformers' eager attention; so errors grow with their size."""
 
     provider = TorchAttention
-    has_fp8_pool = True
     dtypes = (torch.bfloat16,)
     tolerances = TOLERANCES | {torch.bfloat16: 8e-2}
     test_scales = None  # type: ignore[assignment]

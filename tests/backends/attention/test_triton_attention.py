@@ -13,7 +13,6 @@ class TestTriton(AttentionBackendTests):
     """Compiled on a GPU, interpreted elsewhere."""
 
     provider = TritonAttention
-    has_fp8_pool = True
     device = "cuda" if torch.cuda.is_available() else "cpu"
     page_sizes = (1, 16, 64) if torch.cuda.is_available() else (4,)
     dtypes = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)

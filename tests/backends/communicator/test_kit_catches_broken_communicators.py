@@ -5,6 +5,7 @@ Ranks are threads here, which Gloo allows and which is quicker; only the last te
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -58,6 +59,21 @@ class GathersInPlace(TorchCommunicator):
 class RoundsByRank(TorchCommunicator):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return super().all_reduce(x) * (1 + 2**-20 * self.rank)
+
+
+class SendsAnotherTensor(TorchCommunicator):
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        super().send(x + 1, dst)
+
+
+class ReceivesIntoAnother(TorchCommunicator):
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        return super().recv(x.clone(), src)
+
+
+class SendsWithoutStrides(TorchCommunicator):
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        super().send(x if x.is_contiguous() else x.t().reshape(x.shape), dst)
 
 
 class KeepsItsOwnObject(TorchCommunicator):
@@ -170,3 +186,20 @@ def test_the_kit_reports_what_fails_in_a_rank() -> None:
 
     (error,) = failures(Kit()).values()
     assert "check_gathers" in str(error)
+
+
+class DiesWithALongText(TorchCommunicator):
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        print("nothing to see here\n" * 1000, flush=True)
+        os._exit(3)
+
+
+def test_a_failing_checks_name_is_never_cut_off() -> None:
+    class Kit(CommunicatorTests):
+        provider = DiesWithALongText
+        sizes = (2,)
+        raises_on_timeout = False
+
+    (error,) = failures(Kit()).values()
+    assert "rank 0 failed in check_gathers, 2 ranks: " in str(error)
+    assert "rank 1 failed in check_gathers, 2 ranks: " in str(error)

@@ -33,7 +33,7 @@ class Run:
         self.tmp_path = tmp_path
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
-        kinds = {"attention": "quick", "policy": "fcfs"}
+        kinds = {"attention": "quick", "policy": "fcfs", "executor": "local"}
         self.registry = Registry(Entry(kind, name, "no_such:Quick", "stranger", "1") for kind, name in kinds.items())
 
     def __call__(self, *arguments: str, file: str = "", suffix: str = ".toml", **environ: str) -> Any:

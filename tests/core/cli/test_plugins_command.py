@@ -89,7 +89,7 @@ def test_check_tells_what_it_is_and_why_it_does_not_apply(site):
 
 @pytest.mark.parametrize(("name", "layout"), [("torch", "HND"), ("triton", "NHD")])
 def test_check_shows_the_kv_layout_of_a_backend(name, layout):
-    assert f"KV layout:    {layout}\n" in run("check", name, "--kind", "attention").stdout
+    assert f"KV layouts:   {layout}\n" in run("check", name, "--kind", "attention").stdout
     assert "KV layout" not in run("check", "torch", "--kind", "ops").stdout
 
 

@@ -141,6 +141,15 @@ def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
     assert (gemma3.rope.kind, gemma3.rope.rotary_dim, gemma3.raw["rope_parameters"]) == ("per_layer", 8, kinds)
 
 
+def test_attention_beyond_llamas_is_read() -> None:
+    gemma = read(attn_logit_softcapping=50.0, v_head_dim=16, attention_sinks=True)
+    assert (gemma.soft_cap, gemma.value_head_dim, gemma.has_sinks) == (50.0, 16, True)
+    plain = read(attn_logit_softcapping=None)
+    assert (plain.soft_cap, plain.value_head_dim, plain.has_sinks) == (None, None, False)
+    with pytest.raises(ModelFormatError, match="attn_logit_softcapping=-1 is not above 0"):
+        read(attn_logit_softcapping=-1)
+
+
 def test_experts() -> None:
     moe = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
     config = read("Qwen3MoeForCausalLM", **moe, decoder_sparse_step=2, mlp_only_layers=[3])

@@ -9,7 +9,13 @@ from minisgl_core.plugins.registry import Entry, Registry
 
 INSTALLED = Registry(
     Entry(kind, name, "surely_not_installed:X", "some", "1.0")
-    for kind, name in (("attention", "quick"), ("attention", "slow"), ("moe", "quick"), ("policy", "fcfs"))
+    for kind, name in (
+        ("attention", "quick"),
+        ("attention", "slow"),
+        ("moe", "quick"),
+        ("policy", "fcfs"),
+        ("executor", "local"),
+    )
 )
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig, MoeConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Resolved, resolve
+from minisgl_core.contracts.attention import AttentionCapabilities
+from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
 
@@ -128,6 +129,24 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -
     with pytest.raises(InvalidValueError) as caught:
         choose(H200, **options)
     assert caught.value.name == name
+
+
+def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
+    gemma = replace(MODEL, soft_cap=50.0, sliding_windows=(64, None), has_sinks=True, value_head_dim=4)
+    specs = []
+
+    def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
+        specs.extend(spec if kind == "attention" else [])
+        lacking = kind == "attention" and name == "native"
+        return AttentionCapabilities(sliding_windows=True).missing(*spec) if lacking else []
+
+    config = EngineConfig.from_flat(attn="auto")
+    resolved = resolve(config, LAPTOP, gemma, INSTALLED.__getitem__, unsupported)
+    spec = specs[0]
+    assert (spec.soft_caps, spec.sliding_windows, spec.has_sinks, spec.value_head_dim) == ((50.0,), (64,), True, 4)
+    assert resolved.config.backends.attn == "torch"
+    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    assert "native: it has no soft cap of the scores" in reason
 
 
 def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can() -> None:

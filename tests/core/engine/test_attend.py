@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,13 +11,14 @@ from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.engine.attend import BoundAttention
-from minisgl_core.engine.combined_attention import combine
+from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.testing.attention_rig import AttentionRig
 
 
 class Rotating(TorchAttention):
     """Rotates decodes itself, and says how many."""
 
+    capabilities = replace(TorchAttention.capabilities, fused_rope_decode=True)
     num_rotated = 0
 
     def rotates(self, plan, rotation: Rotation) -> bool:
@@ -34,7 +37,7 @@ def test_the_backend_for_decodes_rotates_where_it_can(lengths: tuple[int, ...], 
     for kind in (TorchAttention, Rotating):
         rig = AttentionRig(TorchAttention, spec, [AttentionLayer(0, 0.125)], num_pages=40, seed=3)
         prefill, decode = (each(spec, rig.pool, rig.table.data) for each in (TorchAttention, kind))
-        backend: AttentionBackend = combine(spec, rig.pool, rig.table.data, prefill, decode)
+        backend: AttentionBackend = CombinedAttention(spec, rig.pool, rig.table.data, prefill, decode)
         requests = [rig.request(cached, cached + new) for cached, new in zip((3, 9, 0), lengths, strict=True)]
         batch = rig.batch(list(zip(requests, lengths, strict=True)), lengths.count(1))
         angles, gains = torch.randn(sum(lengths), 32, generator=rig.random), torch.randn(2, 64, generator=rig.random)

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
+import torch
 
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.engine.build import build_engine, open_checkpoint
+from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
+from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.testing.references import DenseAttention
 from minisgl_models.llama import LlamaForCausalLM
 
 
@@ -56,6 +64,7 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+        ({"attn_logit_softcapping": 50.0}, "soft cap of 50, and no attention layer has it"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the rotary embedding is of the kind per_layer"),
         (
             {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
@@ -68,10 +77,37 @@ def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: 
         build_engine(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
 
 
+class CappedLlama(LlamaForCausalLM):
+    """Llama with the soft cap of Gemma 2 on its attention scores."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        for index, layer in enumerate(self.model.layers):
+            layer.self_attn.attn = Attention(index, config.head_dim**-0.5, None, build, soft_cap=config.soft_cap)
+
+
+def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
+    config = with_config(tmp_path, architectures=["Capped"], attn_logit_softcapping=0.2)
+    shipped = tiny.registry()
+    entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
+    registry = Registry([*entries, Entry("models", "Capped", f"{__name__}:CappedLlama", "own", "1")])
+    built = build_engine(config.with_flat(num_pages=50, max_seq_len_override=48), registry, Hooks(), progress=False)
+    assert type(built.engine.attention) is TorchAttention
+    loop, prompt = make_loop(built, registry, Hooks(), []), (5, 9, 3, 7, 11)
+    tiny.submit(loop, "r", prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
+    ids, model = list(prompt), built.engine.model
+    with torch.inference_mode():
+        for _ in range(8):
+            hidden = model.forward(torch.tensor(ids), torch.arange(len(ids)), DenseAttention())
+            ids.append(int(model.compute_logits(hidden[-1:]).argmax()))
+    assert tiny.run(loop)["r"].tokens == ids[len(prompt) :]
+    assert tuple(ids[len(prompt) :]) != tiny.greedy(prompt, 8), "the cap changes nothing"
+
+
 class LaidOutTheOtherWay(TorchAttention):
     """A backend whose pool is laid out the other way."""
 
-    kv_layout = "NHD"
+    capabilities = replace(TorchAttention.capabilities, layouts=("NHD",))
 
 
 def test_two_layouts_are_refused_with_backends_that_meet() -> None:

@@ -16,8 +16,14 @@ import torch
 from recording_cpu import RecordingCpu
 
 from minisgl_core.batch import BatchPlan, TokenMasks
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+    AttentionSpec,
+)
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops, VocabShard
 from minisgl_core.engine import graphs
@@ -41,7 +47,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 class OverAllPages(AttentionBackend):
     """Every query meets its row's whole page table, so that a batch's tensors say all that there is to say."""
 
-    reads_page_table = True
+    capabilities = AttentionCapabilities(layouts=("HND", "NHD"), cuda_graphs=True, graph_reads_page_table=True)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -81,7 +87,7 @@ class OverAllPages(AttentionBackend):
 class OverGatheredPages(OverAllPages):
     """What is recorded reads rows of the page table that are gathered before, as for FlashAttention."""
 
-    reads_page_table = False
+    capabilities = replace(OverAllPages.capabilities, graph_reads_page_table=False)
 
     def plan_capture(self, batch: AttentionBatch) -> Any:
         gathered = self.__dict__.setdefault("gathered", {})
@@ -206,7 +212,7 @@ def test_masks_hold_in_recorded_decodes(
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
 
 
-class OtherHalf(Communicator):
+class OtherHalf(SingleRank):
     """Of two ranks the first, whose gathering computes the other's logits."""
 
     def __init__(self, model: Model) -> None:
@@ -222,12 +228,6 @@ class OtherHalf(Communicator):
         self.num_gathered += 1
         later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
-
-    def broadcast_object(self, value: object) -> object:
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("kinds", [("random",) * 6, tuple(SAMPLINGS)], ids=["random", "all"])
@@ -269,7 +269,7 @@ def test_pages_of_other_tokens_are_written_before(
     engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where a request that decodes was given pages that the cache had meanwhile."""
-    if not engine.attention.reads_page_table:
+    if not engine.attention.capabilities.graph_reads_page_table:
         pytest.skip("all pages are written before")
     wanted = outputs(("greedy",) * 6, options, overlap=False)
     own_pages, size = graphs.own_pages, options["page_size"]

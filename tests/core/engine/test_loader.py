@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.layer import PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
 from minisgl_core.engine.loader import load_weights

@@ -13,7 +13,7 @@ import tiny
 import torch
 from recording_cpu import RecordingCpu
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.engine import Engine
@@ -42,9 +42,7 @@ class FusesStore(Ops):
 class Apart(AttentionBackend):
     """Leaves the storing of K and V to others; plain otherwise."""
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        return []
+    capabilities = AttentionCapabilities(fused_kv_store=True)
 
     def plan(self, batch: AttentionBatch) -> AttentionBatch:
         return batch
@@ -64,7 +62,7 @@ class Apart(AttentionBackend):
         for row, start, end, length in zip(plan.rows, ends - plan.q_lens_host, ends, plan.seq_lens_host, strict=True):
             places = torch.arange(length)
             slots = self.page_table[row, places // size] * size + places % size
-            out[start:end] = dense_attention(q[start:end], k[slots], v[slots], layer.scale, None)
+            out[start:end] = dense_attention(q[start:end], k[slots], v[slots], layer)
 
 
 @pytest.fixture(params=["storing", "stored apart"])

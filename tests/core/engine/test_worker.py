@@ -10,6 +10,7 @@ import tiny
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine import worker
 from minisgl_core.engine.engine import Engine
 from minisgl_core.ipc import Endpoints, Sender
@@ -40,7 +41,7 @@ def run(messages: list[Stop]) -> None:
                 for message in messages:
                     sender.send(message)
 
-        worker.run_worker(CONFIG, 0, endpoints, report)
+        worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
 
 
 def test_a_rank_that_is_told_to_stop_closes_its_engine_when_the_others_know(ends: list[str]) -> None:

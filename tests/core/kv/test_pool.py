@@ -6,8 +6,9 @@ import psutil
 import pytest
 import torch
 
+from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.fp8 import FP8
-from minisgl_core.kv.pool import KVPool, KVPoolSpec
+from minisgl_core.kv.pool import KVPool
 
 CPU = torch.device("cpu")
 

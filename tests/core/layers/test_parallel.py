@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRank
 from minisgl_core.contracts.layer import Layer, prepare_all
 from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (

@@ -251,6 +251,22 @@ class Old(Model):
         Registry.from_environment().load("models", "OldForCausalLM")
 
 
+def test_a_backend_of_version_1_is_known_by_what_it_has(site):
+    source = """
+from minisgl_core.contracts.attention import AttentionBackend
+
+class Old(AttentionBackend):
+    kv_layout = "HND"
+    def plan(self, batch): pass
+    def forward(self, q, k, v, layer, plan): pass
+"""
+    site.install("one", {"attention": {"old": "one_old:Old"}}, one_old=source)
+    with pytest.raises(
+        ProviderLoadError, match=r"has kv_layout, which belongs to version 1 .* declares `capabilities`"
+    ):
+        Registry.from_environment().load("attention", "old")
+
+
 def test_lists_hide_providers_and_say_so(site):
     site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
     site.install("other", {"policy": {"c": "x:C"}})

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import RopeConfig
+from minisgl_core.contracts.model_config import RopeConfig
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers.rotary import inverse_frequencies
 from minisgl_core.testing.references import random_reference

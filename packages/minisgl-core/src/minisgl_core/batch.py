@@ -77,10 +77,10 @@ class TokenMasks(msgspec.Struct, tag=True, kw_only=True):
 
 
 class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
-    """One step. B requests in a fixed order, those with one query token first; T tokens in all.
+    """One step. B requests in a fixed order, decodes first; T tokens in all.
 
     Attributes:
-        num_decodes: requests ``[0, num_decodes)`` have one token.
+        num_decodes: requests ``[0, num_decodes)`` have `decode_query_len` tokens.
         rows: page-table row of each request, int32 [B].
         starts: tokens of each request whose KV is in the pool already, int32 [B].
         num_new: tokens of each request computed in this step, int32 [B].
@@ -91,6 +91,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
         num_prompt_logprobs: how many most likely tokens each of them wants, int32.
         prompt_targets: for each new token of those requests in turn, the token that follows it in the prompt; -1 where
             none does (the prompt's last token) or none is asked for; int32.
+        decode_query_len: tokens per decoding request: 1, or more where drafted tokens are verified.
     """
 
     num_decodes: int
@@ -103,6 +104,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
     prompt_logprobs: np.ndarray
     num_prompt_logprobs: np.ndarray
     prompt_targets: np.ndarray
+    decode_query_len: int = 1
 
     @property
     def num_requests(self) -> int:

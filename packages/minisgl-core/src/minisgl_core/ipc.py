@@ -7,7 +7,7 @@ and removed at its end: reaching the sockets takes the user's own rights, and th
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
     scheduler_in     <-- tokenizer workers, launcher
-    rank_in[r]       <-- scheduler of rank 0
+    RankPlacement.address  <-- scheduler of rank 0
 
 Queues are unbounded (high-water mark 0): a bounded one would block the scheduler, and with it every stream, because one
 reader is slow. What bounds them is the number of requests that the scheduler accepts. On close, what was sent is
@@ -43,15 +43,13 @@ class Endpoints:
     Attributes:
         directory: holds the sockets.
         num_tokenizers: tokenizer workers.
-        num_ranks: scheduler processes.
     """
 
     directory: str
     num_tokenizers: int = 1
-    num_ranks: int = 1
 
     @classmethod
-    def create(cls, num_tokenizers: int = 1, num_ranks: int = 1) -> Endpoints:
+    def create(cls, num_tokenizers: int = 1) -> Endpoints:
         """Make a fresh directory with mode 0700 under the system's temporary one; `remove` it at the end.
 
         Raises:
@@ -66,7 +64,7 @@ class Endpoints:
                 "a shorter path, as Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
-        return cls(directory, num_tokenizers, num_ranks)
+        return cls(directory, num_tokenizers)
 
     def remove(self) -> None:
         """Delete the directory; fine to call twice."""
@@ -86,11 +84,6 @@ class Endpoints:
     def tokenizer_in(self) -> tuple[str, ...]:
         """Where each tokenizer worker receives."""
         return tuple(f"ipc://{self.directory}/tokenizer-{index}" for index in range(self.num_tokenizers))
-
-    @property
-    def rank_in(self) -> tuple[str, ...]:
-        """Where the scheduler of each rank receives plans; rank 0's is unused."""
-        return tuple(f"ipc://{self.directory}/rank-{rank}" for rank in range(self.num_ranks))
 
     def __enter__(self) -> Self:
         return self

@@ -147,9 +147,9 @@ class LLM:
             if config.parallel.tp == 1:
                 built = build_engine(config, registry, hooks)
             else:
-                others = self._others = OtherRanks(config)
+                others = self._others = OtherRanks(config, registry)
                 stack.callback(others.close)
-                built = others.join(partial(build_engine, config, registry, hooks, 0))
+                built = others.join(partial(build_engine, config, registry, hooks))
             if hooks.engine_stopped is not None:
                 stack.callback(hooks.engine_stopped)
             stack.callback(built.engine.close)

@@ -19,14 +19,17 @@ CHANGES = {
     "grammar": "the base classes declare version 2, and nothing else changed",
     "hooks": "plans and records have new fields, and there are hooks for pages that a prefix cache takes and evicts",
     "models": "models are plain layers loaded by attribute, and forward() is told which tokens logits are computed of",
-    "moe": "a kernel is told of activation, biases, clamps, shared experts and grouped routing",
-    "ops": "the operations are split by role",
+    "moe": "the base class declares version 2, and nothing else changed",
+    "ops": "the base class declares version 2, and nothing else changed",
     "platform": "the base class declares version 2, and nothing else changed",
     "policy": "order() is told which requests run, and requests show their lengths, user and arrival time",
     "prefix_cache": "match() and insert() take a namespace",
-    "quantization": "a provider describes and loads the checkpoint's own tensors per layer",
+    "quantization": "the base class declares version 2, and nothing else changed",
     "weights": "tokenizer() raises TokenizerNotFoundError where the checkpoint holds none",
 }
 """What version 2 changed for each kind of plugin since version 1, as the end of a sentence."""
-REMOVED: dict[str, tuple[str, ...]] = {"models": ("forward_rows", "finalize", "compute_own_logits")}
+REMOVED: dict[str, tuple[str, ...]] = {
+    "attention": ("kv_layout", "reads_page_table"),
+    "models": ("forward_rows", "finalize", "compute_own_logits"),
+}
 """Attributes that providers of version 1 have and that nothing reads any more."""

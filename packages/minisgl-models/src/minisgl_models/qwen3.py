@@ -10,9 +10,9 @@ from typing import ClassVar
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Rotation
 from minisgl_core.layers import (
     Attention,

@@ -10,8 +10,7 @@ from minisgl_backends.attention.flash_versions import VERSIONS, FlashVersion
 from minisgl_backends.attention.gathered_rows import GatheredRowsAttention, RowInputs
 from minisgl_backends.attention.requirements import dtypes_unsupported, gpu_missing, head_dim_unsupported
 from minisgl_core.contracts.attention import AttentionSpec
-from minisgl_core.fp8 import FP8
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.kv_cache import KVPages
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 96, 128, 256)
@@ -30,13 +29,9 @@ class FlashAttention(GatheredRowsAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Names what is missing of a GPU, a version that fits, a dtype and a head dimension; imports none of them."""
-        reasons = gpu_missing(spec.device)
+        reasons = [*super().unsupported(spec), *gpu_missing(spec.device)]
         if not reasons:
             reasons += cls._pick(spec)[1]
-        if spec.kv_dtype == FP8:
-            reasons.append(
-                "FlashAttention 3 takes an fp8 KV pool with queries in fp8 alone, and the other versions none"
-            )
         return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
 
     @classmethod
@@ -55,7 +50,7 @@ class FlashAttention(GatheredRowsAttention):
             reasons += problems
         return None, reasons
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         picked, reasons = self._pick(spec)
         assert picked is not None, reasons

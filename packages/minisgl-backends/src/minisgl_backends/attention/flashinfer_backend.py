@@ -23,8 +23,8 @@ from minisgl_backends.attention.requirements import (
     package_missing,
 )
 from minisgl_backends.attention.storing import StoringAttention
-from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPages
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
@@ -47,18 +47,21 @@ class _Plan:
 class FlashInferAttention(StoringAttention):
     """Two calls a layer where a batch has both decodes and prefills, one else. Modules compile when first used."""
 
+    capabilities = AttentionCapabilities(fused_kv_store=True, cuda_graphs=True, fp8_kv=True, sliding_windows=True)
+
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Names what is missing of flashinfer, a GPU, a dtype and a head dimension; does not import flashinfer."""
         return [
+            *super().unsupported(spec),
             *package_missing("flashinfer", "minisgl-backends[fi]"),
             *gpu_missing(spec.device),
-            *dtypes_unsupported(spec, _DTYPES, fp8=True),
+            *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         import flashinfer  # here: asking must not need it
 
@@ -105,11 +108,11 @@ class FlashInferAttention(StoringAttention):
         self._plans_copied.record()
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
         # Planned with a scale of 1, which this factor on the keys turns into the layer's own.

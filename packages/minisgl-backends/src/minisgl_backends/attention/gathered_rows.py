@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backends.attention.storing import StoringAttention
-from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPages
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,11 @@ class GatheredRowsAttention(StoringAttention):
         needs_cu_seqlens_k: see `RowInputs`.
     """
 
+    capabilities = AttentionCapabilities(fused_kv_store=True, cuda_graphs=True, sliding_windows=True)
+
     needs_cu_seqlens_k: bool
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._graph_pages: torch.Tensor | None = None
         self._graphs: dict[int, RowInputs] = {}
@@ -135,11 +137,11 @@ class GatheredRowsAttention(StoringAttention):
         )
 
     def kv_slots(self, plan: RowPlan) -> torch.Tensor:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: RowPlan, out: torch.Tensor) -> None:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
         for part, inputs in ((slice(n), plan.decodes), (slice(n, None), plan.prefills)):

@@ -7,13 +7,17 @@ import torch
 from minisgl_backends.attention.triton_backend import StepPlan, TritonAttention
 from minisgl_backends.cuda import decode
 from minisgl_backends.cuda.requirements import hopper_missing
-from minisgl_core.contracts.attention import AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.kv.pool import KVPool
 
 
 class HopperAttention(TritonAttention):
     """`TritonAttention`, whose decodes fetch keys without a pause, before the kernel in front of them ends, and rotate them."""
+
+    capabilities = AttentionCapabilities(
+        fused_kv_store=True, fused_rope_decode=True, cuda_graphs=True, graph_reads_page_table=True
+    )
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -22,10 +26,6 @@ class HopperAttention(TritonAttention):
             return reasons
         reasons = super().unsupported(spec)
         group = spec.num_q_heads // spec.num_kv_heads
-        if spec.sliding_windows:
-            reasons.append("it has no sliding windows (--attn triton has)")
-        if spec.kv_dtype != spec.dtype:
-            reasons.append(f"it reads K and V in bfloat16, not in {str(spec.kv_dtype).removeprefix('torch.')}")
         if spec.head_dim not in decode.HEAD_DIMS:
             reasons.append(f"it takes heads of {' or '.join(map(str, decode.HEAD_DIMS))}, not of {spec.head_dim}")
         if group > decode.MAX_GROUP:
@@ -34,7 +34,7 @@ class HopperAttention(TritonAttention):
             reasons.append(f"it takes pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size}")
         return reasons
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._own = decode.HopperDecode(pool, spec.num_q_heads)
 
@@ -43,7 +43,7 @@ class HopperAttention(TritonAttention):
         self._own.begin()
 
     def rotates(self, plan: StepPlan, rotation: Rotation) -> bool:
-        """Steps of decodes alone, whole heads. See `RotatesDecodes`."""
+        """Steps of decodes alone, whole heads. See `AttentionBackend`."""
         return plan.prefills is None and self._own.rotates(rotation)
 
     def attend_rotating(
@@ -55,7 +55,7 @@ class HopperAttention(TritonAttention):
         rotation: Rotation,
         plan: StepPlan,
     ) -> torch.Tensor:
-        """See `RotatesDecodes`."""
+        """See `AttentionBackend`."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         q, k, v = (each if each.stride(-1) == 1 else each.contiguous() for each in (q, k, v))
         self._attend(q, layer, plan, out, decode.Unrotated(k, v, rotation, plan.batch.slots))

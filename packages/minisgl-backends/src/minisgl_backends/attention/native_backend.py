@@ -13,8 +13,8 @@ import torch
 
 from minisgl_backends.attention.torch_backend import GatheredGroup, TorchAttention
 from minisgl_backends.native import library
-from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPages
 
 _CHUNK = 128
 """Keys of a decode's chunk; CHUNK of kernels.c."""
@@ -71,14 +71,14 @@ class _Plan:
 class NativeAttention(TorchAttention):
     """Scores stay in float32, except in prefills on processors without dot products of bfloat16, or in float32."""
 
+    capabilities = AttentionCapabilities(layouts=("HND",), sliding_windows=True)
+
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Another dtype in the pool; no Linux or gcc."""
-        if spec.kv_dtype != spec.dtype:
-            return [f"the KV pool must hold {spec.dtype}, not {spec.kv_dtype}"]
-        return library.unsupported(spec.device, spec.dtype)
+        """Besides, no Linux or gcc."""
+        return [*super().unsupported(spec), *library.unsupported(spec.device, spec.dtype)]
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         self._kernels = library.load(spec.dtype)
         self._has_tiles = self._kernels.has_tiles and spec.head_dim % _ROWS == 0

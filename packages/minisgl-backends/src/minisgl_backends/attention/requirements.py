@@ -32,20 +32,11 @@ def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) 
     return [f"it needs compute capability {wanted} or later, and this GPU has {'.'.join(map(str, capability))}"]
 
 
-def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype], *, fp8: bool = False) -> list[str]:
-    """Whether queries are of an allowed dtype, and the pool of the same, or `fp8`."""
-    reasons = []
-    if spec.dtype not in allowed:
-        reasons.append(f"it computes in {' or '.join(map(_name, allowed))}, not {_name(spec.dtype)}")
-    return reasons + kv_dtype_unsupported(spec, fp8=fp8)
-
-
-def kv_dtype_unsupported(spec: AttentionSpec, *, fp8: bool) -> list[str]:
-    """Whether the pool is of the queries' dtype or, where the backend reads that, of float8_e4m3fn."""
-    if spec.kv_dtype == spec.dtype or (fp8 and spec.kv_dtype == FP8):
+def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> list[str]:
+    """Return why queries are not of an allowed dtype."""
+    if spec.dtype in allowed:
         return []
-    either = f"{_name(spec.dtype)} or {_name(FP8)}" if fp8 else _name(spec.dtype)
-    return [f"the KV pool must hold {either}, not {_name(spec.kv_dtype)}"]
+    return [f"it computes in {' or '.join(map(_name, allowed))}, not {_name(spec.dtype)}"]
 
 
 def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:

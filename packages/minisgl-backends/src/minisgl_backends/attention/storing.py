@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.kv_cache import KVPages
 
 
 class StoringAttention(AttentionBackend):
-    """Attends to what is stored; see `StoresApart`. Where nobody has stored it yet, it does so first, by a kernel."""
+    """Attends to what is stored. `forward` stores it first, by a kernel."""
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         from minisgl_backends.kernels import paged  # here: asking must not need triton
 
@@ -22,11 +22,11 @@ class StoringAttention(AttentionBackend):
 
     @abstractmethod
     def kv_slots(self, plan: Any) -> torch.Tensor:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
 
     @abstractmethod
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any

@@ -11,17 +11,21 @@ product, so that K and V are never repeated.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
 from minisgl_backends.attention.groups import group_by_size
-from minisgl_backends.attention.requirements import kv_dtype_unsupported
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+    AttentionSpec,
+)
+from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.fp8 import FP8
-from minisgl_core.kv.pool import KVLayout, KVPool
 
 _BLOCK = 128
 """Queries of a block; a block sees no key past its last query, which halves the work of a long prefill."""
@@ -89,14 +93,11 @@ class TorchAttention(AttentionBackend):
     their way through memory, as in transformers' eager attention.
     """
 
-    kv_layout: ClassVar[KVLayout] = "HND"
+    capabilities = AttentionCapabilities(
+        layouts=("HND",), fp8_kv=True, sliding_windows=True, soft_cap=True, multi_token_decodes=True
+    )
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """A pool of another dtype, unless it is fp8."""
-        return kv_dtype_unsupported(spec, fp8=True)
-
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         num_pages, heads, size = pool.spec.num_pages, spec.num_kv_heads, spec.page_size
         rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
@@ -172,7 +173,8 @@ class TorchAttention(AttentionBackend):
         """q [B * Q, Hq, D] to the same."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         pool, window, seen = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
-        if num == group.num_queries == 1 and (window is None or seen <= window):
+        is_plain = layer.soft_cap is None and (window is None or seen <= window)
+        if is_plain and num == group.num_queries == 1:
             both = self._gather(pool, group.gather, layer.kv_scales)
             k, v = both.view(2, 1, heads, -1, dim)[:, :, :, :seen].unbind(0)
             return F.scaled_dot_product_attention(q.view(1, heads, -1, dim), k, v, scale=layer.scale).view(q.shape)
@@ -182,10 +184,10 @@ class TorchAttention(AttentionBackend):
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
         of_k, of_v = group.gather.chunk(2)
         k = self._clean(self._gather(pool, of_k, layer.kv_scales[:1]), group).transpose(1, 2)
-        weights = self._weights(q, k, blocks[0])
+        weights = self._weights(q, k, blocks[0], layer.soft_cap)
         v = self._clean(self._gather(pool, of_v, layer.kv_scales[1:]), group)  # not before: K leaves the cache
         parts = [self._mix(weights, v, num)]
-        parts += [self._mix(self._weights(q, k, block), v, num) for block in blocks[1:]]
+        parts += [self._mix(self._weights(q, k, block, layer.soft_cap), v, num) for block in blocks[1:]]
         out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
 
@@ -207,10 +209,12 @@ class TorchAttention(AttentionBackend):
         return found.to(self.spec.dtype)
 
     @staticmethod
-    def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block) -> torch.Tensor:
+    def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block, soft_cap: float | None) -> torch.Tensor:
         """q [B, Q, Hkv, G, D] and k [B * Hkv, D, L] to the share that each key has, [B * Hkv, G * C, num_keys]."""
         rows = q[:, block.start : block.stop].permute(0, 2, 3, 1, 4)
         scores = torch.bmm(rows.reshape(len(k), -1, q.shape[-1]), k[:, :, : block.num_keys])
+        if soft_cap is not None:
+            scores = scores.float().div_(soft_cap).tanh_().mul_(soft_cap).to(scores.dtype)
         if block.mask is not None:
             scores.view(*rows.shape[:-1], -1)[..., block.masked_from :].add_(block.mask)
         return torch.softmax(scores, dim=-1)

@@ -17,8 +17,8 @@ from minisgl_backends.attention.requirements import (
     package_missing,
 )
 from minisgl_backends.attention.storing import StoringAttention
-from minisgl_core.contracts.attention import AttentionBatch, AttentionLayer, AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPages
 
 if TYPE_CHECKING:
     from minisgl_backends.kernels.paged_decode import DecodeScratch
@@ -50,21 +50,24 @@ class TritonAttention(StoringAttention):
     Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
     """
 
-    reads_page_table = True
+    capabilities = AttentionCapabilities(
+        fused_kv_store=True, cuda_graphs=True, graph_reads_page_table=True, fp8_kv=True, sliding_windows=True
+    )
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Names what is missing of triton, a GPU, a dtype and a head dimension; does not import triton."""
         is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and spec.device.type == "cpu"
         return [
+            *super().unsupported(spec),
             *package_missing("triton", "minisgl-backends[triton]"),
             *([] if is_interpreted else gpu_missing(spec.device)),
-            *dtypes_unsupported(spec, _DTYPES, fp8=True),
+            *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         # Not before: asking must not need triton.
         from minisgl_backends.kernels import paged_decode, paged_prefill
@@ -103,11 +106,11 @@ class TritonAttention(StoringAttention):
         return torch.from_numpy(tiles[::-1].copy()).to(self.spec.device, non_blocking=True)  # long ones tend to be last
 
     def kv_slots(self, plan: StepPlan) -> torch.Tensor:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         return plan.batch.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: StepPlan, out: torch.Tensor) -> None:
-        """See `StoresApart`."""
+        """See `AttentionBackend`."""
         k_pages, v_pages = self.pool.k(layer.index), self.pool.v(layer.index)
         n = plan.batch.num_decodes
         if n:

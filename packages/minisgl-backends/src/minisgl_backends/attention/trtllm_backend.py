@@ -12,7 +12,7 @@ from minisgl_backends.attention.requirements import (
     package_missing,
 )
 from minisgl_core.contracts.attention import AttentionSpec
-from minisgl_core.kv.pool import KVPool
+from minisgl_core.contracts.kv_cache import KVPages
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
@@ -33,9 +33,10 @@ class TrtllmAttention(GatheredRowsAttention):
             reasons.append("its kernels are made for compute capability 10.x alone")
         if spec.page_size not in _PAGE_SIZES:
             reasons.append(f"it takes pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
+        reasons = [*super().unsupported(spec), *reasons]
         return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
 
-    def __init__(self, spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor) -> None:
+    def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
         from flashinfer.decode import trtllm_batch_decode_with_kv_cache
         from flashinfer.prefill import trtllm_batch_context_with_kv_cache

@@ -27,6 +27,9 @@ _PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
     # source, destination, count, dtype, (operation,) communicator, stream
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
+    # tensor, count, dtype, the other rank, communicator, stream
+    "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
+    "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
 """Arguments by function; each returns an ncclResult_t, 0 for success."""
 

@@ -82,6 +82,16 @@ class NcclCommunicator(Communicator):
         self._call("ncclAllGather", mine.data_ptr(), gathered.data_ptr(), mine.numel(), DTYPES[x.dtype])
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Enqueued; the kernel waits for the receiver."""
+        mine = x.contiguous()
+        self._call("ncclSend", mine.data_ptr(), mine.numel(), DTYPES[x.dtype], dst)
+
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Enqueued; the kernel waits for the sender."""
+        self._call("ncclRecv", x.data_ptr(), x.numel(), DTYPES[x.dtype], src)
+        return x
+
     def _call(self, name: str, *arguments: int) -> None:
         if self._comm is None:
             raise RuntimeError("the communicator is closed, or another rank is gone")

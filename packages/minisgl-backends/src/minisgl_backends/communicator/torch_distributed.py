@@ -70,6 +70,15 @@ class TorchCommunicator(Communicator):
         _finish(self._open_group()._allgather_base(gathered, x.contiguous()[None], options))
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Use the backend's own send."""
+        _finish(self._open_group().send([x.contiguous()], dst, 0))
+
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Use the backend's own receive."""
+        _finish(self._open_group().recv([x], src, 0))
+        return x
+
     def broadcast_object(self, value: object) -> object:
         """Goes through the store as JSON, so tuples arrive as lists, on rank 0 too."""
         self._open_group()

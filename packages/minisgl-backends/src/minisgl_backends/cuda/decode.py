@@ -12,8 +12,8 @@ import torch
 
 from minisgl_backends.cuda.compiler import compiled_later, program
 from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
+from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.kv.pool import KVPool
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
@@ -99,7 +99,7 @@ class Unrotated:
 class HopperDecode:
     """Attention of one query a request to all its tokens, in bfloat16."""
 
-    def __init__(self, pool: KVPool, num_q_heads: int) -> None:
+    def __init__(self, pool: KVPages, num_q_heads: int) -> None:
         """Begin to compile for a pool of layout NHD, in bfloat16."""
         spec = pool.spec
         self._pool = pool

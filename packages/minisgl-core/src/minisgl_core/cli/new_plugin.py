@@ -77,6 +77,9 @@ SCAFFOLDS = {
         "minisgl launch --tp 2 --communicator {name}",
         dependencies=("numpy", "torch"),
     ),
+    "executor": Scaffold(
+        "executor", "{Name}Executor", "A place for ranks to run", "minisgl launch --tp 2 --executor {name}"
+    ),
     "platform": Scaffold(
         "platform", "{Name}Platform", "A device", "minisgl launch --platform {name}", dependencies=("psutil", "torch")
     ),

@@ -101,7 +101,7 @@ def _report(registry: Registry, entry: Entry) -> None:
         "loads": "yes",
     }
     if entry.kind == "attention":
-        rows["KV layout"] = provider.kv_layout
+        rows["KV layouts"] = ", ".join(provider.capabilities.layouts)
     from minisgl_core.cli.applicability import reasons_against
 
     try:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_core.config.model import ROPE_KINDS, ModelConfig, MoeConfig, RopeConfig
+from minisgl_core.contracts.model_config import ROPE_KINDS, ModelConfig, MoeConfig, RopeConfig
 from minisgl_core.errors import ModelFormatError
 
 _QWEN_WINDOW: Mapping[str, Any] = {"use_sliding_window": False, "sliding_window": 4096}
@@ -86,6 +86,9 @@ def model_config(
         quantization=_quantization(raw),
         # Gemma 2 and 3 have the second key.
         hidden_act=str(keys.get("hidden_act") or keys.get("hidden_activation") or "silu"),
+        soft_cap=keys.above("attn_logit_softcapping", 0.0) if keys.get("attn_logit_softcapping") else None,
+        has_sinks=keys.flag("attention_sinks"),
+        value_head_dim=keys.positive("v_head_dim") if keys.get("v_head_dim") else None,
         raw=raw,
     )
 

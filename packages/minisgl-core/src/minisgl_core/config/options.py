@@ -129,6 +129,7 @@ class ParallelOptions:
     """How the model is split."""
 
     tp: int = option(1, "Tensor-parallel ranks.", low=1)
+    executor: str = option("local", "Where the ranks run: local is processes of this host.", kind="executor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import CommunicatorSpec
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
@@ -251,6 +251,9 @@ def attention_spec(
         max_seq_len=max_seq_len,
         max_batch=config.scheduler.max_running_requests,
         sliding_windows=tuple(sorted({window for window in model.sliding_windows if window is not None})),
+        soft_caps=() if model.soft_cap is None else (model.soft_cap,),
+        has_sinks=model.has_sinks,
+        value_head_dim=model.value_head_dim,
     )
 
 

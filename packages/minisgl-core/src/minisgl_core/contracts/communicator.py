@@ -1,4 +1,4 @@
-"""The seam for collectives between tensor-parallel ranks."""
+"""The extension point for communication between the ranks of a group."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torc
 
 @dataclass(frozen=True, slots=True)
 class CommunicatorSpec:
-    """Where a communicator runs.
+    """Describes this rank's place in a group.
 
     Attributes:
-        rank: this process, in ``[0, size)``.
-        size: how many ranks share the model.
-        device: this rank's device.
+        rank: this process's rank in the group, in ``[0, size)``, whatever host it is on.
+        size: ranks of the group.
+        device: this rank's device; its index is the rank's number on its own host.
         init_method: a torch.distributed URL that all ranks share, such as ``tcp://127.0.0.1:29500``.
         timeout_s: seconds after which a collective that a rank never joins is an error.
     """
@@ -33,7 +33,10 @@ class CommunicatorSpec:
 
 
 class Communicator(ABC):
-    """Collectives over the ranks of one tensor-parallel group.
+    """Collectives and point-to-point messages between the ranks of one group.
+
+    A process may hold several groups at once, of the same ranks even, as it may hold several engines: each group is given an
+    `init_method` of its own, and closing or aborting one leaves the others alone.
 
     Every rank calls the same collectives in the same order, on one thread. Operations are enqueued on the current
     stream of the device. One that some rank does not join within ``timeout_s``, because it ended or does something
@@ -82,6 +85,20 @@ class Communicator(ABC):
         """Concatenate the ranks' `x` (same shape on each) in rank order along `dim`. Leaves `x` as it is."""
 
     @abstractmethod
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Send `x` (any shape) to rank `dst`, which calls `recv`. Leaves `x` as it is.
+
+        It may wait until `dst` receives; two ranks that exchange tensors call these in complementary order.
+        """
+
+    @abstractmethod
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """Receive what rank `src` sends into `x`, which is contiguous and has its shape and dtype. Returns `x`.
+
+        Messages from one rank arrive in the order in which they were sent.
+        """
+
+    @abstractmethod
     def broadcast_object(self, value: object) -> object:
         """Give every rank rank 0's `value`, a JSON-like object; the others' is not used. Slow; for start-up checks."""
 
@@ -110,6 +127,14 @@ class SingleRank(Communicator):
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """`x` itself."""
         return x
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """There is no other rank."""
+        raise ValueError(f"a group of one rank has no rank {dst} to send to")
+
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """There is no other rank."""
+        raise ValueError(f"a group of one rank has no rank {src} to receive from")
 
     def broadcast_object(self, value: object) -> object:
         """`value` itself."""

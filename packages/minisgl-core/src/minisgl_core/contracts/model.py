@@ -9,10 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.layer import Layer, PackedModules
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
 from minisgl_core.contracts.quantization import Quantization

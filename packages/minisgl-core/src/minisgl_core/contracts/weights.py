@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
 
 

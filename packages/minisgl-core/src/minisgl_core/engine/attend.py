@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, RotatesDecodes, StoresApart
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.ops import Ops, Rotation
 
 
-def stores_apart(backend: AttentionBackend, ops: Ops) -> StoresApart | None:
-    """The backend, where it can leave the storing of K and V to others and `ops` does it together with the rotation."""
+def stores_apart(backend: AttentionBackend, ops: Ops) -> AttentionBackend | None:
+    """Return the backend if it can leave the storing of K and V to `ops`, which does it together with the rotation."""
     fuses = ops.fuses_store and backend.pool.spec.layout == "NHD"
-    return backend if fuses and isinstance(backend, StoresApart) else None
+    return backend if fuses and backend.capabilities.fused_kv_store else None
 
 
 def rotate(
@@ -55,7 +55,7 @@ class BoundAttention:
         self._backend, self._plan, self._ops = backend, plan, ops
         self._apart = stores_apart(backend, ops)
         self._slots = None if self._apart is None else self._apart.kv_slots(plan)
-        self._rotating = backend if isinstance(backend, RotatesDecodes) else None
+        self._rotating = backend if backend.capabilities.fused_rope_decode else None
 
     def __call__(
         self,

@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
@@ -100,8 +101,7 @@ def build_engine(
     config: EngineConfig,
     registry: Registry,
     hooks: Hooks,
-    rank: int = 0,
-    init_method: str = "",
+    placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
     progress: bool = True,
     joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
@@ -111,8 +111,7 @@ def build_engine(
         config: the user's options.
         registry: the installed providers.
         hooks: the installed hook modules.
-        rank: this process's place among ``config.parallel.tp``.
-        init_method: where the ranks meet (see `CommunicatorSpec`); unused with one.
+        placement: this process's among ``config.parallel.tp``.
         progress: whether to draw a bar while weights load.
         joined: is given the communicator as soon as there is one, to abort it where another rank fails meanwhile.
 
@@ -131,11 +130,11 @@ def build_engine(
         config, hardware, checkpoint.config, registry.names, asker, lambda kind: preferred(kind, hardware)
     )
     config = resolved.config
-    platform = platform_class(rank)
+    rank, platform = placement.rank, platform_class(placement.local_rank)
     registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
     phases.done("opened the checkpoint")
     with platform.stream():
-        communicator = _join(config, registry, platform, rank, init_method)
+        communicator = _join(config, registry, platform, placement)
         engine: Engine | None = None
         try:
             joined(communicator)
@@ -219,11 +218,11 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
     return unsupported
 
 
-def _join(config: EngineConfig, registry: Registry, platform: Platform, rank: int, init_method: str) -> Communicator:
+def _join(config: EngineConfig, registry: Registry, platform: Platform, placement: RankPlacement) -> Communicator:
     """Join the other ranks."""
     if config.parallel.tp == 1:
         return SingleRank()
-    spec = CommunicatorSpec(rank, config.parallel.tp, platform.device, init_method, timeout_s=600)
+    spec = CommunicatorSpec(placement.rank, config.parallel.tp, platform.device, placement.init_method, timeout_s=600)
     provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
     if reasons := registry.unsupported("communicator", config.backends.communicator, spec):
         raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)

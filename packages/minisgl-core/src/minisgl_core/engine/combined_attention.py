@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,19 +12,16 @@ from minisgl_core.contracts.attention import (
     AttentionBatch,
     AttentionLayer,
     AttentionSpec,
-    GraphCapturable,
-    RotatesDecodes,
-    StoresApart,
 )
+from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.kv.pool import KVPool
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
     """A step; None for a part that it does not have."""
 
-    num_decodes: int
+    num_decode_tokens: int
     slots: torch.Tensor
     decode: Any
     prefill: Any
@@ -40,14 +37,15 @@ class CombinedAttention(AttentionBackend):
     def __init__(
         self,
         spec: AttentionSpec,
-        pool: KVPool,
+        pool: KVPages,
         page_table: torch.Tensor,
         prefill: AttentionBackend,
         decode: AttentionBackend,
     ) -> None:
         super().__init__(spec, pool, page_table)
         self._prefill, self._decode = prefill, decode
-        self.reads_page_table = decode.reads_page_table
+        stores = prefill.capabilities.fused_kv_store and decode.capabilities.fused_kv_store
+        self.capabilities = replace(decode.capabilities, fused_kv_store=stores)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -59,22 +57,20 @@ class CombinedAttention(AttentionBackend):
         num_decodes = batch.num_decodes
         decode = self._decode.plan(batch.decodes()) if num_decodes else None
         prefill = self._prefill.plan(batch.prefills()) if num_decodes < batch.num_requests else None
-        return _Plan(num_decodes, batch.slots, decode, prefill)
+        return _Plan(batch.num_decode_tokens, batch.slots, decode, prefill)
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
         """Graphs hold decodes alone."""
-        assert isinstance(self._decode, GraphCapturable)
-        return _Plan(batch.num_decodes, batch.slots, self._decode.plan_capture(batch), None)
+        return _Plan(batch.num_decode_tokens, batch.slots, self._decode.plan_capture(batch), None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
-        """See `GraphCapturable`."""
-        assert isinstance(self._decode, GraphCapturable)
+        """By the backend for decodes."""
         self._decode.plan_replay(batch)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: _Plan
     ) -> torch.Tensor:
-        n = plan.num_decodes
+        n = plan.num_decode_tokens
         if plan.prefill is None:
             return self._decode.forward(q, k, v, layer, plan.decode)
         if plan.decode is None:
@@ -83,20 +79,14 @@ class CombinedAttention(AttentionBackend):
         return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, plan.prefill)))
 
     def rotates(self, plan: _Plan, rotation: Rotation) -> bool:
-        """Where the backend for decodes does. See `RotatesDecodes`."""
-        decode = self._decode
-        return plan.prefill is None and isinstance(decode, RotatesDecodes) and decode.rotates(plan.decode, rotation)
+        """By the backend for decodes, in steps of decodes alone."""
+        return plan.prefill is None and self._decode.rotates(plan.decode, rotation)
 
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: _Plan
     ) -> torch.Tensor:
-        """By the backend for decodes. See `RotatesDecodes`."""
-        assert isinstance(self._decode, RotatesDecodes)
+        """By the backend for decodes."""
         return self._decode.attend_rotating(q, k, v, layer, rotation, plan.decode)
-
-
-class CombinedApart(CombinedAttention):
-    """Of two backends that can leave the storing of K and V to others; see `StoresApart`."""
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
         """Of both parts."""
@@ -104,18 +94,8 @@ class CombinedApart(CombinedAttention):
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
         """Each part by its backend."""
-        prefill, decode, n = self._prefill, self._decode, plan.num_decodes
-        assert isinstance(prefill, StoresApart)
-        assert isinstance(decode, StoresApart)
+        prefill, decode, n = self._prefill, self._decode, plan.num_decode_tokens
         if plan.decode is not None:
             decode.attend_stored(q[:n], layer, plan.decode, out[:n])
         if plan.prefill is not None:
             prefill.attend_stored(q[n:], layer, plan.prefill, out[n:])
-
-
-def combine(
-    spec: AttentionSpec, pool: KVPool, page_table: torch.Tensor, prefill: AttentionBackend, decode: AttentionBackend
-) -> CombinedAttention:
-    """Two backends as one."""
-    apart = isinstance(prefill, StoresApart) and isinstance(decode, StoresApart)
-    return (CombinedApart if apart else CombinedAttention)(spec, pool, page_table, prefill, decode)

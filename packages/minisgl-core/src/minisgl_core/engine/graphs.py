@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from minisgl_core.batch import BatchPlan
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, GraphCapturable
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
@@ -102,9 +102,10 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Record a graph for each of `sizes`; see `record_ladder`. `attention` must be `GraphCapturable`."""
+        """Record a graph for each of `sizes`; see `record_ladder`. `attention` must have CUDA graphs."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
+        self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
         remedy = "--cuda-graph-max-bs 0 records no decodes"
         self._recorded = record_ladder(sizes, self._record, what="graphs", remedy=remedy, progress=progress)
@@ -123,7 +124,7 @@ class DecodeGraphs:
         count = plan.num_requests
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
         recorded = self._recorded[size]
-        new_pages = own_pages(plan, self._table.page_size) if self._attention.reads_page_table else None
+        new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample
@@ -135,10 +136,9 @@ class DecodeGraphs:
             inputs[3, :count] = new_pages
         inputs[4] = inputs[2] + 1
         inputs[5:, :count] = sample.temperature.view(np.int32), sample.uniform.view(np.int32)
-        if not self._attention.reads_page_table:
+        if not self._reads_page_table:
             self._platform.fill(recorded.inputs, inputs)
         recorded.batch.seq_lens_host[:] = inputs[4]
-        assert isinstance(self._attention, GraphCapturable)
         self._attention.plan_replay(recorded.batch)
         recorded.graphs[0].replay()
         return DecodeResult(
@@ -166,7 +166,6 @@ class DecodeGraphs:
             q_lens_host=np.ones(size, np.int32),
             seq_lens_host=np.ones(size, np.int32),
         )
-        assert isinstance(self._attention, GraphCapturable)
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops)
         table, ops, last_tokens, borrow = self._table, self._ops, self._last_tokens, self._platform.borrow
         results: list[torch.Tensor] = []

@@ -17,9 +17,9 @@ import torch
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.errors import OutOfMemoryError
-from minisgl_core.kv.pool import KVPoolSpec
 
 logger = logging.getLogger(__name__)
 

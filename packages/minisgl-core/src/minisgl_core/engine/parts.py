@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.config.resolve import attention_spec, kv_torch_dtype
-from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, GraphCapturable
+from minisgl_core.config.resolve import attention_spec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, check_layers
 from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.kv_cache import KVCacheSpec, KVGroup, KVLayout, KVPoolSpec
 from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.combined_attention import combine
+from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.graphs import graph_sizes
 from minisgl_core.engine.largest_step import largest_step
 from minisgl_core.engine.pieces import piece_sizes
-from minisgl_core.errors import InvalidValueError, PluginError
+from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError
 from minisgl_core.kv.page_table import PageTable
-from minisgl_core.kv.pool import KVLayout, KVPool, KVPoolSpec
+from minisgl_core.kv.pool import KVPool
 from minisgl_core.plugins.registry import Registry
 
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
@@ -59,15 +60,14 @@ class EngineParts:
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         self.longest = int(config.model.max_seq_len_override or 0)
-        self.least_pool = KVPoolSpec(
-            num_layers=len(model.attention_layers()),
-            num_pages=2,
-            page_size=int(config.cache.page_size),
-            num_kv_heads=max(1, shape.num_kv_heads // config.parallel.tp),
-            head_dim=shape.head_dim,
-            dtype=kv_torch_dtype(config, ops.dtype),
-            device=platform.device,
-            layout=_common_layout(config.backends.attn, self.attention, registry),
+        page_size, layers = int(config.cache.page_size), model.attention_layers()
+        spec = attention_spec(config, shape, self.longest, page_size, ops.dtype, platform.device)
+        if reasons := check_layers(spec, layers):
+            raise ModelFormatError(f"the model {shape.architecture} cannot be run: {'; '.join(reasons)}")
+        group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
+        layout = common_layout(config.backends.attn, registry)
+        self.least_pool = KVPoolSpec.of_group(
+            KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
         )
 
     def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
@@ -95,7 +95,7 @@ class EngineParts:
         wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
         name = self._config.backends.attn.split(",")[-1]
         reasons = [] if platform.supports_graphs else [f"the platform {platform.name} has no graphs"]
-        reasons += [] if issubclass(decode, GraphCapturable) else [f"the attention backend {name} cannot be recorded"]
+        reasons += [] if decode.capabilities.cuda_graphs else [f"the attention backend {name} cannot be recorded"]
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
@@ -123,31 +123,37 @@ class EngineParts:
         return piece_sizes(min(int(wanted), largest))
 
 
-def _common_layout(names: str, backends: list[type[AttentionBackend]], registry: Registry) -> KVLayout:
-    """The layout of the KV pool that all backends read.
+def common_layout(names: str, registry: Registry) -> KVLayout:
+    """Return the layout of the KV pool that all backends of ``--attn`` read, the first one's best.
 
     Raises:
         InvalidValueError: they have none in common; names the installed backends that each would go with.
     """
-    layouts = {backend.kv_layout for backend in backends}
-    if len(layouts) == 1:
-        return backends[0].kv_layout
-    named = dict(zip(names.split(","), backends, strict=True))
-    have = " and ".join(f"{name} has {backend.kv_layout}" for name, backend in named.items())
+    layouts = {name: _layouts(name, registry) for name in names.split(",")}
+    first, *others = layouts.values()
+    for layout in first:
+        if all(layout in each for each in others):
+            return layout
+    have = " and ".join(f"{name} has {' and '.join(each)}" for name, each in layouts.items())
     partners = [
-        f"{name} goes with {', '.join(_of_layout(backend.kv_layout, name, registry)) or 'none that is installed'}."
-        for name, backend in named.items()
+        f"{name} goes with {', '.join(_sharing(each, name, registry)) or 'none that is installed'}."
+        for name, each in layouts.items()
     ]
     remedy = " ".join([*partners, "See: minisgl plugins check NAME"])
     raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool; {have}", remedy)
 
 
-def _of_layout(layout: KVLayout, besides: str, registry: Registry) -> list[str]:
-    """The installed backends with this layout of the KV pool, but for one; those that do not load are left out."""
+def _layouts(name: str, registry: Registry) -> tuple[KVLayout, ...]:
+    backend: type[AttentionBackend] = registry.load("attention", name)
+    return backend.capabilities.layouts
+
+
+def _sharing(layouts: tuple[KVLayout, ...], besides: str, registry: Registry) -> list[str]:
+    """Return the installed backends with one of these layouts, but for one; those that do not load are left out."""
     found = []
     for name in registry.names("attention"):
         with suppress(PluginError):
-            if name != besides and registry.load("attention", name).kv_layout == layout:
+            if name != besides and set(layouts).intersection(_layouts(name, registry)):
                 found.append(name)
     return found
 
@@ -156,4 +162,4 @@ def _attention(
     classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
 ) -> AttentionBackend:
     backends = [backend(spec, pool, table.data) for backend in classes]
-    return backends[0] if len(backends) == 1 else combine(spec, pool, table.data, *backends)
+    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)

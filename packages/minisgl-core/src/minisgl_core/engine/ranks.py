@@ -13,18 +13,21 @@ from typing import Protocol
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine.build import BuiltEngine
-from minisgl_core.engine.worker import rendezvous, run_worker
+from minisgl_core.engine.worker import run_worker
 from minisgl_core.errors import WorkerDiedError
+from minisgl_core.executors.select import make_executor
 from minisgl_core.ipc import Endpoints, Sender, send_all
 from minisgl_core.messages import Stop
+from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import GRACE_S, Supervisor
 
 
 class Build(Protocol):
     """Builds rank 0's engine, where everything else about it is known."""
 
-    def __call__(self, *, init_method: str, joined: Callable[[Communicator], None]) -> BuiltEngine:
+    def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltEngine:
         """See `build_engine`."""
 
 
@@ -35,7 +38,7 @@ class OtherRanks:
         followers: take the plans.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, registry: Registry) -> None:
         """Start the processes; they wait for rank 0."""
         size = config.parallel.tp
         self._communicator: Communicator | None = None
@@ -43,13 +46,16 @@ class OtherRanks:
         self._has_failed = threading.Event()
         log_level = "info" if logging.getLogger(__name__).isEnabledFor(logging.INFO) else None
         with ExitStack() as stack:
-            endpoints = stack.enter_context(Endpoints.create(num_ranks=size))
-            self._meeting_place = rendezvous(endpoints)
+            endpoints = stack.enter_context(Endpoints.create())
             self._supervisor = Supervisor(endpoints.directory, log_level)
             stack.callback(self._supervisor.terminate)
-            for rank in range(1, size):
-                self._supervisor.start(f"scheduler rank {rank}", run_worker, config, rank, endpoints)
-            self.followers = [stack.enter_context(Sender(address)) for address in endpoints.rank_in[1:]]
+            executor = make_executor(config, registry, self._supervisor.start)
+            placements = executor.place(size, endpoints.directory)
+            self._placement = placements[0]
+            for each in placements[1:]:
+                arguments = config, placements, each.rank, endpoints
+                executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
+            self.followers = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
             self._stack = stack.pop_all()
 
     def join(self, build: Build) -> BuiltEngine:
@@ -66,7 +72,7 @@ class OtherRanks:
 
         def run() -> None:
             try:
-                built.set_result(build(init_method=self._meeting_place, joined=self._joined))
+                built.set_result(build(placement=self._placement, joined=self._joined))
             except BaseException as error:
                 # Its frames hold the model, which whoever catches the error may want the memory of.
                 traceback.clear_frames(error.__traceback__)

@@ -86,6 +86,7 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
         slots=table.slots(token_rows, pos),
         q_lens_host=plan.num_new,
         seq_lens_host=seq_lens,
+        decode_query_len=plan.decode_query_len,
     )
     return StepInputs(ids, pos, batch, sample_rows, logits_index)
 

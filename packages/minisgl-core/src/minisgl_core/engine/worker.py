@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import psutil
 
 from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.engine import Engine
@@ -33,27 +34,35 @@ Incoming = Submit | Abort | Count | StateRequest | Stop
 FromRank0 = BatchPlan | TokenMasks | Stop
 
 
-def run_worker(config: EngineConfig, rank: int, endpoints: Endpoints, report: Callable[[Ready], None]) -> None:
+def run_worker(
+    config: EngineConfig,
+    placements: Sequence[RankPlacement],
+    rank: int,
+    endpoints: Endpoints,
+    report: Callable[[Ready], None],
+) -> None:
     """Build this rank's engine, report that it is ready, and serve until told to stop.
 
     Args:
         config: the user's options.
-        rank: of ``config.parallel.tp``.
+        placements: of all ranks.
+        rank: this one's.
         endpoints: where messages come from and go to.
         report: told once the engine is ready.
     """
     logger.info("started the process in %.1f s", time.time() - psutil.Process().create_time())
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
+    placement = placements[rank]
     if rank > 0:
-        with Receiver[FromRank0](endpoints.rank_in[rank], FromRank0) as inbox:
-            built = build_engine(config, registry, hooks, rank, rendezvous(endpoints))
+        with Receiver[FromRank0](placement.address, FromRank0) as inbox:
+            built = build_engine(config, registry, hooks, placement)
             report(Ready(process=f"scheduler rank {rank}"))
             follow(built, inbox)
         return
     with Receiver[Incoming](endpoints.scheduler_in, Incoming) as requests:
-        built = build_engine(config, registry, hooks, 0, rendezvous(endpoints))
-        followers = [Sender(address) for address in endpoints.rank_in[1:]]
+        built = build_engine(config, registry, hooks, placement)
+        followers = [Sender(each.address) for each in placements[1:]]
         loop = make_loop(built, registry, hooks, followers)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
@@ -84,11 +93,6 @@ def in_use(engine: Engine) -> Iterator[None]:
                 leave()
         raise
     engine.close()
-
-
-def rendezvous(endpoints: Endpoints) -> str:
-    """Where the ranks meet: a file in the launch's private directory."""
-    return f"file://{endpoints.directory}/rendezvous"
 
 
 def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: list[Sender]) -> EngineLoop:

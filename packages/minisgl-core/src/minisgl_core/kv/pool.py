@@ -5,45 +5,11 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
+from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.fp8 import FP8, to_fp8
-
-KVLayout = Literal["NHD", "HND"]
-"""Order of a page's dimensions: tokens, heads, head dimension; or heads first."""
-
-
-@dataclass(frozen=True, slots=True)
-class KVPoolSpec:
-    """Shape of a pool, local to a rank.
-
-    Attributes:
-        num_layers: layers with attention.
-        num_pages: P; page 0 is the padding page, written by padded slots and never owned by a request.
-        page_size: S, tokens a page.
-        num_kv_heads: Hkv.
-        head_dim: D.
-        dtype: of the stored K and V.
-        device: where the pool lies.
-        layout: order of a page's dimensions; the attention backend says which.
-    """
-
-    num_layers: int
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    layout: KVLayout = "NHD"
-
-    @property
-    def bytes_per_page(self) -> int:
-        """Bytes that one page takes, K and V of all layers."""
-        return 2 * self.num_layers * self.page_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 class KVPool:

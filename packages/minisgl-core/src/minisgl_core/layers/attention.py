@@ -26,9 +26,17 @@ class Attention(Layer):
         layer: the constants.
     """
 
-    def __init__(self, index: int, scale: float, sliding_window: int | None, build: BuildContext) -> None:
+    def __init__(
+        self,
+        index: int,
+        scale: float,
+        sliding_window: int | None,
+        build: BuildContext,
+        *,
+        soft_cap: float | None = None,
+    ) -> None:
         """See `AttentionLayer`."""
-        self.layer = AttentionLayer(index, scale, sliding_window)
+        self.layer = AttentionLayer(index, scale, sliding_window, soft_cap=soft_cap)
         self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None
 
     def forward(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 

@@ -11,9 +11,9 @@ import math
 
 import torch
 
-from minisgl_core.config.model import ROPE_KINDS, RopeConfig
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.model_config import ROPE_KINDS, RopeConfig
 from minisgl_core.errors import ModelFormatError
 
 

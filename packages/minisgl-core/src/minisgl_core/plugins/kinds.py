@@ -48,6 +48,7 @@ KINDS: dict[str, Kind] = {
         _kind("ops", "ops:Ops", "--ops", "norms, rotary embedding, activations, matrix products"),
         _kind("quantization", "quantization:Quantization", "--quantization", "precision of the layers' matrices"),
         _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
+        _kind("executor", "executor:Executor", "--executor", "where the ranks of an engine run"),
         _kind("platform", "platform:Platform", "--platform", "devices"),
         _kind("weights", "weights:WeightSource", "", "checkpoint formats"),
         _kind("policy", "policy:Policy", "--policy", "order of the waiting requests"),

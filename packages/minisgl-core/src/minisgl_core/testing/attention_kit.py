@@ -14,8 +14,6 @@ from minisgl_core.contracts.attention import (
     AttentionBackend,
     AttentionLayer,
     AttentionSpec,
-    GraphCapturable,
-    RotatesDecodes,
 )
 from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
@@ -23,9 +21,22 @@ from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeG
 HeadShape = tuple[int, int, int]
 """Query heads, KV heads, head dimension."""
 
+_FEATURES: dict[str, dict[str, Any]] = {
+    "sliding_windows": {"sliding_windows": (1, 5, 64)},
+    "soft_cap": {"soft_caps": (30.0,)},
+    "sinks": {"has_sinks": True},
+    "value_head_dim": {"value_head_dim": 32},
+    "mla": {"is_mla": True},
+    "multi_token_decodes": {"max_decode_query_len": 4},
+    "fp8_kv": {"kv_dtype": FP8},
+}
+"""Of a spec, by the capability that each needs."""
+
 
 class AttentionBackendTests:
-    """Subclass and set `provider` and what it supports.
+    """Subclass and set `provider` and the shapes that it supports.
+
+    The provider's `capabilities` decide what else is tested; what they do not declare must be refused.
 
     Every test compares with attention in float64 without pages, and the whole KV pool with what must be in it after a step.
     All are skipped where the backend does not apply to this machine.
@@ -36,8 +47,6 @@ class AttentionBackendTests:
         dtypes: of queries, keys and values.
         page_sizes: tokens a page.
         head_shapes: (query heads, KV heads, head dimension).
-        has_sliding_windows: whether layers may have one; where they may not, the backend must refuse such a spec.
-        has_fp8_pool: whether the KV pool may be float8_e4m3fn; where it may not, the backend must refuse such a spec.
         tolerances: largest error of an output, by dtype; outputs are of about unit size.
     """
 
@@ -46,8 +55,6 @@ class AttentionBackendTests:
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
     page_sizes: ClassVar[tuple[int, ...]] = (1, 16)
     head_shapes: ClassVar[tuple[HeadShape, ...]] = ((4, 2, 64), (2, 2, 128), (6, 2, 64), (8, 1, 64))
-    has_sliding_windows: ClassVar[bool] = True
-    has_fp8_pool: ClassVar[bool] = False
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
     def test_says_why_it_cannot(self) -> None:
@@ -63,6 +70,7 @@ class AttentionBackendTests:
             {"dtype": torch.float64, "kv_dtype": torch.float64},
             {"kv_dtype": torch.float8_e4m3fn},
             {"sliding_windows": (7,)},
+            *_FEATURES.values(),
             {"device": torch.device("cpu")},
             {"device": torch.device("cuda")},
             {"max_seq_len": 1 << 20, "max_batch": 1 << 12},
@@ -103,7 +111,7 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
         """Where a backend rotates decodes itself: each by its position, norms before, the rest of a head as it is."""
-        if not issubclass(self.provider, RotatesDecodes):
+        if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("it leaves that to others")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
@@ -138,9 +146,8 @@ class AttentionBackendTests:
         """Layers with one, a layer without, and another, served by one plan."""
         for spec in self.specs():
             windowed = replace(spec, sliding_windows=(1, 5, 64))
-            if not self.has_sliding_windows:
-                assert self.provider.unsupported(windowed), "a spec with sliding windows must be refused"
-                continue
+            if self.provider.unsupported(windowed):
+                continue  # see test_what_it_lacks_is_refused
             self.run(
                 windowed,
                 decodes=[1, 4, 5, 6, 70, 200],
@@ -152,9 +159,8 @@ class AttentionBackendTests:
         """K and V are divided by their scales and rounded on the way to the pool, and count as what lies there."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
-            if not self.has_fp8_pool:
-                assert self.provider.unsupported(spec), "a spec with an fp8 pool must be refused"
-                continue
+            if self.provider.unsupported(spec):
+                continue  # see test_what_it_lacks_is_refused
             size, scale = spec.page_size, spec.head_dim**-0.5
             layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
             rig = self.rig(spec, num_requests=3, max_seq_len=3 * size + 70, layers=layers)
@@ -167,12 +173,70 @@ class AttentionBackendTests:
         """What is too large for the pool becomes the largest number, not infinite and no other."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
-            if not self.has_fp8_pool:
+            if self.provider.unsupported(spec):
                 continue
             layer = AttentionLayer(0, spec.head_dim**-0.5, kv_scales=(2**-9, 2**-8))
             rig = self.rig(spec, num_requests=2, max_seq_len=60, layers=[layer])
             a, b = rig.request(0, 60), rig.request(40, 60)
             rig.step([(b, 1), (a, 50)], num_decodes=1)
+
+    @pytest.mark.parametrize("feature", list(_FEATURES))
+    def test_what_it_lacks_is_refused(self, feature: str) -> None:
+        """Of the features of a spec, exactly those are refused that `capabilities` does not declare."""
+        for spec in self.specs():
+            reasons = self.provider.unsupported(replace(spec, **_FEATURES[feature]))
+            if not getattr(self.provider.capabilities, feature):
+                assert reasons, f"a spec with {feature} must be refused: its capabilities lack it"
+            else:
+                assert not reasons, f"it declares {feature} and refuses it: {reasons}"
+                assert feature not in ("value_head_dim", "mla"), f"{feature} is not defined yet: no backend can have it"
+
+    def test_soft_caps(self) -> None:
+        """Layers with one, a layer without, and another, with scores far beyond them, in prefills and decodes."""
+        for spec in self.specs():
+            spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
+            if self.provider.unsupported(spec):
+                continue  # see test_what_it_lacks_is_refused
+            caps = (2.0, None, 12.0)
+            layers = [AttentionLayer(index, scale, soft_cap=cap) for index, cap in enumerate(caps)]
+            rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
+            rig.step([(rig.request(0, 1), 1)])
+            work = [(rig.request(69, 70), 1), (rig.request(0, 40), 40), (rig.request(130, 150), 20)]
+            rig.step(work, num_decodes=1)
+
+    def test_sinks(self) -> None:
+        """Logits per head that take a part of the weights, in one layer of two."""
+        for spec in self.specs():
+            spec, scale = replace(spec, has_sinks=True), spec.head_dim**-0.5
+            if self.provider.unsupported(spec):
+                continue  # see test_what_it_lacks_is_refused
+            sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
+            layers = [AttentionLayer(0, scale, sinks=sinks), AttentionLayer(1, scale)]
+            rig = self.rig(spec, num_requests=3, max_seq_len=200, layers=layers)
+            rig.step([(rig.request(0, 1), 1), (rig.request(90, 91), 1), (rig.request(130, 150), 20)], num_decodes=2)
+
+    def test_several_tokens_per_decode(self) -> None:
+        """Decodes of two tokens each beside a prompt, as where drafted tokens are verified."""
+        for spec in self.specs():
+            spec = replace(spec, max_decode_query_len=2)
+            if self.provider.unsupported(spec):
+                continue  # see test_what_it_lacks_is_refused
+            rig = self.rig(spec, num_requests=3, max_seq_len=120)
+            a, b, c = rig.request(7, 40), rig.request(64, 120), rig.request(0, 30)
+            rig.step([(a, 2), (b, 2)], decode_query_len=2)
+            rig.step([(b, 2), (a, 2), (c, 30)], num_decodes=2, decode_query_len=2)
+
+    def test_rows_are_used_again(self) -> None:
+        """A request in the row of one that has ended has other pages at the same lengths."""
+        for spec in self.specs():
+            size = spec.page_size
+            rig = self.rig(spec, num_requests=8, max_seq_len=3 * size + 40)
+            for _ in range(3):
+                request = rig.request(0, 3 * size + 20)
+                rig.step([(request, 2 * size + 3)], num_decodes=0)
+                for _ in range(size + 2):
+                    rig.step([(request, 1)])
+                rig.free(request)
 
     def test_scales(self) -> None:
         """Each layer has its own; scores reach a hundred."""
@@ -230,11 +294,11 @@ class AttentionBackendTests:
     def test_graph_replay(self) -> None:
         """Decodes recorded at two batch sizes, replayed as lengths grow and requests change, other steps between."""
         for spec in self.specs():
-            windows = (None, 6) if self.has_sliding_windows else (None, None)
+            windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
             spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))
             layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
-            if not isinstance(rig.backend, GraphCapturable):
+            if not self.provider.capabilities.cuda_graphs:
                 pytest.skip("the backend does not take part in graph capture")
             large, small = DecodeGraph(rig, 5), DecodeGraph(rig, 2)
             a, b, c = rig.request(1, 300), rig.request(40, 300), rig.request(630, 650)

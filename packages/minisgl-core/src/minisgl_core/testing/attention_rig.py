@@ -17,14 +17,14 @@ from minisgl_core.contracts.attention import (
     AttentionBatch,
     AttentionLayer,
     AttentionSpec,
-    GraphCapturable,
-    RotatesDecodes,
-    StoresApart,
+    check_layers,
 )
+from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
 from minisgl_core.contracts.ops import Ops, Rotation
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
-from minisgl_core.kv.pool import KVPool, KVPoolSpec
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.testing.references import check_known
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
@@ -32,28 +32,32 @@ STALE = 1000.0
 """Size of what lies in slots that no one may read, next to keys and values of unit size."""
 
 
-def dense_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None
-) -> torch.Tensor:
+def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
     """Causal attention of a sequence's last queries in float64, head by head.
 
     Args:
         q: [Q, Hq, D], the last Q tokens.
-        k: [L, Hkv, D], all tokens.
+        k: [L, Hkv, D], all tokens, with their scale.
         v: like k.
-        scale: on the scores.
-        window: latest tokens that a query sees, itself included; None for all.
+        layer: scale, window, soft cap and sinks of the scores.
     """
+    check_known(layer)
     group = q.shape[1] // k.shape[1]
     query_at = torch.arange(len(k) - len(q), len(k))[:, None]
     key_at = torch.arange(len(k))
     visible = key_at <= query_at
-    if window is not None:
-        visible &= key_at > query_at - window
+    if layer.sliding_window is not None:
+        visible &= key_at > query_at - layer.sliding_window
     out = torch.empty(q.shape, dtype=torch.float64)
     for head in range(q.shape[1]):
-        scores = q[:, head].double() @ k[:, head // group].double().T * scale
-        out[:, head] = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ v[:, head // group].double()
+        scores = q[:, head].double() @ k[:, head // group].double().T * layer.scale
+        if layer.soft_cap is not None:
+            scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if layer.sinks is not None:
+            sink = layer.sinks[head].double().cpu().expand(len(q), 1)
+            scores = torch.cat((scores, sink), dim=-1)
+        out[:, head] = scores.softmax(dim=-1)[:, : len(k)] @ v[:, head // group].double()
     return out
 
 
@@ -100,8 +104,8 @@ Work = Sequence[tuple[Tokens | None, int]]
 class AttentionRig:
     """A backend over a pool whose every slot is also known in plain tensors.
 
-    A backend that is `StoresApart` runs each step once more, with other numbers that are stored for it, and one that is
-    `RotatesDecodes` once more with numbers that it has to rotate.
+    A backend with `fused_kv_store` runs each step once more, with other numbers that are stored for it, and one with
+    `fused_rope_decode` once more with numbers that it has to rotate.
 
     Where the pool is fp8, what a step stores there must be the nearest number or one beside it, and outputs are compared with
     attention over what is stored.
@@ -118,6 +122,7 @@ class AttentionRig:
         tolerances: largest error of an output, by dtype.
         quantization_loss: the largest root mean square that a request's outputs may differ by from attention over K and V as
             they were before they were stored; None to not look.
+        layout_index: of the backend's layouts, the one to run.
     """
 
     backend_class: type[AttentionBackend]
@@ -127,12 +132,14 @@ class AttentionRig:
     seed: int = 0
     tolerances: Mapping[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
     quantization_loss: float | None = None
+    layout_index: int = 0
     _free_pages: list[int] = field(init=False)
     _free_rows: list[int] = field(init=False)
     _way: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         spec = self.spec
+        assert not (reasons := check_layers(spec, self.layers)), f"the case asks for more than its spec says: {reasons}"
         self.random = torch.Generator().manual_seed(self.seed)
         self._free_pages = (torch.randperm(self.num_pages - 1, generator=self.random) + 1).tolist()
         self._free_rows = (torch.randperm(2 * spec.max_batch, generator=self.random) + 1).tolist()
@@ -150,7 +157,7 @@ class AttentionRig:
                 head_dim=spec.head_dim,
                 dtype=spec.kv_dtype,
                 device=spec.device,
-                layout=self.backend_class.kv_layout,
+                layout=self.layout,
             )
         )
         self.pool.data.copy_(self._laid_out(self.known))
@@ -159,6 +166,15 @@ class AttentionRig:
         stale_pages[0] = 0
         self.table.data.copy_(stale_pages)
         self.backend = self.backend_class(spec, self.pool, self.table.data)
+
+    @property
+    def layout(self) -> KVLayout:
+        """The pool's."""
+        return self.backend_class.capabilities.layouts[self.layout_index]
+
+    def free(self, request: Tokens) -> None:
+        """Let the next request have this one's row; its pages stay as they are."""
+        self._free_rows.append(request.row)
 
     def request(self, num_cached: int, capacity: int, prefix_of: Tokens | None = None, num_shared: int = 0) -> Tokens:
         """A new request.
@@ -188,7 +204,7 @@ class AttentionRig:
         size = self.spec.page_size
         return torch.tensor(request.pages, dtype=torch.int64)[positions // size] * size + positions % size
 
-    def batch(self, work: Work, num_decodes: int) -> AttentionBatch:
+    def batch(self, work: Work, num_decodes: int, decode_query_len: int = 1) -> AttentionBatch:
         """The step that brings new tokens to requests; they count as theirs from now on."""
         rows, q_lens, seq_lens, slots = [], [], [], []
         for request, num_new in work:
@@ -213,11 +229,12 @@ class AttentionRig:
             slots=torch.cat(slots).to(device),
             q_lens_host=q_lens_host,
             seq_lens_host=seq_lens_host,
+            decode_query_len=decode_query_len,
         )
 
-    def step(self, work: Work, num_decodes: int | None = None) -> None:
+    def step(self, work: Work, num_decodes: int | None = None, decode_query_len: int = 1) -> None:
         """Run a step through all layers and check it; without `num_decodes`, all requests are decodes."""
-        batch = self.batch(work, len(work) if num_decodes is None else num_decodes)
+        batch = self.batch(work, len(work) if num_decodes is None else num_decodes, decode_query_len)
         for forward in self.ways():
             inputs = [self.inputs(batch) for _ in self.layers]
             self.check(work, batch, inputs, self.run(forward, inputs, self.backend.plan(batch)))
@@ -226,17 +243,16 @@ class AttentionRig:
         """All that the engine may do for a step; the rig's messages say which it was since the last."""
         self._way = ""
         yield self.backend.forward
-        if isinstance(self.backend, StoresApart) and self.backend_class.kv_layout == "NHD":
+        if self.backend.capabilities.fused_kv_store and self.layout == "NHD":
             self._way = ".attend_stored"
             yield self._store_and_attend
-        if isinstance(self.backend, RotatesDecodes):
+        if self.backend.capabilities.fused_rope_decode:
             self._way = ".attend_rotating"
             yield self._rotate_and_attend
 
     def _store_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
-        assert isinstance(self.backend, StoresApart)
         slots = self.backend.kv_slots(plan)
         what = f"{self}: the slots are {list(slots.shape)} of {slots.dtype}"
         assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
@@ -251,7 +267,6 @@ class AttentionRig:
     def _rotate_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
-        assert isinstance(self.backend, RotatesDecodes)
         rotation = quarter_turns(len(q), q)
         if not self.backend.rotates(plan, rotation):
             return self.backend.forward(q, k, v, layer, plan)
@@ -277,14 +292,14 @@ class AttentionRig:
         cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
         gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
         turns = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
-        if not (isinstance(self.backend, RotatesDecodes) and self.backend.rotates(plan, turns)):
+        if not self.backend.rotates(plan, turns):
             return
         self._way = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
         q, k, v = self.split(self.inputs(batch))
         q_turned, k_turned = Ops(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), turns)
         out = self.backend.attend_rotating(q, k, v, layer, turns, plan)
         pages, slots = self.pool.k(layer.index), batch.slots.cpu()
-        pages = pages.transpose(1, 2) if self.backend_class.kv_layout == "HND" else pages
+        pages = pages.transpose(1, 2) if self.layout == "HND" else pages
         stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_turned.cpu().float()
         allowed = self.tolerances[self.spec.dtype]
         assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: another key is stored"
@@ -335,7 +350,7 @@ class AttentionRig:
         if self.spec.kv_dtype == FP8:
             wanted = (given / self._scales[layer.index]).clamp(-FP8_MAX, FP8_MAX)
             pages = self.pool.kv(layer.index).cpu().float()
-            pages = pages.transpose(2, 3) if self.backend_class.kv_layout == "HND" else pages
+            pages = pages.transpose(2, 3) if self.layout == "HND" else pages
             given = pages.flatten(1, 2)[:, slots]
             is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
             assert is_near.all(), f"{self}: {given[~is_near][:4]} was stored for {wanted[~is_near][:4]}"
@@ -350,13 +365,13 @@ class AttentionRig:
             return
         slots = self.slots(request, 0, request.num_tokens)
         k, v = self.known[layer.index][:, slots] * self._scales[layer.index]
-        expected = dense_attention(q, k, v, layer.scale, layer.sliding_window)
+        expected = dense_attention(q, k, v, layer)
         error = (out.double() - expected).abs().max().item()
         allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1]) * roundings
         assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
         if self.quantization_loss is not None:
             k, v = self._given[layer.index][:, slots]
-            exact = dense_attention(q, k, v, layer.scale, layer.sliding_window)
+            exact = dense_attention(q, k, v, layer)
             loss = (out.double() - exact).square().mean().sqrt().item()
             assert loss <= self.quantization_loss, f"{where}: {loss:.2g} is lost to the pool's precision"
 
@@ -376,7 +391,7 @@ class AttentionRig:
     def _laid_out(self, known: torch.Tensor) -> torch.Tensor:
         """Shaped and typed like the pool."""
         pages = known.view(*known.shape[:2], self.num_pages, self.spec.page_size, *known.shape[3:])
-        if self.backend_class.kv_layout == "HND":
+        if self.layout == "HND":
             pages = pages.transpose(3, 4)
         return pages.to(self.spec.kv_dtype)
 
@@ -389,7 +404,6 @@ class DecodeGraph:
 
     def __init__(self, rig: AttentionRig, batch_size: int) -> None:
         """Record a batch of nothing but padding."""
-        assert isinstance(rig.backend, GraphCapturable)
         self.rig, self.backend, self.size = rig, rig.backend, batch_size
         self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
         self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
@@ -417,7 +431,7 @@ class DecodeGraph:
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
         for replay, _ in zip(self._recorded, self.rig.ways(), strict=True):
-            late = self.backend.reads_page_table
+            late = self.backend.capabilities.graph_reads_page_table
             for name in ("rows", "seq_lens"):
                 getattr(self.batch, name).copy_(0 if late else getattr(now, name))
             for fused in self.inputs:

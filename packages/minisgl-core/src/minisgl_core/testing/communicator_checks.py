@@ -11,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,38 @@ def check_order(me: Rank) -> None:
     group.close()
 
 
+def check_messages(me: Rank) -> None:
+    """Round the ring and back, of any shape and dtype, in order; what is sent is left as it was."""
+    group = me.join("messages")
+    after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
+    for dst, src in ((after, before), (before, after)):
+        for dtype in (*DTYPES, torch.int64):
+            sent = [me.tensor(shape, dtype) for shape in ((1,), (3, 5), (2, 1, 64))]
+            sent.append(me.tensor((4, 3), dtype).t())
+            given = [torch.empty(each.shape, dtype=dtype, device=me.device) for each in sent]
+            # The first to send is one, so that no two ranks wait for each other.
+            steps = [partial(_send_all, group, sent, dst), partial(_receive_all, group, given, src)]
+            for step in steps if me.rank % 2 == 0 else steps[::-1]:
+                step()
+            for mine, received in zip(sent, given, strict=True):
+                shape = tuple(received.shape) if mine.is_contiguous() else tuple(received.t().shape)
+                wanted = me.tensor(shape, dtype, src)
+                assert_equal(received, wanted if mine.is_contiguous() else wanted.t())
+                unchanged = me.tensor(shape, dtype)
+                assert_equal(mine, unchanged if mine.is_contiguous() else unchanged.t())
+    group.close()
+
+
+def _send_all(group: Communicator, tensors: list[torch.Tensor], dst: int) -> None:
+    for tensor in tensors:
+        group.send(tensor, dst)
+
+
+def _receive_all(group: Communicator, tensors: list[torch.Tensor], src: int) -> None:
+    for tensor in tensors:
+        assert group.recv(tensor, src) is tensor, "recv returns the tensor that it fills"
+
+
 def check_objects(me: Rank) -> None:
     """Rank 0's object arrives everywhere, each time anew."""
     group = me.join("objects")
@@ -234,6 +267,7 @@ CHECKS = (
     check_same_bits,
     check_sums_with_norms,
     check_order,
+    check_messages,
     check_objects,
     check_two_groups,
     check_abort,
@@ -261,6 +295,7 @@ def main(file: str, name: str, device: str, rank: str, sizes: str, folder: str, 
             me = Rank(provider, torch.device(device), int(rank), size, Path(folder, str(size)))
             me.folder.mkdir(exist_ok=True)
             for check in CHECKS + (FAULTS if with_faults == "1" else ()):
+                Path(folder, f"check of rank {rank}").write_text(f"{check.__name__}, {size} ranks")
                 check(me)
 
 

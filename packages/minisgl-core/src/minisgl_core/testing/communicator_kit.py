@@ -6,6 +6,7 @@ import inspect
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -54,10 +55,25 @@ class CommunicatorTests:
                 with log.open("wb") as output:
                     command = [sys.executable, "-m", communicator_checks.__name__, *arguments]
                     ranks.append((subprocess.Popen(command, stdout=output, stderr=output), log))
+            deadline = time.monotonic() + self.limit_s
             try:
-                failed = [log for process, log in ranks if process.wait(self.limit_s) != 0]
+                failed = [log for process, log in ranks if _status(process, deadline) != 0]
             finally:
                 for process, _ in ranks:
                     process.kill()
                     process.wait()
-            return [f"{log.name}: {log.read_text()[-2000:]}" for log in failed]
+            return [f"{log.name} failed in {_check(log)}: {log.read_text()[-2000:]}" for log in failed]
+
+
+def _status(process: subprocess.Popen[bytes], deadline: float) -> int | None:
+    """The exit status; None where the process still runs at the deadline."""
+    try:
+        return process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _check(log: Path) -> str:
+    """The check that a rank was in, which it notes before it begins; it may end without another word."""
+    note = log.with_name(f"check of {log.name}")
+    return note.read_text() if note.exists() else "its start"

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from minisgl_core.config.hf import model_config
-from minisgl_core.config.model import ModelConfig
 from minisgl_core.contracts.communicator import Communicator, SingleRank
 from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import WeightSource

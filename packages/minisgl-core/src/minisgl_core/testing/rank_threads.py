@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -22,11 +24,13 @@ class _Exchange:
 
     Attributes:
         turn: held by a rank that runs, but for its waiting here; None where all may run at once.
+        messages: what was sent and not received yet, by sender and receiver.
     """
 
     def __init__(self, size: int, turn: threading.Lock | None) -> None:
         self.turn = turn
         self._values: list[Any] = [None] * size
+        self.messages: defaultdict[tuple[int, int], SimpleQueue[torch.Tensor]] = defaultdict(SimpleQueue)
         self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
@@ -84,6 +88,22 @@ class ThreadCommunicator(Communicator):
         gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
         self._exchange.swap(self.rank, None)
         return gathered
+
+    def send(self, x: torch.Tensor, dst: int) -> None:
+        """Puts a copy where the other rank finds it."""
+        self._exchange.messages[self.rank, dst].put(x.clone())
+
+    def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
+        """The next of that rank."""
+        turn = self._exchange.turn
+        if turn is not None:
+            turn.release()
+        try:
+            received = self._exchange.messages[src, self.rank].get(timeout=_TIMEOUT_S)
+        finally:
+            if turn is not None:
+                turn.acquire()
+        return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
         """Rank 0's."""

@@ -8,7 +8,7 @@ from zlib import crc32
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightTarget
 from minisgl_models.weights.folder import FolderSource
 

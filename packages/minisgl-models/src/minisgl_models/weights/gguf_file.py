@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minisgl_core.config.model import ModelConfig
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.float8 import dequantized, unreadable

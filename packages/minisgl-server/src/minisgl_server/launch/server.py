@@ -20,6 +20,7 @@ import setproctitle
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.executors.select import make_executor
 from minisgl_core.ipc import Endpoints, Sender, send_all
 from minisgl_core.messages import Stop
 from minisgl_core.model_source import locate_model
@@ -55,7 +56,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
-        Endpoints.create(options.num_tokenizers, config.parallel.tp) as endpoints,
+        Endpoints.create(options.num_tokenizers) as endpoints,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
@@ -65,11 +66,10 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_host_of(options.host)}:{listener.getsockname()[1]}"
             listener.close()
-            for rank, name in enumerate(_ranks(endpoints)):
-                supervisor.start(name, RUN_RANK, config, rank, endpoints)
+            ranks = _start_ranks(config, registry, supervisor, endpoints)
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
-            if _wait_ready(supervisor, endpoints, signals):
+            if _wait_ready(supervisor, ranks, endpoints, signals):
                 _say(describe(supervisor, options, url, needs_key=bool(digests)))
                 supervisor.wait(wake=signals)
                 _drain(supervisor, options, signals)
@@ -78,6 +78,16 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             raise
         finally:
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+
+
+def _start_ranks(config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> list[str]:
+    """Have the executor start all ranks; returns the names of their processes, in rank order."""
+    executor = make_executor(config, registry, supervisor.start)
+    placements = executor.place(config.parallel.tp, endpoints.directory)
+    names = [f"scheduler rank {each.rank}" for each in placements]
+    for name, each in zip(names, placements, strict=True):
+        executor.start(name, each, RUN_RANK, config, placements, each.rank, endpoints)
+    return names
 
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
@@ -103,9 +113,8 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, endpoints: Endpoints, signals: _Signals) -> bool:
+def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: Endpoints, signals: _Signals) -> bool:
     """See the engine, then the tokenizer workers, then the API server through their start. False if a signal came."""
-    ranks = _ranks(endpoints)
     if not supervisor.wait_ready(*ranks, wake=signals):
         return False
     info = supervisor.ready[ranks[0]].engine
@@ -141,10 +150,6 @@ def _tell_clients(endpoints: Endpoints) -> None:
     """Have the API server answer the requests that run, now that no output will come."""
     with Sender(endpoints.api_in) as api:
         api.send(Stop())
-
-
-def _ranks(endpoints: Endpoints) -> list[str]:
-    return [f"scheduler rank {rank}" for rank in range(endpoints.num_ranks)]
 
 
 def _tokenizers(endpoints: Endpoints) -> list[str]:

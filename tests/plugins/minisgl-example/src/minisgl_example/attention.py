@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +25,7 @@ class Plan:
 class ExampleAttention(AttentionBackend):
     """Gathers a request's keys and values into one tensor each and multiplies. Works on any device."""
 
-    @classmethod
-    def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Plain torch does it all, but the pool stores what it is given."""
-        return [] if spec.kv_dtype == spec.dtype else [f"the KV pool must hold {spec.dtype}, not {spec.kv_dtype}"]
+    capabilities = AttentionCapabilities(sliding_windows=True)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Translate each request's row of the page table into slots of the pool."""

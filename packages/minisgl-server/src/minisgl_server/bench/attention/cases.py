@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionLayer, AttentionSpec
+from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.kv.page_table import PageTable
-from minisgl_core.kv.pool import KVPool, KVPoolSpec
+from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
 
 MIN_MAX_SEQ_LEN = 8192
@@ -55,7 +56,14 @@ class Case:
         num_pages = 1 + sum(counts)
         self._pool = KVPool(
             KVPoolSpec(
-                NUM_LAYERS, num_pages, size, spec.num_kv_heads, spec.head_dim, spec.kv_dtype, device, backend.kv_layout
+                NUM_LAYERS,
+                num_pages,
+                size,
+                spec.num_kv_heads,
+                spec.head_dim,
+                spec.kv_dtype,
+                device,
+                backend.capabilities.layouts[0],
             )
         )
         for part in self._pool.data.flatten(0, 1):
@@ -108,7 +116,7 @@ class Case:
             found = [part.transpose(1, 2) for part in found]
         k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
         queries = slice(int(ends[place]) - num_new, int(ends[place]))
-        expected = dense_attention(self._q[queries].cpu(), k, v, layer.scale, None)
+        expected = dense_attention(self._q[queries].cpu(), k, v, layer)
         off = (out[queries].cpu().double() - expected).abs().max().item()
         return (off if np.isfinite(off) else float("inf")) / TOLERANCES[self.spec.dtype]
 

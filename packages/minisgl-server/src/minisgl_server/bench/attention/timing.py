@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.attention import GraphCapturable
+from minisgl_core.contracts.attention import AttentionBackend
 from minisgl_server.bench.attention.cases import NUM_LAYERS, Case
 
 CALLS_BETWEEN_EVENTS = 10
@@ -37,7 +37,7 @@ class Timing:
 def time_case(case: Case, repeats: int) -> Timing:
     """Check the output first, then time the layers and the plan."""
     backend, is_decode = case.backend, case.batch.num_decodes > 0
-    if case.spec.device.type == "cuda" and is_decode and isinstance(backend, GraphCapturable):
+    if case.spec.device.type == "cuda" and is_decode and backend.capabilities.cuda_graphs:
         return _time_graph(case, backend, repeats)
     plan = backend.plan(case.batch)
     error = case.error(case.forward(plan))
@@ -46,7 +46,7 @@ def time_case(case: Case, repeats: int) -> Timing:
     return Timing(error, seconds / NUM_LAYERS, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
 
 
-def _time_graph(case: Case, backend: GraphCapturable, repeats: int) -> Timing:
+def _time_graph(case: Case, backend: AttentionBackend, repeats: int) -> Timing:
     plan = backend.plan_capture(case.batch)
     error = case.error(case.forward(plan))
     torch.cuda.synchronize()

@@ -92,6 +92,9 @@ class ModelConfig:
         eos_token_ids: every token that ends a sequence, generation_config's and the tokenizer's included.
         quantization: how the checkpoint's matrices are quantised, such as ``fp8``; empty where they are not.
         hidden_act: the MLP's activation, by transformers' name.
+        soft_cap: cap of the attention scores, as Gemma 2 has it; None for none. The model's layers must apply it.
+        has_sinks: the attention layers have sinks; a class says so by ``attention_sinks`` in its `standard_config`.
+        value_head_dim: head dimension of values; None for `head_dim`.
         raw: the config as read.
     """
 
@@ -117,4 +120,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     quantization: str = ""
     hidden_act: str = "silu"
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    value_head_dim: int | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)

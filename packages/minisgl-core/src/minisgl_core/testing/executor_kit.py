@@ -1,0 +1,112 @@
+"""Tests that every executor must pass."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from minisgl_core.contracts.executor import Executor, RankPlacement
+from minisgl_core.errors import WorkerDiedError
+from minisgl_core.ipc import Receiver, Sender
+from minisgl_core.messages import Ready, Stop
+from minisgl_core.process import Supervisor
+
+
+class ExecutorTests:
+    """Subclass and set `provider`. Ranks are started and talk to each other; they need not have a device.
+
+    Attributes:
+        provider: the class.
+        size: ranks to start.
+        limit_s: longest wait for them.
+    """
+
+    provider: ClassVar[type[Executor]]
+    size: ClassVar[int] = 2
+    limit_s: ClassVar[float] = 120.0
+
+    def placements(self, supervisor: Supervisor, directory: str) -> tuple[Executor, list[RankPlacement]]:
+        """An executor and where its ranks go; skips the test where it does not apply."""
+        reasons = self.provider.unsupported(self.size)
+        assert isinstance(reasons, list), f"{reasons!r} is no list"
+        if reasons:
+            pytest.skip("; ".join(reasons))
+        executor = self.provider(supervisor.start)
+        return executor, list(executor.place(self.size, directory))
+
+    def test_placements_are_whole(self) -> None:
+        """Every rank once and in order, one meeting place, an address each; local ranks count the ranks of a host from 0."""
+        with tempfile.TemporaryDirectory() as directory:
+            _, placements = self.placements(Supervisor(), directory)
+        assert [each.rank for each in placements] == list(range(self.size))
+        assert {each.size for each in placements} == {self.size}
+        assert len({each.init_method for each in placements}) == 1
+        assert all("://" in each.init_method and "://" in each.address for each in placements)
+        assert len({each.address for each in placements}) == self.size, "two ranks have one address"
+        local = [each.local_rank for each in placements]
+        assert local[0] == 0, "rank 0 is the first of this host"
+        assert all(each == 0 or each - 1 in local for each in local), "a host's ranks are not counted from 0"
+
+    def test_ranks_start_meet_and_report(self) -> None:
+        """Each is told its own placement, reports, receives at its address, and meets the others where they all do."""
+        with tempfile.TemporaryDirectory() as directory:
+            supervisor = Supervisor()
+            try:
+                executor, placements = self.placements(supervisor, directory)
+                names = [f"rank {each.rank}" for each in placements]
+                for name, placement in zip(names, placements, strict=True):
+                    executor.start(name, placement, meet, placement, directory)
+                assert supervisor.wait_ready(*names, timeout_s=self.limit_s), "a rank never reported"
+                assert [supervisor.ready[name].process for name in names] == [
+                    f"rank {each.rank} of {each.size}, local {each.local_rank}" for each in placements
+                ]
+                for placement in placements:
+                    with Sender(placement.address) as sender:
+                        sender.send(Stop())
+                done = [Path(directory, f"done {each.rank}") for each in placements]
+                deadline = time.monotonic() + self.limit_s
+                while not all(each.exists() for each in done) and time.monotonic() < deadline:
+                    supervisor.wait(timeout_s=0.1)
+                assert all(each.exists() for each in done), "a rank received nothing at its address"
+            finally:
+                supervisor.terminate()
+
+    def test_the_end_of_a_rank_is_an_error(self) -> None:
+        """The launch that watches raises it, and names the rank."""
+        with tempfile.TemporaryDirectory() as directory:
+            supervisor = Supervisor()
+            try:
+                executor, placements = self.placements(supervisor, directory)
+                executor.start("the one that dies", placements[0], die, placements[0])
+                with pytest.raises(WorkerDiedError, match="the one that dies"):
+                    supervisor.wait(timeout_s=self.limit_s)
+            finally:
+                supervisor.terminate()
+
+
+def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], None]) -> None:
+    """Be a rank: meet the others, report, and note when something has come to the address."""
+    from torch.distributed.rendezvous import rendezvous
+
+    with Receiver[Stop](placement.address, Stop) as inbox:
+        store, _, _ = next(rendezvous(placement.init_method, placement.rank, placement.size))
+        store.set(str(placement.rank), "here")
+        store.wait([str(rank) for rank in range(placement.size)])
+        report(Ready(process=f"rank {placement.rank} of {placement.size}, local {placement.local_rank}"))
+        if inbox.receive() is not None:
+            Path(directory, f"done {placement.rank}").touch()
+        inbox.receive()  # a rank that ended now would be an error
+
+
+def die(placement: RankPlacement, report: Callable[[Ready], None]) -> None:
+    """Be a rank that ends at once."""
+    assert placement.rank == 0
+    assert torch.distributed.is_available()
+    os._exit(3)
