@@ -87,6 +87,9 @@ def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
     for name, (low, high) in LIMITS.items():
         if isinstance(number := kept.get(name), int | float) and not isinstance(number, bool):
             kept[name] = type(number)(min(max(number, low), high)) or low
+    for name in ("n", "top_k"):
+        if isinstance(number := kept.get(name), float):
+            kept[name] = int(number)  # JSON Schema counts 3.0 among the integers, the server does not
     for name, other in NEEDS.items():
         if not kept.get(other):
             kept.pop(name, None)
