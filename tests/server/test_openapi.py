@@ -120,7 +120,7 @@ def test_every_answer_is_documented_and_none_is_a_fault_of_the_server(
     answer = case.call(base_url=tried.url, session=session, timeout=ANSWER_S)
     case.validate_response(answer)
     if is_meant and answer.status_code == 400:
-        assert answer.json()["error"]["param"] not in BOUNDED, answer.text
+        assert answer.json()["error"].get("param") not in BOUNDED, answer.text
 
 
 @pytest.mark.parametrize("name", sorted(BOUNDED | {"max_tokens", "min_tokens"}))

@@ -28,7 +28,8 @@ def test_head_is_get_without_a_body_on_every_route(http: httpx.Client) -> None:
     assert {"/health", "/metrics", "/version", "/v1/models"} < set(paths)
     for path in paths:
         got, head = http.get(path), http.head(path)
-        assert (got.status_code, head.status_code, head.content) == (200, 200, b""), path
+        status = 404 if "{" in path else 200
+        assert (got.status_code, head.status_code, head.content) == (status, status, b""), path
         assert got.content
         assert head.headers["content-type"] == got.headers["content-type"]
         if path not in ("/metrics", "/engine/state"):  # they change

@@ -116,8 +116,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            if method == "delete":
-                operation["operationId"] += "_delete"
+            # FastAPI ends the id by any one of the route's methods, in the order of a set.
+            operation["operationId"] = f"{operation['operationId'].rpartition('_')[0]}_{method}"
             responses.pop("422", None)  # FastAPI's own checks, which nothing here uses
             if is_open(path):
                 operation["security"] = []
