@@ -232,3 +232,12 @@ def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
     assert str(error.value).endswith(
         "(broken: no module named x; folders: it is not a folder; a_stranger: it is not a folder)"
     )
+    with pytest.raises(
+        ModelFormatError, match=r"--dummy-weight makes up .* \(it is not a folder\)\. Name such a folder"
+    ):
+        open_weights(tmp_path / "file", registry, dummy=True)
+
+
+def test_dummy_weights_need_a_model() -> None:
+    with pytest.raises(InvalidValueError, match=r"--dummy-weight=True .* used with --model.* Give --model"):
+        locate_model(ModelOptions(dummy_weight=True))

@@ -170,7 +170,7 @@ def test_several_servers_run_side_by_side(start: Launch) -> None:
     body = {"prompt": "Hi", "max_tokens": 2, "ignore_eos": True}
     assert httpx.post(f"{servers[0].url}/v1/completions", json=body, timeout=60).status_code == 200
     for server, num_tokens in zip(servers, (2, 0), strict=True):
-        [line] = re.findall(r"minisgl:generation_tokens_total\{.*\} (\S+)\n", httpx.get(f"{server.url}/metrics").text)
+        [line] = re.findall(r"minisgl_generation_tokens_total\{.*\} (\S+)\n", httpx.get(f"{server.url}/metrics").text)
         assert float(line) == num_tokens, "each counts its own"
 
 

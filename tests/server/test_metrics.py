@@ -26,7 +26,7 @@ from minisgl_server.metrics.engine import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
 ROOT = Path(__file__).parents[2]
-ENDED = ["minisgl:request_success_total{stop}", "minisgl:request_success_total{abort}"]
+ENDED = ["minisgl_request_success_total{stop}", "minisgl_request_success_total{abort}"]
 DASHBOARD = ROOT / "docs/grafana/minisgl.json"
 
 
@@ -71,20 +71,20 @@ def settled(client: httpx.Client, num: float) -> dict[str, float]:
     """Samples once so many requests have ended in all and none runs: the engine hears of aborts after clients do."""
     while True:
         found = samples(client)
-        if num_ended(found) == num and found["minisgl:num_requests_running"] == 0:
+        if num_ended(found) == num and found["minisgl_num_requests_running"] == 0:
             return found
         time.sleep(0.02)
 
 
 def num_ended(found: dict[str, float]) -> float:
-    return sum(value for name, value in found.items() if name.startswith("minisgl:request_success_total"))
+    return sum(value for name, value in found.items() if name.startswith("minisgl_request_success_total"))
 
 
 def test_gauges_are_there_before_anything_runs(client: httpx.Client) -> None:
     """This is the module's first test: dashboards and alerts of a server that nobody has used have values, too."""
     found = samples(client)
     for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
-        assert found[f"minisgl:{name}"] == 0
+        assert found[f"minisgl_{name}"] == 0
 
 
 def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
@@ -93,24 +93,24 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
         complete(client)
 
     moved = change(client, act)
-    assert moved["minisgl:prompt_tokens_total"] == moved["minisgl:prefix_cache_queries_total"] == 10
-    assert moved["minisgl:prefix_cache_hits_total"] == 4, "the last token is computed anew"
-    assert moved["minisgl:generation_tokens_total"] == 6
-    assert moved["minisgl:request_success_total{length}"] == 2
-    assert moved["minisgl:request_success_total{stop}"] == moved["minisgl:request_success_total{abort}"] == 0
+    assert moved["minisgl_prompt_tokens_total"] == moved["minisgl_prefix_cache_queries_total"] == 10
+    assert moved["minisgl_prefix_cache_hits_total"] == 4, "the last token is computed anew"
+    assert moved["minisgl_generation_tokens_total"] == 6
+    assert moved["minisgl_request_success_total{length}"] == 2
+    assert moved["minisgl_request_success_total{stop}"] == moved["minisgl_request_success_total{abort}"] == 0
     for name in ("request_queue_time", "request_prefill_time", "time_to_first_token", "e2e_request_latency"):
-        assert moved[f"minisgl:{name}_seconds_count"] == 2
-        assert moved[f"minisgl:{name}_seconds_sum"] > 0
-    latency = moved["minisgl:e2e_request_latency_seconds_sum"]
+        assert moved[f"minisgl_{name}_seconds_count"] == 2
+        assert moved[f"minisgl_{name}_seconds_sum"] > 0
+    latency = moved["minisgl_e2e_request_latency_seconds_sum"]
     parts = ("request_queue_time", "request_prefill_time", "request_decode_time")
-    assert sum(moved[f"minisgl:{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
-    assert moved["minisgl:inter_token_latency_seconds_count"] == 4
-    assert 0 < moved["minisgl:inter_token_latency_seconds_sum"] < latency
-    assert moved["minisgl:request_time_per_output_token_seconds_count"] == 2
-    assert moved["minisgl:request_prompt_tokens_sum"] == 10
-    assert moved["minisgl:request_generation_tokens_sum"] == 6
-    assert moved["minisgl:iteration_num_requests_sum"] == moved["minisgl:iteration_num_requests_count"] == 6
-    assert moved["minisgl:iteration_tokens_total_sum"] == 5 + 2 + 1 + 2
+    assert sum(moved[f"minisgl_{part}_seconds_sum"] for part in parts) == pytest.approx(latency)
+    assert moved["minisgl_inter_token_latency_seconds_count"] == 4
+    assert 0 < moved["minisgl_inter_token_latency_seconds_sum"] < latency
+    assert moved["minisgl_request_time_per_output_token_seconds_count"] == 2
+    assert moved["minisgl_request_prompt_tokens_sum"] == 10
+    assert moved["minisgl_request_generation_tokens_sum"] == 6
+    assert moved["minisgl_iteration_num_requests_sum"] == moved["minisgl_iteration_num_requests_count"] == 6
+    assert moved["minisgl_iteration_tokens_total_sum"] == 5 + 2 + 1 + 2
 
 
 def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
@@ -126,16 +126,16 @@ def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
     while any(thread.is_alive() for thread in threads):
         seen.append(samples(client))
         time.sleep(0.02)
-    assert max(now["minisgl:num_requests_running"] for now in seen) in (2, 3, 4)
-    assert max(now["minisgl:num_requests_waiting"] for now in seen) >= 2
-    assert before["minisgl:kv_pages"] == 199
-    assert all(now["minisgl:kv_cache_usage_perc"] == pytest.approx(now["minisgl:kv_pages_used"] / 199) for now in seen)
-    assert max(now["minisgl:kv_pages_used"] for now in seen) > 100
+    assert max(now["minisgl_num_requests_running"] for now in seen) in (2, 3, 4)
+    assert max(now["minisgl_num_requests_waiting"] for now in seen) >= 2
+    assert before["minisgl_kv_pages"] == 199
+    assert all(now["minisgl_kv_cache_usage_perc"] == pytest.approx(now["minisgl_kv_pages_used"] / 199) for now in seen)
+    assert max(now["minisgl_kv_pages_used"] for now in seen) > 100
     after = samples(client)
-    assert after["minisgl:num_preemptions_total"] > before["minisgl:num_preemptions_total"]
-    assert after["minisgl:generation_tokens_total"] - before["minisgl:generation_tokens_total"] == 6 * 139
+    assert after["minisgl_num_preemptions_total"] > before["minisgl_num_preemptions_total"]
+    assert after["minisgl_generation_tokens_total"] - before["minisgl_generation_tokens_total"] == 6 * 139
     for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
-        assert after[f"minisgl:{name}"] == 0
+        assert after[f"minisgl_{name}"] == 0
 
 
 def test_a_stop_text_is_no_abort(client: httpx.Client) -> None:
@@ -177,7 +177,7 @@ def test_every_expression_of_the_dashboard_names_what_there_is(client: httpx.Cli
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(expressions) >= 12
     exposed = {name.partition("{")[0] for name in samples(client)}
-    asked = {name for expression in expressions for name in re.findall(r"minisgl:\w+", expression)}
+    asked = {name for expression in expressions for name in re.findall(r"minisgl_\w+", expression)}
     assert asked <= exposed, asked - exposed
     families = {re.sub(r"_(bucket|sum|count|total|created)$", "", name) for name in exposed}
     missing = families - {re.sub(r"_(bucket|sum|count|total)$", "", name) for name in asked}
@@ -186,10 +186,10 @@ def test_every_expression_of_the_dashboard_names_what_there_is(client: httpx.Cli
 
 def test_every_metric_is_in_the_docs(client: httpx.Client) -> None:
     text = (ROOT / "docs/server.md").read_text()
-    listed = set(re.findall(r"`(minisgl:\w+)`", text))
+    listed = set(re.findall(r"`(minisgl_\w+)`", text))
     families = {family.name: family.type for family in text_string_to_metric_families(client.get("/metrics").text)}
     names = {name + "_total" if kind == "counter" else name for name, kind in families.items()}
-    assert listed == {name for name in names if name.startswith("minisgl:")}
+    assert listed == {name for name in names if name.startswith("minisgl_")}
 
 
 def test_there_are_none_where_nobody_wants_them(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
@@ -207,7 +207,7 @@ from prometheus_client import REGISTRY
 from minisgl_core import LLM, SamplingParams
 with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
-    print(REGISTRY.get_sample_value("minisgl:generation_tokens_total", {{"model_name": llm.info.model}}))
+    print(REGISTRY.get_sample_value("minisgl_generation_tokens_total", {{"model_name": llm.info.model}}))
 """
     environ = {**os.environ, "MINISGL_METRICS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)

@@ -165,6 +165,7 @@ def test_stop_and_escape_end_an_answer_at_once(page: Any, http: httpx.Client) ->
     first, second = page.locator(".assistant").all()
     for answer in (first, second):
         expect(answer).not_to_be_empty(timeout=TIMEOUT_MS)
+    page.select_option("#target", label="conversation 1")
     page.get_by_role("button", name="Stop conversation 1").click()
     expect(page.locator(".turn").first).to_contain_text("stopped")
     assert "running" in second.get_attribute("class")
@@ -220,12 +221,48 @@ def test_prompts_are_shown_with_the_flag(
     expect(page.locator("#prompts-note")).to_be_hidden()
 
 
-def test_narrow_and_dark(open_page: Callable[..., Any], server: Any) -> None:
-    page = open_page(server.url, viewport={"width": 390, "height": 800}, color_scheme="dark")
+CLIPPED = """() => [...document.querySelectorAll("body *:not(.unseen)")].filter((node) => {
+  const isClipping = !["visible", "auto"].includes(getComputedStyle(node).overflowX);
+  return isClipping && node.clientWidth > 0 && node.scrollWidth > node.clientWidth + 1;
+}).map((node) => `${node.tagName}#${node.id}.${node.className}: ${node.textContent}`)"""
+"""Elements whose text is wider than they are, and which do not scroll."""
+NAMELESS = """() => [...document.querySelectorAll("button, input, select, textarea, [tabindex], [role=img]")].filter((node) => {
+  const by = node.getAttribute("aria-labelledby");
+  const label = node.labels?.[0]?.textContent ?? (by && document.getElementById(by).textContent);
+  const own = node.tagName === "BUTTON" ? node.textContent : "";
+  return !(node.ariaLabel || label || own || "").trim();
+}).map((node) => node.outerHTML)"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_figures_are_whole_and_controls_have_names(
+    open_page: Callable[..., Any], server: Any, width: int, scheme: str
+) -> None:
+    page = open_page(server.url, viewport={"width": width, "height": 844}, color_scheme=scheme)
     expect(page.locator("#status")).to_have_text("live", timeout=TIMEOUT_MS)
-    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    set_options(page, LIGHTHOUSE, 60)
+    page.click("#demo")
+    expect(page.locator("#requests li").first).to_be_visible(timeout=TIMEOUT_MS)
+    for _ in range(2):  # while they run, and after
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert [text for text in page.evaluate(CLIPPED) if not text.startswith("Q#")] == [], "all but the newest text"
+        assert page.evaluate(NAMELESS) == []
+        assert page.get_by_role("button", name="Stop").count() == 1
+        wait_until_done(page)
+    expect(page.locator("#tree .node").nth(4)).to_be_visible(timeout=TIMEOUT_MS)
+    tree = page.locator("#tree")
+    assert tree.evaluate("node => getComputedStyle(node).overflow") == "auto"
+    if width == 390:
+        tree.hover()
+        page.mouse.wheel(200, 0)
+        for _ in range(200):
+            if tree.evaluate("node => node.scrollLeft"):
+                break
+            page.wait_for_timeout(50)
+        assert tree.evaluate("node => node.scrollLeft") > 0
     background = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60
+    assert (max(int(part) for part in re.findall(r"\d+", background)[:3]) < 60) == (scheme == "dark")
 
 
 def test_a_key_is_asked_for_and_kept_for_the_tab(

@@ -247,3 +247,46 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(main, ["bench", "serve", "--plot", "x.png"])
     assert done.exit_code == 2
     assert "pip install 'minisgl-server[plot]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "error", "advice"),
+    [
+        ("completions", "HTTP/1.1 404 Not Found|{'detail':'Not Found'}", "--endpoint chat"),
+        ("completions", "HTTP/1.1 405 Method Not Allowed|{'detail':'Method Not Allowed'}", "--endpoint chat"),
+        (
+            "completions",
+            "HTTP/1.1 404 Not Found|{'error':{'message':'This is a chat model, not one for v1/completions.'}}",
+            "--endpoint chat",
+        ),
+        (
+            "chat",
+            "HTTP/1.1 400 Bad Request|{'error':{'message':'It needs a chat template.'}}",
+            "--endpoint completions",
+        ),
+        ("completions", "HTTP/1.1 404 Not Found|{'error':{'message':'The model x does not exist.'}}", None),
+        ("completions", "HTTP/1.1 500 Internal Server Error|{'error':{'message':'Broken.'}}", None),
+    ],
+)
+def test_failures_are_grouped_and_the_other_endpoint_named(
+    scripted: Any, endpoint: str, error: str, advice: str | None
+) -> None:
+    head, body = error.replace("'", '"').split("|")
+    num_asked = 0
+
+    def answer(connection: socket.socket, request: bytes) -> None:
+        nonlocal num_asked
+        num_asked += 1
+        sent = body.replace("}", f"}}{' ' * num_asked}", 1).encode()
+        if '."' in body:
+            sent = body.replace('."', f' (request cmpl-{num_asked}a)."').encode()
+        connection.sendall(f"{head}\r\nContent-Length: {len(sent)}\r\n\r\n".encode() + sent)
+
+    flags = ("--model", "m", "--num-requests", 12, "--num-warmups", 0, "--max-concurrency", 1, "--endpoint", endpoint)
+    done = bench(scripted(answer).url, *flags)
+    assert done.exit_code == 1
+    [line] = [line for line in done.stdout.splitlines() if "failed:" in line]
+    assert f"failed: 12 x HTTP {head.split()[1]}: " in line
+    assert ("try --endpoint" in done.stdout) == (advice is not None)
+    if advice is not None:
+        assert f"; try {advice}." in done.stdout

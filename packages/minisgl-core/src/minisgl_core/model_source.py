@@ -28,9 +28,13 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
 
     Raises:
         ModelNotFoundError: nothing is there, or the hub does not hand it out; one line that says why.
-        InvalidValueError: a revision of what is on no hub.
+        InvalidValueError: a revision of what is on no hub, or dummy weights without a model.
     """
     if options.model is None:
+        if options.dummy_weight:
+            remedy = "Give --model, a folder with a config.json or a hub id, or leave --dummy-weight out."
+            allowed = f"used with {flag}: the default model is a .gguf file, which brings its weights"
+            raise InvalidValueError("--dummy-weight", True, allowed, remedy)
         _refuse_revision(options, "the default model, which is installed")
         return _embedded_model()
     if not options.model:
@@ -69,6 +73,12 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
                 raise
             refusals.append(f"{name}: {error}")
             continue
+        if reasons and dummy:
+            why = ", ".join(reasons)
+            raise ModelFormatError(
+                f"{path}: --dummy-weight makes up the weights of a folder with a config.json, and this is none ({why}). "
+                "Name such a folder with --model, or leave --dummy-weight out."
+            )
         if not reasons:
             provider: type[WeightSource] = registry.load("weights", name)
             return provider(path)

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError
+from jinja2 import Environment, TemplateSyntaxError
 from jinja2.ext import Extension
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.text.render_limit import run_limited
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
@@ -82,7 +83,8 @@ def render_chat(
 
     Raises:
         InvalidValueError: no template, no messages, an unknown role, a content that is not text, a variable that the
-            template does not have, or the template refuses the conversation.
+            template does not have, or the template refuses the conversation, fails on it, or takes too long or too much
+            memory (see `minisgl_core.text.render_limit`).
     """
     template = tokenizer.chat_template
     if template is None:
@@ -101,15 +103,19 @@ def render_chat(
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     options["add_generation_prompt"] = add_generation_prompt
     try:
-        text: str = tokenizer.apply_chat_template(plain, tokenize=False, **options)
-    except (TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+        text: str = run_limited(lambda: tokenizer.apply_chat_template(plain, tokenize=False, **options))
+    except Exception as error:  # a template is a program: it raises whatever it likes
         raise InvalidValueError(
             "messages",
             [message["role"] for message in plain],
             "a conversation that the model's chat template accepts",
-            f"It says: {error}",
+            f"It says: {_shortened(str(error) or type(error).__name__)}",
         ) from error
     return text
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 500 else text[:497] + "..."
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ import torch
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_metadata, check_shapes
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
 from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 
@@ -43,6 +44,7 @@ _NAMES = {
     "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 _ROPE_FACTORS = "rope_freqs.weight"
+_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
@@ -60,8 +62,11 @@ class GgufWeights(WeightSource):
     def __init__(self, path: Path) -> None:
         self._files = [GgufFile(part) for part in _parts(path)]
         self._metadata = self._files[0].metadata
+        check_metadata(path, self._metadata)
         self._tensors = {name: tensor for file in self._files for name, tensor in file.tensors.items()}
-        self._kind = str(self._metadata.get("general.architecture"))
+        if len(self._tensors) != sum(len(file.tensors) for file in self._files):
+            raise ModelFormatError(f"{path}: two parts of the split file hold the same tensor")
+        self._kind: str = self._metadata["general.architecture"]
         if self._kind not in _ARCHITECTURES or (self._key("expert_count", 0) and self._kind == "llama"):
             raise ModelFormatError(
                 f"{path}: the GGUF architecture {self._kind!r} is not supported (known: {', '.join(_ARCHITECTURES)}; "
@@ -73,7 +78,11 @@ class GgufWeights(WeightSource):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The metadata under the names of a ``config.json``."""
+        """The metadata under the names of a ``config.json``.
+
+        Raises:
+            ModelFormatError: the tensors are not those of the metadata.
+        """
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
         config = {
             "architectures": [_ARCHITECTURES[self._kind]],
@@ -101,7 +110,9 @@ class GgufWeights(WeightSource):
                 "moe_intermediate_size": self._key("expert_feed_forward_length"),
                 "norm_topk_prob": True,  # llama.cpp's qwen3moe graph always rescales
             }
-        return {key: value for key, value in config.items() if value is not None}
+        config = {key: value for key, value in config.items() if value is not None}
+        check_shapes(self._files[0].path, config, self._tensors)
+        return config
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
@@ -127,6 +138,11 @@ class GgufWeights(WeightSource):
                 "beta_slow": self._key("rope.scaling.yarn_beta_slow"),
             }
         if _ROPE_FACTORS in self._tensors:
+            shape = self._tensors[_ROPE_FACTORS].shape
+            if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
+                raise ModelFormatError(
+                    f"{self._files[0].path}: tensor {_ROPE_FACTORS} has the shape {shape}, not one entry per frequency"
+                )
             rope["freq_factors"] = self._tensors[_ROPE_FACTORS].read(slice(None)).flatten().tolist()
         return {key: value for key, value in rope.items() if value is not None}
 
@@ -139,10 +155,16 @@ class GgufWeights(WeightSource):
         for name, tensor in self._tensors.items():
             if name == _ROPE_FACTORS:
                 continue
-            *block, stem, suffix = name.split(".")
-            prefix = f"model.layers.{block[1]}." if block else ""
+            if not (parts := _NAME.fullmatch(name)):
+                raise ModelFormatError(
+                    f"{self._files[0].path}: the tensor name {name[:80]!r} is not one of llama.cpp's"
+                )
+            block, stem, suffix = parts.groups()
+            prefix = f"model.layers.{block}." if block else ""
             target = prefix + _NAMES.get(stem, stem)
             if "{}" in target:
+                if len(tensor.shape) != 3:
+                    raise ModelFormatError(f"tensor {name} has the shape {tensor.shape}; experts are stacked matrices")
                 num_rows = tensor.shape[1]
                 for expert in range(tensor.shape[0]):
                     yield f"{target.format(expert)}.{suffix}", _Part(tensor, tensor.shape[1:], expert * num_rows)
@@ -155,7 +177,7 @@ class GgufWeights(WeightSource):
 def _parts(path: Path) -> list[Path]:
     """A split file's parts, in order."""
     match = _PART.search(path.name)
-    if not match:
+    if not match or not int(match[2]):
         return [path]
     stem, count = path.name[: match.start()], int(match[2])
     return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]

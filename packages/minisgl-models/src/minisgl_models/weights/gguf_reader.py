@@ -6,6 +6,7 @@ each; this one reads the same header in a tenth of one.
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
@@ -21,6 +22,12 @@ from minisgl_core.errors import ModelFormatError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_MAX_HEADER_BYTES = 2**26
+"""The headers of large vocabularies have about 2**24."""
+_MAX_ITEMS = 2**22
+"""Of all arrays together; large vocabularies have about 2**20 tokens, types and merges."""
+_MAX_DIMS = 4
+_MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 _TORCH_DTYPES = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
@@ -40,7 +47,8 @@ class GgufFile:
         """Read the header.
 
         Raises:
-            ModelFormatError: the file is no GGUF of version 2 or 3 in little-endian order, or is cut short.
+            ModelFormatError: the file is no GGUF of version 2 or 3 in little-endian order, is cut short, or its header
+                contradicts itself or is larger than any model's.
         """
         self.path = path
         try:
@@ -48,12 +56,18 @@ class GgufFile:
                 header = _Header(data)
                 self.metadata: dict[str, Any] = header.metadata()
                 tensors = header.tensor_infos()
-                alignment = int(self.metadata.get("general.alignment", 32))
+                alignment = _alignment(self.metadata.get("general.alignment", 32))
                 start = -(-header.position // alignment) * alignment
         except (OSError, ValueError, struct.error) as error:
             raise ModelFormatError(f"{path} is not a readable GGUF file: {error}") from error
         body: npt.NDArray[np.uint8] = np.memmap(path, mode="r", dtype=np.uint8)[start:]
-        self.tensors = {name: GgufTensor.of(name, body, shape, kind, offset) for name, shape, kind, offset in tensors}
+        self.tensors: dict[str, GgufTensor] = {}
+        for name, shape, kind, offset in tensors:
+            if name in self.tensors:
+                raise ModelFormatError(f"{path}: tensor {name[:80]!r} is there twice")
+            if offset % alignment:
+                raise ModelFormatError(f"{path}: tensor {name[:80]!r} begins at {offset}, no multiple of {alignment}")
+            self.tensors[name] = GgufTensor.of(name, body, shape, kind, offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +94,7 @@ class GgufTensor:
             block, block_bytes = gguf.GGML_QUANT_SIZES[known]
         except (ValueError, KeyError):
             raise ModelFormatError(f"tensor {name}: GGML type {kind} is not known to gguf {_gguf_version()}") from None
-        num_rows, row_bytes = int(np.prod(shape[:-1], dtype=np.int64)), shape[-1] // block * block_bytes
+        num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
         if shape[-1] % block or offset + num_rows * row_bytes > len(data):
             raise ModelFormatError(f"tensor {name}: its {known.name} data is cut short")
         return cls(name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
@@ -111,53 +125,89 @@ class GgufTensor:
 
 
 class _Header:
-    """A cursor over the header."""
+    """A cursor over the header. Nothing is allocated before the bytes that it needs are known to be there."""
 
     def __init__(self, data: mmap.mmap) -> None:
         if data[:4] != b"GGUF":
             raise ValueError("it does not start with GGUF")
         self._data, self.position = data, 4
+        self._end = min(len(data), _MAX_HEADER_BYTES)
+        self._num_items = 0
         version = self._scalar("I")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not supported (2 and 3 in little-endian order are)")
         self._num_tensors, self._num_keys = self._scalar("Q"), self._scalar("Q")
 
     def metadata(self) -> dict[str, Any]:
-        return {self._string(): self._value(self._scalar("I")) for _ in range(self._num_keys)}
+        self._need(self._num_keys * _MIN_KEY_BYTES, f"{self._num_keys} metadata keys")
+        found: dict[str, Any] = {}
+        for _ in range(self._num_keys):
+            key = self._string()
+            if key in found:
+                raise ValueError(f"the metadata key {key[:80]!r} is there twice")
+            found[key] = self._value(self._scalar("I"), key)
+        return found
 
     def tensor_infos(self) -> list[tuple[str, tuple[int, ...], int, int]]:
         """(name, shape, GGML type, offset in the data section) of each tensor."""
+        self._need(self._num_tensors * _MIN_TENSOR_BYTES, f"{self._num_tensors} tensors")
         infos = []
         for _ in range(self._num_tensors):
             name, num_dims = self._string(), self._scalar("I")
+            if not 1 <= num_dims <= _MAX_DIMS:
+                raise ValueError(f"tensor {name[:80]!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are supported")
             shape = tuple(self._scalar("Q") for _ in range(num_dims))[::-1]
+            if 0 in shape:
+                raise ValueError(f"tensor {name[:80]!r} has the shape {shape}, and so no elements")
             infos.append((name, shape, self._scalar("I"), self._scalar("Q")))
         return infos
 
+    def _need(self, num_bytes: int, what: str) -> None:
+        """Refuse a length that leads past the end."""
+        if self.position + num_bytes > self._end:
+            limit = (
+                "the file" if self._end == len(self._data) else f"the {_MAX_HEADER_BYTES} bytes that a header may have"
+            )
+            raise ValueError(f"it is cut short: {what} at byte {self.position} would lead past the end of {limit}")
+
     def _scalar(self, code: str) -> Any:
+        size = struct.calcsize("<" + code)
+        self._need(size, "a value")
         (value,) = struct.unpack_from("<" + code, self._data, self.position)
-        self.position += struct.calcsize("<" + code)
+        self.position += size
         return value
 
     def _string(self) -> str:
         size = self._scalar("Q")
+        self._need(size, f"a string of {size} bytes")
         raw = self._data[self.position : self.position + size]
-        if len(raw) != size:
-            raise ValueError("it is cut short")
         self.position += size
         return raw.decode("utf-8", errors="replace")
 
-    def _value(self, kind: int) -> Any:
+    def _value(self, kind: int, key: str) -> Any:
         if kind == _STRING:
             return self._string()
         if kind != _ARRAY:
             return self._scalar(_code(kind))
         item, count = self._scalar("I"), self._scalar("Q")
-        if item in (_STRING, _ARRAY):
-            return [self._value(item) for _ in range(count)]
-        values = struct.unpack_from(f"<{count}{_code(item)}", self._data, self.position)
-        self.position += struct.calcsize(f"<{count}{_code(item)}")
+        if item == _ARRAY:
+            raise ValueError(f"the metadata key {key[:80]!r} holds an array of arrays, which llama.cpp has none of")
+        layout = "Q" if item == _STRING else _code(item)  # a string is at least its length
+        self._need(count * struct.calcsize("<" + layout), f"an array of {count} values")
+        self._num_items += count
+        if self._num_items > _MAX_ITEMS:
+            raise ValueError(f"its arrays hold more than {_MAX_ITEMS} values (the last is {key[:80]!r})")
+        if item == _STRING:
+            return [self._string() for _ in range(count)]
+        values = struct.unpack_from(f"<{count}{layout}", self._data, self.position)
+        self.position += struct.calcsize(f"<{count}{layout}")
         return list(values)
+
+
+def _alignment(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value & (value - 1):
+        raise ValueError(f"general.alignment={str(value)[:80]} is not a power of two")
+    return value
 
 
 def _code(kind: int) -> str:

@@ -50,18 +50,22 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     if not tokens:
         raise TokenizerNotFoundError(f"{path} holds no tokenizer (tokenizer.ggml.tokens is missing)")
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
-    special = {name: tokens[i] for name, i in ids.items() if i is not None and i < len(tokens)}
+    special = {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    if types and len(types) != len(tokens):
+        raise ModelFormatError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
     kind = metadata.get("tokenizer.ggml.pre", "default")
     if metadata.get("tokenizer.ggml.model") == "gpt2" and (kind in _SPLITS or kind in _GPT2_KINDS):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=_byte_level(metadata, kind), clean_up_tokenization_spaces=False, **special
-        )
+        try:
+            made = _byte_level(metadata, kind)
+        except Exception as error:  # the tokenizers package raises no narrower one
+            raise ModelFormatError(f"{path}: its tokenizer cannot be built: {_cause(error)}") from error
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **special)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
         except Exception as error:
-            cause = " ".join(str(error).split())
-            raise ModelFormatError(f"{path}: its tokenizer cannot be converted: {cause}") from error
+            raise ModelFormatError(f"{path}: its tokenizer cannot be converted: {_cause(error)}") from error
         for name, token in special.items():
             setattr(tokenizer, name, token)
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
@@ -70,10 +74,17 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     return tokenizer
 
 
+def _cause(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
 def _byte_level(metadata: Mapping[str, Any], kind: str) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type", [])
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    if wrong := [merge for merge in merges if len(merge) != 2]:
+        raise ValueError(f"tokenizer.ggml.merges holds {wrong[0][0][:40]!r}, not two tokens with a space between them")
     is_llama3 = _SPLITS.get(kind) == _LLAMA3
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
@@ -105,6 +116,8 @@ def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: b
     for name, default in (("bos", adds_bos), ("eos", False)):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if index is not None and metadata.get(f"tokenizer.ggml.add_{name}_token", default):
+            if not 0 <= index < len(tokens):
+                raise ValueError(f"tokenizer.ggml.{name}_token_id={index} is not below the {len(tokens)} tokens")
             ends[name] = (tokens[index], index)
     byte_level = processors.ByteLevel(trim_offsets=False)
     if not ends:

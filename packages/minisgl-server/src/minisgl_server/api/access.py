@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _GIVEN = re.compile(rb"[!-~]{1,128}")
 """Names that a client may give: printable, so that they can stand in headers and log lines."""
 _KEY = "minisgl.access"
-_POLLED = frozenset({"/health", "/ready", "/metrics", "/engine/state"})
+_POLLED = frozenset({"/health", "/ready", "/ping", "/metrics", "/engine/state"})
 """What programs, or the page, ask every few seconds or more often; logged at debug."""
 
 

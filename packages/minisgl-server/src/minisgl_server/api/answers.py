@@ -45,6 +45,12 @@ class Status(BaseModel):
     status: Literal["ok"]
 
 
+class Version(BaseModel):
+    """The version of the server."""
+
+    version: str
+
+
 class Counts(RootModel[dict[str, int]]):
     """Requests that each process holds, and locked pages."""
 

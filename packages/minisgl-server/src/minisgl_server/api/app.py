@@ -16,6 +16,7 @@ from minisgl_server.api import chat, completions, errors, health, models, native
 from minisgl_server.api.anthropic import routes as messages
 from minisgl_server.api.body import BodyMemory
 from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.paths import HeadAndSlashes
 from minisgl_server.api.responses import routes as responses
 from minisgl_server.api.responses.store import ResponseStore
 from minisgl_server.metrics import export
@@ -41,7 +42,10 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
         task.cancel()
 
     summary = "OpenAI-compatible API of a minisgl engine."
-    app = FastAPI(title="minisgl", summary=summary, version=version("minisgl-server"), lifespan=lifespan)
+    app = FastAPI(
+        title="minisgl", summary=summary, version=version("minisgl-server"), lifespan=lifespan, redirect_slashes=False
+    )
+    app.add_middleware(HeadAndSlashes, routes=app.router.routes)
     app.state.client = client
     app.state.served_model_name = options.served_model_name
     app.state.max_body_size = options.max_body_size

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.logs import REQUEST_ID
@@ -166,6 +167,10 @@ def install(app: FastAPI) -> None:
         path = request.url.path
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
+        if error.status_code == 405:  # Starlette names the methods of the first route only
+            matching = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
+            methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
+            response.headers["Allow"] = ", ".join(sorted(methods))
         return response
 
     async def on_client_gone(request: Request, error: Exception) -> Response:

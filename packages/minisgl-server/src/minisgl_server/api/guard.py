@@ -23,7 +23,7 @@ _LINGER_S = 5.0
 """How long what a client still sends is read, and dropped, beside the answer that refuses it: a connection that was closed
 before would be broken to a client that writes all before it reads."""
 BODY_TIMEOUT_S = 60.0
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/ping"})
 OPEN_FOLDER = "/page/"
 """What needs no key: it tells nothing but that a server is there. The page's files are the same for everyone."""
 
@@ -79,7 +79,7 @@ class KeyCheck:
 
 def is_open(path: str) -> bool:
     """Whether a path needs no key."""
-    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+    return (path.rstrip("/") or "/") in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 class Limits:

@@ -1,4 +1,4 @@
-"""Whether the server is there, and whether it serves."""
+"""Routes that tell if the server runs, if it serves, and its version."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 
 from minisgl_server.api import errors
-from minisgl_server.api.answers import Counts, Status
+from minisgl_server.api.answers import Counts, Status, Version
 from minisgl_server.api.choices import json_response
 from minisgl_server.api.openapi import documented
 
@@ -27,6 +27,19 @@ async def ready(request: Request) -> Response:
     """Whether requests are served: 503 while the engine starts and while the server shuts down."""
     request.app.state.client.ready_info()
     return json_response({"status": "ok"})
+
+
+@router.get("/ping", **documented(answer=Status))
+@router.post("/ping", **documented(answer=Status))
+async def ping(request: Request) -> Response:
+    """Answer as /ready does; SageMaker and clients of vLLM ask here, by either method. A body is not read."""
+    return await ready(request)
+
+
+@router.get("/version", **documented(answer=Version, is_ready=False))
+async def tell_version(request: Request) -> Response:
+    """Tell the version of minisgl-server."""
+    return json_response({"version": request.app.version})
 
 
 @router.get("/health/requests", **documented(answer=Counts))

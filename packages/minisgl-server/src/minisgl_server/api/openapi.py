@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Response
@@ -11,6 +11,7 @@ from fastapi.openapi.utils import get_openapi
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
+from minisgl_core.sampling_params import MAX_LOGPROBS
 from minisgl_server.api.answers import AnthropicError, Error
 from minisgl_server.api.errors import ANTHROPIC_PATH
 from minisgl_server.api.guard import is_open
@@ -26,6 +27,20 @@ ERRORS = {
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
 }
+_UP_TO_LOGPROBS = {"minimum": 0, "maximum": MAX_LOGPROBS}
+_BOUNDS: dict[str, Mapping[str, float]] = {
+    **{key: {"minimum": 1} for key in ("max_tokens", "max_completion_tokens", "max_new_tokens")},
+    **{key: {"minimum": 0} for key in ("min_tokens", "min_new_tokens")},
+    **dict.fromkeys(("logprobs", "top_logprobs", "top_logprobs_num"), _UP_TO_LOGPROBS),
+    **{key: {"minimum": -2, "maximum": 2} for key in ("presence_penalty", "frequency_penalty")},
+    "n": {"minimum": 1, "maximum": 128},
+    "temperature": {"minimum": 0, "maximum": 1e6},
+    "top_k": {"minimum": -1},
+    "top_p": {"exclusiveMinimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "repetition_penalty": {"minimum": 1e-6, "maximum": 1e6},
+}
+"""Bounds of `SamplingParams`, which checks them, by the field's name in any request. JSON Schema applies them to numbers only."""
 _TEMPLATE = "#/components/schemas/{model}"
 
 _described: set[type[BaseModel]] = {Error, AnthropicError}
@@ -84,6 +99,11 @@ def _document(app: FastAPI) -> dict[str, Any]:
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
     models = sorted(_described, key=lambda model: model.__name__)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
+    for definition in definitions["$defs"].values():
+        if "additionalProperties" in definition:  # a request, or a part of one
+            for name, described in definition.get("properties", {}).items():
+                for keyword, bound in _BOUNDS.get(name, {}).items():
+                    described.setdefault(keyword, bound)
     schemas = {
         "schemas": definitions["$defs"],
         "securitySchemes": {
@@ -96,8 +116,8 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            if method == "delete":
-                operation["operationId"] += "_delete"
+            # FastAPI ends the id by any one of the route's methods, in the order of a set.
+            operation["operationId"] = f"{operation['operationId'].rpartition('_')[0]}_{method}"
             responses.pop("422", None)  # FastAPI's own checks, which nothing here uses
             if is_open(path):
                 operation["security"] = []

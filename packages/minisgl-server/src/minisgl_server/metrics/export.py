@@ -53,9 +53,9 @@ class _InAgreement:
         samples = {family.name: family.samples for family in found}
         used, total = (
             {tuple(sample.labels.items()): sample.value for sample in samples.get(name, ())}
-            for name in ("minisgl:kv_pages_used", "minisgl:kv_pages")
+            for name in ("minisgl_kv_pages_used", "minisgl_kv_pages")
         )
-        shares = samples.get("minisgl:kv_cache_usage_perc", [])
+        shares = samples.get("minisgl_kv_cache_usage_perc", [])
         for place, sample in enumerate(shares):
             labels = tuple(sample.labels.items())
             if total.get(labels) and labels in used:

@@ -1,4 +1,4 @@
-"""Every metric, once: names in ``minisgl:`` after vLLM's, labelled with the served model's name."""
+"""Every metric, once: names are vLLM's behind ``minisgl_``, labelled with the served model's name."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def families() -> SimpleNamespace:
     """The metrics of this process, registered with prometheus_client; several engines in it share them."""
 
     def gauge(name: str, help: str) -> Gauge:
-        return Gauge(f"minisgl:{name}", help, LABELS, multiprocess_mode="mostrecent")
+        return Gauge(f"minisgl_{name}", help, LABELS, multiprocess_mode="mostrecent")
 
     def counter(name: str, help: str, *labels: str) -> Counter:
-        return Counter(f"minisgl:{name}", help, (*LABELS, *labels))
+        return Counter(f"minisgl_{name}", help, (*LABELS, *labels))
 
     def histogram(name: str, help: str, buckets: tuple[float, ...]) -> WeightedHistogram:
-        return WeightedHistogram(f"minisgl:{name}", help, LABELS, buckets=buckets)
+        return WeightedHistogram(f"minisgl_{name}", help, LABELS, buckets=buckets)
 
     return SimpleNamespace(
         num_requests_running=gauge("num_requests_running", "Requests in the running batch."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +18,12 @@ TITLES = ("run", "sent", "answered", "failed", "seconds", "req/s", "input tok/s"
 SPREAD_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
 BUSY_SHARE = 0.8
 """Of a core: from here on, the load generator may be what is measured."""
+_NO_ENDPOINT = r"^HTTP (404(?!.*\bmodel\b)|405|501)\b"
+_OTHER_ENDPOINT = {
+    "chat": re.compile(rf"{_NO_ENDPOINT}|chat model|chat/completions|not support (the )?completions", re.IGNORECASE),
+    "completions": re.compile(rf"{_NO_ENDPOINT}|chat.?template|not support (the )?chat", re.IGNORECASE),
+}
+"""Failures after which the endpoint of this name is worth a try, in the words of OpenAI, vLLM and this server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +73,17 @@ def spread_rows(measured: Sequence[Measured]) -> list[tuple[str, ...]]:
     return found
 
 
-def notes(measured: Sequence[Measured]) -> list[str]:
-    """Sentences that follow the tables."""
-    return [f"{each.run.label}: {text}" for each in measured for text in _notes(each.run, each.summary)]
+def notes(measured: Sequence[Measured], endpoint: str) -> list[str]:
+    """Sentences that follow the tables, with a remedy where the server has only the other endpoint."""
+    said = [f"{each.run.label}: {text}" for each in measured for text in _notes(each.run, each.summary)]
+    other = "completions" if endpoint == "chat" else "chat"
+    if any(_OTHER_ENDPOINT[other].search(error) for each in measured for error in each.summary.errors):
+        said.append(f"The server or its model does not serve --endpoint {endpoint}; try --endpoint {other}.")
+    return said
 
 
 def _notes(run: Run, found: Summary) -> list[str]:
-    said = [f"{count} failed: {error}" for error, count in found.errors.items()]
+    said = [f"failed: {count} x {error}" for error, count in found.errors.items()]
     if found.num_unsent:
         said.append(f"{found.num_unsent} later turns were not sent, as the one before had failed")
     if found.num_interrupted:

@@ -73,7 +73,7 @@ def run_serve(options: ServeOptions) -> None:
     print_table(report.TITLES, [report.row(each) for each in measured])
     click.echo()
     print_table(report.SPREAD_TITLES, report.spread_rows(measured))
-    for note in report.notes(measured):
+    for note in report.notes(measured, options.endpoint):
         click.echo(note)
     if options.json_file:
         found = report.as_json(options, model, started, workload.note, measured)

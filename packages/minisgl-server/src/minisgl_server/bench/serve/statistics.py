@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -49,7 +49,7 @@ class Summary:
         seconds: from the start to the last event.
         num_sent: requests.
         num_answered: with a whole answer.
-        errors: failed requests by what went wrong.
+        errors: failed requests by what went wrong, the most frequent first; messages that differ in numbers only are one.
         num_interrupted: still running when the user ended the run.
         num_unsent: later turns of conversations of which a request failed.
         num_prompt_tokens: of the prompts.
@@ -125,12 +125,11 @@ def summarize(
     """
     answered = outcome.answered
     cached = [record.num_cached_tokens for record in answered if record.num_cached_tokens is not None]
-    failed = Counter(record.error for record in outcome.records if record.error is not None)
     return Summary(
         seconds=outcome.seconds,
         num_sent=len(outcome.records),
         num_answered=len(answered),
-        errors=dict(failed.most_common()),
+        errors=_grouped([record.error for record in outcome.records if record.error is not None]),
         num_interrupted=sum(record.is_interrupted for record in outcome.records),
         num_unsent=outcome.num_unsent,
         num_prompt_tokens=sum(record.num_prompt_tokens for record in answered),
@@ -150,6 +149,15 @@ def summarize(
         client_cpu_s=outcome.client_cpu_s,
         server_cpu_s=server_cpu_s,
     )
+
+
+def _grouped(messages: Iterable[str]) -> dict[str, int]:
+    """Count messages under the first of each kind; numbers and request ids make no other kind."""
+    groups: dict[str, list[str]] = {}
+    for message in messages:
+        status, _, rest = message.partition(":")
+        groups.setdefault(status + re.sub(r"\b[\w-]*\d[\w-]*", "0", rest), []).append(message)
+    return {each[0]: len(each) for each in sorted(groups.values(), key=len, reverse=True)}
 
 
 def values_s(metric: str, records: Iterable[Record]) -> list[float]:

@@ -13,9 +13,14 @@ const lanes = [];
 
 export function startChat(nudge) {
   const message = byId("message");
-  const running = () => lanes.filter((lane) => lane.isRunning);
+  // The conversations that the menu names: Send and Stop are for these.
+  const targets = () => (byId("target").value === "all" ? lanes : [lanes[Number(byId("target").value)]]);
+  const showStop = () => {
+    byId("stop").disabled = !targets().some((lane) => lane.isRunning);
+    byId("stop").ariaLabel = `Stop ${byId("target").selectedOptions[0].textContent}`;
+  };
   const changed = () => {
-    byId("stop").disabled = running().length === 0;
+    showStop();
     nudge();
   };
   const setLanes = (number) => {
@@ -34,6 +39,7 @@ export function startChat(nudge) {
     const all = element("option", { value: "all", textContent: number === 1 ? "conversation 1" : `all ${number} conversations` });
     const each = lanes.map((_, place) => element("option", { value: place, textContent: `conversation ${place + 1}` }));
     byId("target").replaceChildren(all, ...(number === 1 ? [] : each));
+    showStop();
   };
   const settings = () => ({
     system: byId("system").value.trim(),
@@ -42,18 +48,17 @@ export function startChat(nudge) {
   });
   const send = () => {
     const text = message.value.trim();
-    const target = byId("target").value;
-    const asked = (target === "all" ? lanes : [lanes[Number(target)]]).filter((lane) => !lane.isRunning);
+    const asked = targets().filter((lane) => !lane.isRunning);
     if (!text || asked.length === 0 || !byId("temperature").reportValidity() || !byId("max-tokens").reportValidity()) return;
     for (const lane of asked) lane.ask(text, settings());
     message.value = "";
   };
-  const stop = () => running().forEach((lane) => lane.stop());
 
   byId("system").value = SYSTEM;
   byId("fewer").addEventListener("click", () => setLanes(lanes.length - 1));
   byId("more").addEventListener("click", () => setLanes(lanes.length + 1));
-  byId("stop").addEventListener("click", stop);
+  byId("target").addEventListener("change", showStop);
+  byId("stop").addEventListener("click", () => targets().forEach((lane) => lane.stop()));
   byId("demo").addEventListener("click", () => {
     setLanes(Math.max(lanes.length, QUESTIONS.length));
     QUESTIONS.forEach((question, place) => lanes[place].ask(question, settings()));
@@ -68,7 +73,7 @@ export function startChat(nudge) {
       send();
     }
   });
-  document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+  document.addEventListener("keydown", (event) => event.key === "Escape" && lanes.forEach((lane) => lane.stop()));
   setLanes(1);
 }
 

@@ -12,13 +12,12 @@ export class Lane {
     this.changed = changed;
     this.requestId = null;
     this.said = element("div", { className: "said-list" });
-    this.stopButton = element("button", { type: "button", textContent: "Stop", disabled: true });
-    this.stopButton.ariaLabel = `Stop conversation ${number}`;
-    this.stopButton.addEventListener("click", () => this.stop());
-    const head = element("div", { className: "lane-head" }, element("span", { textContent: `Conversation ${number}` }), this.stopButton);
+    const head = element("div", { className: "lane-head" }, element("span", { textContent: `Conversation ${number}` }));
     this.node = element("article", { className: "lane card" }, head, this.said);
     this.node.ariaLabel = `Conversation ${number}`;
     this.said.setAttribute("role", "log");
+    this.said.tabIndex = 0; // so that it scrolls by keyboard
+    this.said.ariaLabel = `Messages of conversation ${number}`;
     this.said.addEventListener("scroll", () => {
       this.#follows = this.said.scrollHeight - this.said.scrollTop < this.said.clientHeight + 30;
     });
@@ -86,7 +85,6 @@ export class Lane {
   #run(isRunning) {
     this.#abort = isRunning ? new AbortController() : null;
     this.requestId = null;
-    this.stopButton.disabled = !isRunning;
     this.changed();
   }
 }

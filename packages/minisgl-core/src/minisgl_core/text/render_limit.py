@@ -1,0 +1,118 @@
+"""Limits on the time and the memory of a chat template, which is a program from a checkpoint."""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+Result = TypeVar("Result")
+
+MAX_SECONDS = 10.0
+"""Templates take milliseconds for a thousand messages."""
+MAX_GROWTH_BYTES = 512 * 2**20
+"""Growth of the process's resident memory while a template runs."""
+_POLL_S = 0.05
+
+
+class RenderLimitError(Exception):
+    """A template was stopped; the message says at which limit."""
+
+
+class _Stop(BaseException):
+    """Raised inside a template from outside. No `Exception`, so that no library on the way catches it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Render:
+    """A template that runs."""
+
+    thread: int = field(default_factory=threading.get_ident)
+    started_s: float = field(default_factory=time.monotonic)
+    first_bytes: int | None = None
+    stopped_by: str = ""
+
+
+class _Watchdog:
+    """Stops templates from a thread of its own, which runs only while templates do.
+
+    A thread in Python can be interrupted between two of its instructions, and a template's loops consist of those.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._renders = threading.Lock(), set[_Render]()
+        self._is_watching = False
+
+    def begin(self, render: _Render) -> None:
+        with self._lock:
+            self._renders.add(render)
+            if not self._is_watching:
+                self._is_watching = True
+                threading.Thread(target=self._watch, name="template watchdog", daemon=True).start()
+
+    def end(self, render: _Render) -> None:
+        with self._lock:
+            self._renders.discard(render)
+            if render.stopped_by:
+                _raise_in(render.thread, None)  # it may have ended before it noticed
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_POLL_S)
+            with self._lock:
+                if not self._renders:
+                    self._is_watching = False
+                    return
+                num_bytes = _resident_bytes()
+                for render in self._renders:
+                    self._check(render, num_bytes)
+
+    def _check(self, render: _Render, num_bytes: int) -> None:
+        if render.first_bytes is None:
+            render.first_bytes = num_bytes
+        if time.monotonic() - render.started_s > MAX_SECONDS:
+            render.stopped_by = f"it ran for more than {MAX_SECONDS:g} s"
+        elif num_bytes - render.first_bytes > MAX_GROWTH_BYTES:
+            render.stopped_by = f"it took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
+        if render.stopped_by:
+            _raise_in(render.thread, _Stop)
+
+
+_watchdog = _Watchdog()
+
+
+def run_limited(function: Callable[[], Result]) -> Result:
+    """Call a function that renders a template.
+
+    Raises:
+        RenderLimitError: it took longer than `MAX_SECONDS` or more memory than `MAX_GROWTH_BYTES`.
+    """
+    render = _Render()
+    try:
+        _watchdog.begin(render)
+        try:
+            return function()
+        finally:
+            _watchdog.end(render)
+    except _Stop:
+        _watchdog.end(render)
+        raise RenderLimitError(render.stopped_by) from None
+
+
+def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), ctypes.py_object(kind) if kind is not None else None
+    )
+
+
+def _resident_bytes() -> int:
+    """0 where the system does not tell."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0

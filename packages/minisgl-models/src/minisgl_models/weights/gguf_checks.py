@@ -1,0 +1,157 @@
+"""Checks of a GGUF file's metadata and shapes, made before anything of their size is allocated."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl_core.errors import ModelFormatError
+from minisgl_models.weights.gguf_reader import GgufTensor
+
+MAX_CONTEXT = 2**24
+"""Tokens; the tables of rotary embeddings have a row per position."""
+
+MAX_ROPE_FACTORS = 2**12
+"""Frequencies per head."""
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_flag(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _are_integers(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_integer(item) for item in value)
+
+
+_Check = tuple[Callable[[Any], bool], str]
+_INTEGER: _Check = (_is_integer, "an integer")
+_FLAG: _Check = (_is_flag, "true or false")
+_TEXT: _Check = (_is_text, "a string")
+_TEXTS: _Check = (_are_texts, "an array of strings")
+_POSITIVE: _Check = (lambda value: _is_integer(value) and value > 0, "an integer of at least 1")
+_NUMBER: _Check = (_is_finite, "a finite number")
+
+_KEYS: Mapping[str, _Check] = {
+    **{f"tokenizer.ggml.{name}_token_id": _INTEGER for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
+    **{f"tokenizer.ggml.add_{name}_token": _FLAG for name in ("bos", "eos")},
+    **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), _TEXT),
+    **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _TEXTS),
+    "tokenizer.ggml.token_type": (_are_integers, "an array of integers"),
+}
+_ARCHITECTURE_KEYS: Mapping[str, _Check] = {
+    **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "attention.head_count"), _POSITIVE),
+    **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), _POSITIVE),
+    **dict.fromkeys(("expert_used_count", "expert_feed_forward_length"), _POSITIVE),
+    "expert_count": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
+    "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
+    "rope.scaling.original_context_length": _POSITIVE,
+    "rope.scaling.type": _TEXT,
+    "rope.freq_base": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
+    "rope.scaling.factor": (
+        lambda value: _is_finite(value) and 0 < value <= MAX_CONTEXT,
+        f"a number above 0 and at most {MAX_CONTEXT}",
+    ),
+    "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
+    **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
+}
+"""Keys behind the architecture's name."""
+
+
+def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Check the type and the bounds of each key that is read.
+
+    Raises:
+        ModelFormatError: names the key, its value and what is allowed.
+    """
+    kind = metadata.get("general.architecture")
+    if not isinstance(kind, str):
+        raise ModelFormatError(f"{path}: general.architecture={_shown(kind)} must be a string")
+    checks = {**_KEYS, **{f"{kind}.{name}": check for name, check in _ARCHITECTURE_KEYS.items()}}
+    for key, (is_valid, allowed) in checks.items():
+        if key in metadata and not is_valid(metadata[key]):
+            raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}")
+
+
+def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
+    """Check that the dimensions in the metadata are those of the tensors, which the size of the file bounds.
+
+    Args:
+        path: for messages.
+        config: the metadata under the names of a ``config.json``.
+        tensors: by llama.cpp's names.
+
+    Raises:
+        ModelFormatError: a tensor is missing or has another shape; names it, its shape and the one expected.
+    """
+    num_layers = config.get("num_hidden_layers", 0)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
+    if len(layers) != num_layers or not layers <= {str(layer) for layer in range(len(layers))}:
+        raise ModelFormatError(f"{path}: block_count={num_layers}, but the file holds tensors of {len(layers)} blocks")
+    if missing := [name for name in _needed(config, num_layers) if name not in tensors]:
+        raise ModelFormatError(f"{path}: tensor {missing[0]} is missing")
+    expected = _matrices(config)
+    for name, tensor in tensors.items():
+        *_, stem, suffix = (".", *name.split("."))
+        if shape := expected.get(stem):
+            wanted = shape[:-1] if suffix == "bias" else shape
+            if tensor.shape != wanted:
+                raise ModelFormatError(f"{path}: tensor {name} has the shape {tensor.shape}, the metadata say {wanted}")
+
+
+def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
+    stems = ["attn_q", "attn_k", "ffn_up_exps" if config.get("num_experts") else "ffn_up"]
+    return ["token_embd.weight", *(f"blk.{layer}.{stem}.weight" for layer in range(num_layers) for stem in stems)]
+
+
+def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """[out, in] of each matrix, by llama.cpp's stem; a key that is missing is told by `model_config`."""
+    try:
+        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        intermediate = config["intermediate_size"]
+    except KeyError:
+        return {}
+    head_dim = config.get("head_dim", hidden // heads)
+    q, kv = heads * head_dim, config.get("num_key_value_heads", heads) * head_dim
+    found: dict[str, tuple[int, ...]] = {
+        "token_embd": (config["vocab_size"], hidden),
+        "output": (config["vocab_size"], hidden),
+        "attn_q": (q, hidden),
+        "attn_k": (kv, hidden),
+        "attn_v": (kv, hidden),
+        "attn_output": (hidden, q),
+        "ffn_up": (intermediate, hidden),
+        "ffn_gate": (intermediate, hidden),
+        "ffn_down": (hidden, intermediate),
+    }
+    if experts := config.get("num_experts"):
+        width = config.get("moe_intermediate_size", intermediate)
+        found |= {
+            "ffn_gate_inp": (experts, hidden),
+            "ffn_up_exps": (experts, width, hidden),
+            "ffn_gate_exps": (experts, width, hidden),
+            "ffn_down_exps": (experts, hidden, width),
+        }
+    return found
+
+
+def _shown(value: Any) -> str:
+    text = repr(value[:8] if isinstance(value, list) else value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,110 @@
+"""Chat templates that fail, loop or grow: one typed error each, and the process goes on."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.text import render_limit
+from minisgl_core.text.chat import render_chat
+from minisgl_core.text.render_limit import RenderLimitError, run_limited
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+FAILING = {
+    "raise": "{{ raise_exception('no') }}",
+    "syntax": "{% if %}",
+    "unknown filter": "{{ messages | nothing }}",
+    "long range": "{% for i in range(10**9) %}x{% endfor %}",
+    "division": "{{ 1 / 0 }}",
+    "attribute": "{{ messages.a.b.c }}",
+    "recursion": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+    "private": "{{ messages.__class__.__mro__ }}",
+    "huge power": "{{ 'x' * 10**17 }}",
+    "huge number": "{{ (10**5000) | string }}",
+}
+ENDLESS = {
+    "loops": "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}",
+    "output": "{% for a in range(99999) %}{% for b in range(99999) %}{{ b }}{% endfor %}{% endfor %}",
+}
+GROWING = {
+    "joins": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "list": "{% set n = namespace(x=['x' * 1000]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+}
+
+
+@pytest.fixture
+def tokenizer(engine_tokenizer: Any) -> Iterator[Any]:
+    template = engine_tokenizer.chat_template
+    yield engine_tokenizer
+    engine_tokenizer.chat_template = template
+
+
+def render(tokenizer: Any, template: str) -> str:
+    tokenizer.chat_template = template
+    return render_chat(tokenizer, MESSAGES)
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_failing_template_is_a_typed_error(tokenizer: Any, name: str) -> None:
+    with pytest.raises(InvalidValueError, match="that the model's chat template accepts") as caught:
+        render(tokenizer, FAILING[name])
+    assert len(str(caught.value)) < 1000
+    assert render(tokenizer, "{{ messages[0].content }}") == "Hi"
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_template_is_stopped(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.5)
+    with pytest.raises(InvalidValueError, match=r"it ran for more than 0\.5 s"):
+        render(tokenizer, ENDLESS[name])
+    assert render(tokenizer, "{{ messages[0].content }}") == "Hi"
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_growing_template_is_stopped(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_limit, "MAX_GROWTH_BYTES", 64 * 2**20)
+    with pytest.raises(InvalidValueError, match="it took more than 64 MiB of memory"):
+        render(tokenizer, GROWING[name])
+
+
+def test_only_the_thread_that_renders_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.2)
+    ends = threading.Event()
+    done: list[str] = []
+
+    def wait() -> None:
+        while not ends.is_set():
+            sum(range(1000))
+        done.append("whole")
+
+    def spin() -> None:
+        while True:
+            pass
+
+    other = threading.Thread(target=wait)
+    other.start()
+    with pytest.raises(RenderLimitError):
+        run_limited(spin)
+    ends.set()
+    other.join()
+    assert done == ["whole"]
+    assert sys.exc_info() == (None, None, None)
+
+
+def test_a_template_that_ends_late_leaves_no_exception_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit falls again and again on the end of the function; nothing may be raised outside of it."""
+    monkeypatch.setattr(render_limit, "_POLL_S", 0.0)
+    monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.0005)
+    stopped = 0
+    for num in range(2000):
+        try:
+            run_limited(lambda num=num: sum(range(num * 20)))
+        except RenderLimitError:
+            stopped += 1
+        sum(range(100))
+    assert stopped
