@@ -38,12 +38,18 @@ ANSWER_S = 150.0
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "w5 w9"}], "max_tokens": 2},
     "/v1/completions": {"prompt": "w5 w9", "max_tokens": 2, "stop": ["w7"]},
+    "/v1/responses": {"input": "w5 w9", "max_output_tokens": 2},
+    "/v1/responses/input_tokens": {"input": "w5 w9"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "w5 w9"}], "max_tokens": 2, "system": "w3"},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "w5 w9"}]},
     "/generate": {"text": "w5 w9", "sampling_params": {"max_new_tokens": 2}},
     "/tokenize": {"prompt": "w5 w9"},
     "/detokenize": {"tokens": [5, 9]},
 }
 """What is fine as it is."""
 NUMBERS = ("max_tokens", "n", "temperature", "top_p", "top_k", "seed", "min_p", "presence_penalty", "min_tokens")
+ERROR_TYPES = {"invalid_request_error", "not_found_error", "permission_error", "request_too_large"}
+"""The first is OpenAI's for all that is sent here, the others are Anthropic's on its paths."""
 HUGE = ("1e999", "-1e999", "9" * 400, "-" + "9" * 400, "NaN", "Infinity", "-Infinity", "0x10", "1.")
 JUNK = ("null", "[]", "{}", "true", "5", '"x"', "", " ", "\x00", "[[]]", "{}{}", "nul", "{,}", "[1,]", '{"a"}', "'x'")
 
@@ -233,7 +239,7 @@ LINES = (
 
 
 def answers(data: bytes) -> list[int]:
-    """Statuses of answers one after the other; each must be whole, and a refusal in OpenAI's shape."""
+    """Statuses of answers one after the other; each must be whole, and a refusal in OpenAI's or Anthropic's shape."""
     statuses = []
     while data:
         head, separator, data = data.partition(b"\r\n\r\n")
@@ -248,7 +254,7 @@ def answers(data: bytes) -> list[int]:
             return [*statuses, int(status[1])]
         error = json.loads(body)["error"]
         assert error["message"], body
-        assert error["type"] == "invalid_request_error", body
+        assert error["type"] in ERROR_TYPES, body
         statuses.append(int(status[1]))
     return statuses
 
