@@ -189,6 +189,21 @@ def test_stop_texts_end_the_output_before_them(llm: LLM) -> None:
         "it went on after the stop text"
     )
     assert "".join(llm.stream(PROMPTS[2], greedy(20, stop=across))) == text[:first]
+    including = greedy(20, stop=across, include_stop_str_in_output=True)
+    assert llm.generate(PROMPTS[2], including)[0].text == text[:first] + across
+    assert "".join(llm.stream(PROMPTS[2], including)) == text[:first] + across
+
+
+def test_bad_words_and_allowed_tokens(llm: LLM) -> None:
+    tokens = list(tiny.greedy(tuple(PROMPTS[2]), 8))
+    [without] = llm.generate(PROMPTS[2], greedy(8, bad_words=[tiny_folder.words(tokens[3:5])]))
+    assert without.token_ids[:4] == tokens[:4]
+    assert without.token_ids[4] != tokens[4]
+    [allowed] = llm.generate(PROMPTS[2], greedy(8, allowed_token_ids=[tokens[0], 5]))
+    assert allowed.token_ids[0] == tokens[0]
+    assert set(allowed.token_ids) <= {tokens[0], 5}
+    with pytest.raises(InvalidValueError, match="bad_words"):
+        llm.generate(PROMPTS[2], greedy(8, bad_words="w7", allowed_token_ids=[7]))
 
 
 def test_stop_tokens_and_the_models_own_end(llm: LLM) -> None:

@@ -11,6 +11,7 @@ import tiny
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Decoder, encode
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.structured_outputs import StructuredOutputs
 
 INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
 FLOATS = (-0.0, 0, 5e-324, 1e-46, 1e-38, 1e-6, 1e-5, 1 - 2**-53, 1, 2, 1e6, 3.4e38, 3.5e38, 1.7e308, 10**400)
@@ -101,6 +102,12 @@ def test_a_repetition_penalty_of_next_to_nothing_is_refused(value: float) -> Non
         ("ignore_eos", "no"),
         ("ignore_eos", None),
         ("skip_special_tokens", 1),
+        ("include_stop_str_in_output", "yes"),
+        ("bad_words", [""]),
+        ("bad_words", {"a": 1, "": 2}),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [True]),
+        ("allowed_token_ids", "12"),
         ("structured_outputs", {"json": {}}),
     ],
 )
@@ -133,10 +140,22 @@ def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
 def test_what_would_take_a_server_long_is_bounded() -> None:
     with pytest.raises(InvalidValueError, match="stop='257 texts' is not valid: must be at most 256 texts"):
         SamplingParams(stop=["a"] * 257)
+    with pytest.raises(InvalidValueError, match="bad_words='1025 texts' is not valid: must be at most 1024 texts"):
+        SamplingParams(bad_words=("a",) * 1025)
+    with pytest.raises(InvalidValueError, match="must be at most 16384 characters in all"):
+        SamplingParams(bad_words=("a" * 9000, "b" * 9000))
+    with pytest.raises(InvalidValueError, match=r"allowed_token_ids.* must be at most 8192 tokens, beside n=128"):
+        SamplingParams(n=128, allowed_token_ids=tuple(range(8193)))
     biases = dict.fromkeys(range(10_000), 1.0)
     assert len(SamplingParams(n=100, logit_bias=biases).split()[99].logit_bias) == 10_000
     with pytest.raises(InvalidValueError, match="must be at most 8192 tokens, beside n=128"):
         SamplingParams(n=128, logit_bias=biases)
+
+
+def test_allowed_tokens_do_not_go_with_a_grammar() -> None:
+    with pytest.raises(InvalidValueError, match="allowed_token_ids"):
+        SamplingParams(allowed_token_ids=(5,), structured_outputs=StructuredOutputs(regex="a"))
+    assert SamplingParams(allowed_token_ids=[7, 5, 7]).allowed_token_ids == (7, 5)  # type: ignore[arg-type]
 
 
 def test_stop_texts_are_bounded_together() -> None:

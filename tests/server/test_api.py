@@ -228,8 +228,45 @@ BAD_CHATS = {
     "min_tokens above max_tokens": ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     "stream_options without stream": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "unknown field": ({"frobnicate": 1}, "frobnicate"),
-    "unsupported field": ({"store": True}, "store"),
-    "no tools": ({"tools": []}, "tools"),
+    "store": ({"store": True}, "store"),
+    "functions": ({"functions": []}, "functions"),
+    "function_call": ({"function_call": "auto"}, "function_call"),
+    "audio": ({"audio": {"voice": "a"}}, "audio"),
+    "modalities": ({"modalities": ["text", "audio"]}, "modalities"),
+    "prediction": ({"prediction": {}}, "prediction"),
+    "web_search_options": ({"web_search_options": {}}, "web_search_options"),
+    "verbosity": ({"verbosity": "high"}, "verbosity"),
+    "service_tier": ({"service_tier": "flex"}, "service_tier"),
+    "empty cache_salt": ({"cache_salt": ""}, "cache_salt"),
+    "chat_template": ({"chat_template": "{{ messages }}"}, "chat_template"),
+    "documents unknown to the template": ({"documents": [{"text": "x"}]}, "documents"),
+    "no reasoning": ({"reasoning_effort": "low"}, "reasoning_effort"),
+    "unknown effort": ({"reasoning_effort": "huge"}, "reasoning_effort"),
+    "both ends of a prompt": (
+        {"continue_final_message": True, "add_generation_prompt": True},
+        "add_generation_prompt",
+    ),
+    "no tools to call": ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+    "two reasonings": (
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": "a", "reasoning_content": "b"}]},
+        "messages[0].reasoning",
+    ),
+    "logits_processors": ({"logits_processors": []}, "logits_processors"),
+    "kv_transfer_params": ({"kv_transfer_params": {}}, "kv_transfer_params"),
+    "mm_processor_kwargs": ({"mm_processor_kwargs": {}}, "mm_processor_kwargs"),
+    "beam search": ({"use_beam_search": True}, "use_beam_search"),
+    "length_penalty": ({"length_penalty": 0.5}, "length_penalty"),
+    "early_stopping": ({"early_stopping": True}, "early_stopping"),
+    "detokenize": ({"detokenize": False}, "detokenize"),
+    "another provider of grammars": ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    "two forms": ({"regex": "a", "guided_regex": "a"}, "regex"),
+    "no token allowed": ({"allowed_token_ids": []}, "allowed_token_ids"),
+    "allowed token of no token": ({"allowed_token_ids": [99999999]}, "allowed_token_ids"),
+    "allowed tokens beside a form": ({"allowed_token_ids": [5], "regex": "a"}, "allowed_token_ids"),
+    "empty bad word": ({"bad_words": [""]}, "bad_words"),
+    "long bad words": ({"bad_words": ["a" * 20_000]}, "bad_words"),
+    "truncated to nothing": ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    "prompt_logprobs 21": ({"prompt_logprobs": 21}, "prompt_logprobs"),
     "unknown nested field": ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
     "unknown template variable": ({"chat_template_kwargs": {"no_such": 1}}, "chat_template_kwargs"),
     "reserved template variable": ({"chat_template_kwargs": {"chat_template": "{{1}}"}}, "chat_template_kwargs"),
@@ -249,6 +286,9 @@ BAD_COMPLETIONS = {
     "logprobs -1": ({"logprobs": -1}, "logprobs"),
     "chat field": ({"messages": QUESTION}, "messages"),
     "best_of": ({"best_of": 2}, "best_of"),
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "metadata of another type": ({"metadata": {"a": 1}}, "metadata.a"),
+    "prompt_logprobs -1": ({"prompt_logprobs": -1}, "prompt_logprobs"),
 }
 
 
@@ -262,7 +302,8 @@ def assert_refused(http: httpx.Client, path: str, body: dict[str, Any], param: s
         assert set(error) == {"message", "type", "param", "code"}
         assert error["type"] == "invalid_request_error"
         assert error["param"] == param, error
-        assert param.split("[")[0] in error["message"]
+        is_too_long = error["code"] == "context_length_exceeded"
+        assert ("maximum context length is" if is_too_long else param.split("[")[0]) in error["message"]
     again = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
     assert again.status_code == 200, "the next request works"
 
@@ -339,8 +380,10 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         complete(client, prompt=[[5] * 9000])
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt[0]")
-    with pytest.raises(openai.BadRequestError, match="not supported"):
+    with pytest.raises(openai.BadRequestError, match="stores answers"):
         chat(client, store=True)
+    with pytest.raises(openai.BadRequestError, match="send tool_choice"):
+        chat(client, function_call="auto")
 
 
 def test_routes_that_do_not_exist(http: httpx.Client) -> None:

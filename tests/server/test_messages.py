@@ -219,9 +219,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
         "messages[0].content[0].type",
     ),
-    "last turn": (
-        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-        "messages[1]",
+    "last turn without text": (
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]},
+        "messages[1].content",
+    ),
+    "last turn of a call": (
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "1", "name": "ring", "input": {}}]},
+            ],
+            "tools": [OTHER],
+        },
+        "messages[1].content",
     ),
     "tool": ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
     "schema": (
@@ -325,6 +335,17 @@ def test_reasoning_content_is_a_block(locked: Any) -> None:
             {"role": "user", "content": "Go on"},
         ]
         assert ask(client, turns, max_tokens=2).role == "assistant"
+
+
+def test_the_answer_continues_a_last_turn_of_the_assistant(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+    turns = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": "The capital of Germany is"}]
+    answer = ask(claude, turns, max_tokens=3)
+    expected = chat(client, turns, max_tokens=3, extra_body={"continue_final_message": True})
+    assert isinstance(answer.content[0], types.TextBlock)
+    assert answer.content[0].text == expected.choices[0].message.content
+    assert "Berlin" in answer.content[0].text
+    count = claude.messages.count_tokens(model=MODEL, messages=turns)  # type: ignore[arg-type]
+    assert count.input_tokens == expected.usage.prompt_tokens
 
 
 def test_a_template_that_knows_thinking_is_told(

@@ -263,9 +263,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "odd name": ({"tools": tool(name="a b")}, "tools[0].function.name"),
     "another type of tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "same name twice": ({"tools": tool() * 2}, "tools"),
+    "choice without tools": ({"tool_choice": "required"}, "tool_choice"),
     "tool that is not there": ({"tools": tool(), "tool_choice": NAMED}, "tool_choice.function.name"),
-    "choice without tools": ({"tool_choice": "auto"}, "tool_choice"),
-    "parallel without tools": ({"parallel_tool_calls": True}, "parallel_tool_calls"),
     "parameters": (
         {"tools": tool(parameters={"type": "alien"}), "tool_choice": "required"},
         "tools[0].function.parameters",

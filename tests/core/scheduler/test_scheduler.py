@@ -379,7 +379,7 @@ def test_more_pages_are_recommended_only_where_they_bound_the_context(num_pages:
     loop = tiny.new_loop(page_size=4, num_pages=num_pages)
     max_seq_len = loop.scheduler.limits.max_seq_len
     assert max_seq_len == min(4 * (num_pages - 1), tiny.MAX_SEQ_LEN)
-    with pytest.raises(InvalidValueError, match=f"of {max_seq_len} tokens") as caught:
+    with pytest.raises(InvalidValueError, match=f"length is {max_seq_len} tokens") as caught:
         tiny.submit(loop, "r", [5] * max_seq_len, greedy(1))
     assert ("--num-pages" in caught.value.remedy) == (max_seq_len < tiny.MAX_SEQ_LEN)
 

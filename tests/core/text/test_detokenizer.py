@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -165,6 +166,8 @@ def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any, to
     sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
     out = TokenOut(request_id="a", token_ids=word + stop, finish_reason="stop", stop_token_id=stop[0])
     assert OutputText(tokens, sampling).push(out) == (" sun", "stop", stop[0], False)
+    including = replace(sampling, include_stop_str_in_output=True)
+    assert OutputText(tokens, including).push(out) == (" sun moon", "stop", stop[0], False)
     eos = TokenOut(request_id="a", token_ids=[*word, 2], finish_reason="stop", stop_token_id=2)
     assert OutputText(tokens, sampling).push(eos) == (" sun", "stop", None, False)
 

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.prompt import encode_chat, encode_prompt
 from minisgl_core.text.tokens import TokenBytes, max_token_bytes
 
@@ -99,6 +101,18 @@ def test_half_a_character_is_refused(bos_tokenizer: Any) -> None:
         encode_prompt(bos_tokenizer, "Hi \udce9 Hi")
     with pytest.raises(InvalidValueError, match="half characters"):
         encode_chat(bos_tokenizer, [{"role": "user", "content": "\ud800"}])
+
+
+def test_bad_words_after_a_space_are_vllms(smollm2_tokenizer: Any) -> None:
+    """Each word as vLLM's `SamplingParams.update_from_tokenizer` tells its tokens."""
+    words = ("Paris", " London", "unbelievable", "!", "a b")
+    for word in words:
+        expected: list[list[int]] = []
+        for prefix in ("", " "):
+            ids = smollm2_tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+            if not prefix or (ids[0] != expected[-1][0] and len(ids) == len(expected[-1])):
+                expected.append(ids)
+        assert bad_word_tokens(smollm2_tokenizer, SamplingParams(bad_words=(word,))) == expected
 
 
 def test_a_text_is_tokenized_as_far_as_the_limit_needs(engine_tokenizer: Any) -> None:

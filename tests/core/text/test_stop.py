@@ -22,13 +22,18 @@ def naive(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
 @settings(max_examples=1000)
 def test_finds_what_a_search_from_the_start_finds(pieces: list[str], stops: tuple[str, ...]) -> None:
     finder, shown = StopFinder(stops), ""
+    including, shown_including = StopFinder(stops, include_found=True), ""
     for place in range(len(pieces)):
         text, stop = finder.push(pieces[place])
         shown += text
+        text, same_stop = including.push(pieces[place])
+        shown_including += text
+        assert same_stop == stop
         so_far = "".join(pieces[: place + 1])
         assert stop == naive(so_far, stops)[1]
         if stop is not None:
             assert shown == naive(so_far, stops)[0]
+            assert shown_including == shown + stop
             return
         held = so_far[len(shown) :]
         assert all(not stop.startswith(held + "x") for stop in stops)

@@ -48,7 +48,8 @@ class SamplePlan(msgspec.Struct, kw_only=True):
         bias_index: place in 0..N of each logit change below, int32 [M].
         bias_token: the token it applies to, int32 [M].
         bias_value: what is added, float32 [M]; -inf forbids the token.
-        masked: place in 0..N of each request whose tokens a grammar restricts, int32 [G]. Their `TokenMasks` follow the plan.
+        masked: place in 0..N of each request whose tokens are restricted, by a grammar, allowed tokens or bad words of several
+            tokens, int32 [G]. Their `TokenMasks` follow the plan.
     """
 
     index: np.ndarray

@@ -44,6 +44,51 @@ class InvalidValueError(MinisglError, ValueError):
         return type(self), (self.name, self.value, self.allowed, self.remedy)
 
 
+def beyond_context(max_seq_len: int, what: str) -> str:
+    """Return the sentences that clients recognise: the limit, and `what` exceeds it."""
+    return f"This model's maximum context length is {max_seq_len} tokens. However, {what}."
+
+
+class ContextLengthError(InvalidValueError):
+    """The context has no room for a prompt and the output asked for. Clients recognise its sentence.
+
+    Args:
+        name: the field at fault: the prompt's, or the one that asks for so many output tokens.
+        num_prompt: tokens of the prompt.
+        num_output: output tokens asked for.
+        max_seq_len: tokens that the context holds.
+        kind: ``messages`` for a conversation, else ``prompt``.
+        remedy: what to do besides shortening it, as a sentence; optional.
+        is_cut: the prompt has at least `num_prompt` tokens; how many more was not looked at.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_prompt: int,
+        num_output: int,
+        max_seq_len: int,
+        kind: str = "prompt",
+        remedy: str = "",
+        is_cut: bool = False,
+    ) -> None:
+        allowed = f"at most {max_seq_len} tokens with the output"
+        super().__init__(name, num_prompt + num_output, allowed, remedy)
+        self._numbers, self._is_cut = (num_prompt, num_output, max_seq_len, kind), is_cut
+        least = "at least " if is_cut else ""
+        sizes = f"{least}{num_prompt} in the {kind}, {num_output} in the completion"
+        what = f"you requested {least}{num_prompt + num_output} tokens ({sizes})"
+        shorten = f"Please reduce the length of the {kind} or completion{'' if name == kind else f' ({name})'}."
+        self.args = (f"{beyond_context(max_seq_len, what)} {shorten}{' ' + remedy if remedy else ''}",)
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """See `InvalidValueError.renamed`."""
+        return type(self)(names.get(self.name, self.name), *self._numbers, self.remedy, self._is_cut)
+
+    def __reduce__(self) -> tuple[type[ContextLengthError], tuple[object, ...]]:
+        return type(self), (self.name, *self._numbers, self.remedy, self._is_cut)
+
+
 class PluginError(MinisglError):
     """Something is wrong with a plugin or with the name of one."""
 

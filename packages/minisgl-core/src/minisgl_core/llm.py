@@ -29,6 +29,7 @@ from minisgl_core.process import GRACE_S
 from minisgl_core.progress import progress_bar
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.stats import SchedulerStats
+from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
@@ -262,7 +263,8 @@ class LLM:
             _refuse_text(prompt, params)
         ids = encode_prompt(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
         grammar = params.structured_outputs.source() if params.structured_outputs else None
-        submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar)
+        words = bad_word_tokens(self.tokenizer, params) if params.bad_words else []
+        submit = Submit(request_id="", token_ids=token_array(ids), sampling=params, grammar=grammar, bad_words=words)
         self._loop.scheduler.validate(submit)
         if grammar is not None and self._loop.scheduler.grammars is not None:
             grammar.check_size()
@@ -436,6 +438,8 @@ def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
         raise InvalidValueError("prompt", prompt, "a list of token ids", remedy)
     if params.stop:
         raise InvalidValueError("stop", params.stop, "left out; stop_token_ids may be given", remedy)
+    if params.bad_words:
+        raise InvalidValueError("bad_words", params.bad_words, "left out", remedy)
     if params.structured_outputs is not None:
         raise InvalidValueError("structured_outputs", params.structured_outputs, "left out", remedy)
 

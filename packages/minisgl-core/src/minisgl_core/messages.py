@@ -41,24 +41,33 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         tools: as OpenAI's API describes them.
         named: the function that must be called; None for any.
+        allowed: names of the functions that may be called; the model is told of no others. None for all.
         is_required: whether one must be called.
         parallel: whether there may be several calls.
     """
 
     tools: list[dict[str, Any]]
     named: str | None = None
+    allowed: list[str] | None = None
     is_required: bool = False
     parallel: bool = True
 
     @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The tools that the model is told of."""
+        if self.allowed is None:
+            return self.tools
+        return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
+
+    @property
     def names(self) -> list[str]:
-        """The functions' names."""
-        return [tool["function"]["name"] for tool in self.tools]
+        """Names of the functions that may be called."""
+        return [tool["function"]["name"] for tool in self.offered]
 
     @property
     def strict_names(self) -> list[str]:
         """Those of the functions whose arguments must fit their schemas, whether or not a call is demanded."""
-        return [tool["function"]["name"] for tool in self.tools if tool["function"].get("strict")]
+        return [tool["function"]["name"] for tool in self.offered if tool["function"].get("strict")]
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
@@ -85,6 +94,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     user: str = ""
     """See `Submit.user`."""
+    cache_salt: str = ""
+    """See `Submit.cache_salt`."""
     echo: bool = False
     """Return the prompt as text and tokens with the first `Text`."""
     only_prompt: bool = False
@@ -93,11 +104,28 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     """Begin as the tokenizer does. None is true for a text and false for messages, whose template does that itself."""
     add_generation_prompt: bool = True
     """Of messages: end with what the answer begins after."""
+    continue_final_message: bool = False
+    """Of messages: end inside the last one, which the answer continues. Not with `add_generation_prompt`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only so many last tokens; -1 for as many as the context has room for beside the output."""
+    return_prompt_ids: bool = False
+    """Return the prompt's tokens with the first `Text`."""
     only_tokens: bool = False
     """Do not run it; answer with `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template: str | None = None
+    """Instead of the model's. A client wrote it: it is rendered by a process with limits."""
+    documents: list[dict[str, Any]] | None = None
+    """Documents that the chat template shows the model."""
     template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
     """More variables of the chat template, which are left out where it does not have them."""
+    hints_name: str = ""
+    """Field of the request that `template_hints` come from, which is refused where the template has none of them. Where this
+    is empty, it is not refused."""
+    include_reasoning: bool = True
+    """Return reasoning content, where a parser tells it from the text."""
+    separate_reasoning: bool = True
+    """Let a parser tell reasoning content from the text."""
     tools: ToolUse | None = None
     form_name: str = ""
     """What the client calls the text in `sampling`'s structured_outputs."""
@@ -111,10 +139,11 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt, or of all texts in the conversation, its tools and the template's variables."""
+        """Characters of the prompt, or of all texts in the conversation, its tools, documents and the template's variables."""
         if self.messages is None:
             return len(self.text or "")
-        return _num_chars((self.messages, self.tools.tools if self.tools else (), self.chat_template_kwargs))
+        tools = self.tools.tools if self.tools else ()
+        return _num_chars((self.messages, tools, self.documents or (), self.chat_template_kwargs))
 
 
 def _num_chars(value: Any) -> int:
@@ -169,6 +198,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """The adapter to compute with; empty for the model itself, which is all that this engine has."""
     grammar: GrammarSource | None = None
     """What the output must follow; `sampling`'s own structured_outputs is not looked at any more."""
+    bad_words: list[list[int]] = msgspec.field(default_factory=list)
+    """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
@@ -227,9 +258,12 @@ class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Those of them that are special tokens."""
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None
-    """Both set once, with the first text, where `Tokenize.echo` asked for them."""
+    """Set once, with the first text: the text where `Tokenize.echo` asked for it, the tokens where that, its `return_prompt_ids`
+    or log-probabilities of the prompt did."""
     reasoning: str = ""
-    """New thoughts, where a parser tells them from the text."""
+    """New reasoning content, where a parser tells it from the text."""
+    num_reasoning_tokens: int = 0
+    """Tokens of reasoning content so far."""
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
 

@@ -19,7 +19,10 @@ MAX_STOPS = 256
 MAX_STOP_CHARS = 2**15
 """Of all stop texts together: a table with an entry for each is made."""
 MAX_BIASES = 1 << 20
-"""Entries of ``logit_bias``, times outputs: each output is a request of its own."""
+"""Entries of ``logit_bias`` or ``allowed_token_ids``, times outputs: each output is a request of its own."""
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORDS_CHARS = 16_384
+"""Characters of all ``bad_words`` together: a tokenizer reads each of them twice."""
 _LEAST_TEMPERATURE = 1e-5
 """What is below it is greedy: logits divided by ever less leave float32 in the end."""
 
@@ -28,7 +31,7 @@ _LEAST_TEMPERATURE = 1e-5
 class SamplingParams:
     """Sampling of one request. Names and ranges are those of OpenAI's API, and vLLM's where OpenAI has none.
 
-    `stop`, `stop_token_ids` and `logit_bias` take any kind of collection, and None for an empty one.
+    `stop`, `stop_token_ids`, `logit_bias` and `bad_words` take any kind of collection, and None for an empty one.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
@@ -41,9 +44,13 @@ class SamplingParams:
         frequency_penalty: the same, times how often it was generated; in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
+        allowed_token_ids: only these tokens are generated, end-of-sequence tokens too only if listed; None allows all.
+        bad_words: texts that are not generated. The token that would complete one's token sequence is left out, as in
+            vLLM: the sequence is the text's, and that of the text after a space where it has as many tokens.
         seed: the same seed gives the same tokens, where the logits are the same; None draws a fresh one. What else runs in the
             batch changes no random number, but in bfloat16 and float16 the logits a little, and so a token now and then.
         stop: texts that end the output; the match itself is not returned.
+        include_stop_str_in_output: return the match, or the text of the token that ended the output, after all.
         stop_token_ids: token ids that end the output, besides the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
         n: how many outputs to generate for the prompt.
@@ -63,8 +70,11 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    include_stop_str_in_output: bool = False
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
@@ -74,18 +84,35 @@ class SamplingParams:
     structured_outputs: StructuredOutputs | None = None
 
     def __post_init__(self) -> None:
-        for name, read in (("stop", _texts), ("stop_token_ids", _token_ids), ("logit_bias", _biases)):
-            object.__setattr__(self, name, read(getattr(self, name)))
+        for name in ("stop", "bad_words"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         self._check_integers()
         self._check_numbers()
+        self._check_allowed_tokens()
         if self.n * len(self.logit_bias) > MAX_BIASES:
             allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
             raise InvalidValueError("logit_bias", f"{len(self.logit_bias)} tokens", allowed)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidValueError(name, value, "true or false")
         if not isinstance(self.structured_outputs, StructuredOutputs | None):
             raise InvalidValueError("structured_outputs", self.structured_outputs, "a StructuredOutputs")
+
+    def _check_allowed_tokens(self) -> None:
+        if self.allowed_token_ids is None:
+            return
+        ids = tuple(dict.fromkeys(_token_ids("allowed_token_ids", self.allowed_token_ids)))
+        object.__setattr__(self, "allowed_token_ids", ids)
+        if not ids:
+            raise InvalidValueError("allowed_token_ids", [], "one or more token ids, or left out to allow all")
+        if self.n * len(ids) > MAX_BIASES:
+            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
+            raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
+        if self.structured_outputs is not None:
+            allowed = "left out where structured_outputs say what the output must be"
+            raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
 
     def _check_integers(self) -> None:
         bounds: list[tuple[str, int, int | None]] = [
@@ -146,21 +173,22 @@ class SamplingParams:
         return outputs
 
 
-def _texts(stop: Any) -> tuple[str, ...]:
-    texts = () if stop is None else (stop,) if isinstance(stop, str) else stop
+def _texts(name: str, value: Any) -> tuple[str, ...]:
+    texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, Collection) or not all(isinstance(text, str) and text for text in texts):
-        raise InvalidValueError("stop", stop, "a text or a list of texts, none of them empty")
-    if len(texts) > MAX_STOPS:
-        raise InvalidValueError("stop", f"{len(texts)} texts", f"at most {MAX_STOPS} texts")
-    if (num_chars := sum(map(len, texts))) > MAX_STOP_CHARS:
-        raise InvalidValueError("stop", f"{num_chars} characters", f"at most {MAX_STOP_CHARS} characters in all texts")
+        raise InvalidValueError(name, value, "a text or a list of texts, none of them empty")
+    most, most_chars = (MAX_STOPS, MAX_STOP_CHARS) if name == "stop" else (MAX_BAD_WORDS, MAX_BAD_WORDS_CHARS)
+    if len(texts) > most:
+        raise InvalidValueError(name, f"{len(texts)} texts", f"at most {most} texts")
+    if (num_chars := sum(map(len, texts))) > most_chars:
+        raise InvalidValueError(name, f"{num_chars} characters", f"at most {most_chars} characters in all texts")
     return tuple(texts)
 
 
-def _token_ids(stop_token_ids: Any) -> tuple[int, ...]:
-    ids = () if stop_token_ids is None else stop_token_ids
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    ids = () if value is None else value
     if not isinstance(ids, Collection) or not all(_is_token_id(token) for token in ids):
-        raise InvalidValueError("stop_token_ids", stop_token_ids, "a list of token ids, which are whole numbers")
+        raise InvalidValueError(name, value, "a list of token ids, which are whole numbers")
     return tuple(int(token) for token in ids)
 
 

@@ -78,7 +78,9 @@ class Inbox:
             kept = self._later.popleft()
             if not isinstance(kept, Tokenize):
                 self._worker.handle(kept)
-            elif _length(kept) > _LONG and not self._aborted_ids.issuperset(kept.output_ids):
+            elif (_length(kept) > _LONG or kept.chat_template is not None) and not self._aborted_ids.issuperset(
+                kept.output_ids
+            ):
                 self._beside = kept, self._encode_beside(kept)
             else:
                 self._run(kept, None)

@@ -70,6 +70,9 @@ class ServerOptions:
         " tag at the beginning.",
         choices=("qwen3", "deepseek_r1"),
     )
+    trust_request_chat_template: bool = option(
+        False, "Render chat templates that requests bring; each in a process with limits of time and memory."
+    )
     log_level: str = option(
         "warning",
         "Least important messages to log; info has a line for each request.",

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import InvalidValueError, PluginError
+from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import RequestState, RunState, State, StateRequest
 from minisgl_core.messages import (
@@ -42,6 +42,7 @@ from minisgl_core.process import Report
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.limits import bounds_context
 from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.prompt import encode_prompt
@@ -86,10 +87,6 @@ def run_tokenizer_worker(
         has_chat_template, most = tokenizer.chat_template is not None, max_token_bytes(tokenizer)
         report(Ready(process=f"tokenizer {index}", has_chat_template=has_chat_template, max_token_bytes=most))
         Inbox(worker).run(receiver)
-
-
-class _TooLongError(InvalidValueError):
-    """The context has no room for a prompt, or for as much output."""
 
 
 @dataclass(slots=True)
@@ -190,8 +187,7 @@ class TokenizerWorker:
                 token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
                 if len(token_ids) > self._max_tokens:
                     name = "prompt" if message.messages is None else "messages"
-                    allowed = f"at most {self._max_tokens} tokens"
-                    raise _TooLongError(name, self._num_tokens(token_ids), allowed, "Ask for its parts one by one.")
+                    raise self._too_long(message, token_ids, 0, name, "Ask for its parts one by one.")
                 names = [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
         except InvalidValueError as error:
             self._reject(message.request_id, error)
@@ -204,14 +200,16 @@ class TokenizerWorker:
         """Submit every output of a prompt; one refusal, by the first one's id, is for all."""
         try:
             token_ids, prompt = encoded.result() if encoded else self.encode(message)
+            token_ids = self._truncate(message, token_ids)
             sampling = self._check(message, token_ids)
             grammar = self._grammar(message, prompt)
             requests = {
                 request_id: self._request(message, request_id, prompt, sampling, grammar)
                 for request_id in message.output_ids
             }
-            if message.echo:
-                text = self._prompt_text(message, token_ids)
+            words = bad_word_tokens(self._tokenizer, sampling) if sampling.bad_words else []
+            if message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None:
+                text = self._prompt_text(message, token_ids) if message.echo else None
                 for request in requests.values():
                     request.waiting.prompt_text, request.waiting.prompt_token_ids = text, token_ids
         except InvalidValueError as error:
@@ -232,7 +230,9 @@ class TokenizerWorker:
                     worker=self._index,
                     priority=message.priority,
                     user=message.user,
+                    cache_salt=message.cache_salt,
                     grammar=grammar,
+                    bad_words=words,
                 )
             )
 
@@ -243,22 +243,29 @@ class TokenizerWorker:
             InvalidValueError: it cannot be turned into tokens.
         """
         if message.messages is not None:
-            prompt = self._chats.render(message)
-            return self._tokens(prompt, bool(message.add_special_tokens)), prompt
+            prompt = self._chats.using(message.chat_template).render(message)
+            return self._tokens(message, prompt, bool(message.add_special_tokens)), prompt
         if message.text is not None:
             if not message.text and not message.only_tokens:
                 raise InvalidValueError("prompt", "", "a text that is not empty")
-            return self._tokens(message.text, message.add_special_tokens is not False), message.text
+            return self._tokens(message, message.text, message.add_special_tokens is not False), message.text
         assert message.token_ids is not None
         self._check_range("prompt", message.token_ids)
         return message.token_ids, ""
 
-    def _tokens(self, text: str, add_special_tokens: bool) -> list[int]:
-        return encode_prompt(self._tokenizer, text, add_special_tokens, self._max_tokens)
+    def _tokens(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text, or of its beginning where that is too long; all of them where the end is to be kept."""
+        most = self._max_tokens if message.truncate_prompt_tokens is None else None
+        return encode_prompt(self._tokenizer, text, add_special_tokens, most)
 
-    def _num_tokens(self, token_ids: list[int]) -> str:
-        is_cut = len(token_ids) > self._max_tokens
-        return f"more than {self._max_tokens} tokens" if is_cut else f"{len(token_ids)} tokens"
+    def _too_long(
+        self, message: Tokenize, token_ids: list[int], num_output: int, name: str, remedy: str = ""
+    ) -> ContextLengthError:
+        """Return the error of a prompt of which `token_ids` may be the beginning."""
+        kind = "prompt" if message.messages is None else "messages"
+        is_cut = message.token_ids is None and len(token_ids) > self._max_tokens
+        num_prompt = self._max_tokens + 1 if is_cut else len(token_ids)
+        return ContextLengthError(name, num_prompt, num_output, self._info.max_seq_len, kind, remedy, is_cut)
 
     def _request(
         self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
@@ -266,19 +273,23 @@ class TokenizerWorker:
         waiting = Text(request_id=request_id, text="", token_ids=[])
         if message.messages is None:
             return _Request(OutputText(self._token_bytes, sampling), waiting, only_prompt=message.only_prompt)
-        if self._chats.needs_special_tokens(message):
+        chats = self._chats.using(message.chat_template)
+        if chats.needs_special_tokens(message):
             sampling = replace(sampling, skip_special_tokens=False)
-        parser = self._chats.parser(message, prompt, grammar)
+        parser = chats.parser(message, prompt, grammar)
         return _Request(OutputText(self._token_bytes, sampling), waiting, is_chat=True, parser=parser)
 
     def _grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
         """What the output must follow. Only its size is checked here: the scheduler's process compiles it."""
         form = message.sampling.structured_outputs
         if message.messages is not None:
-            source = self._chats.grammar(message, prompt)
+            source = self._chats.using(message.chat_template).grammar(message, prompt)
         else:
             source = form.source(message.form_name) if form is not None else None
         if source is not None:
+            if (allowed_ids := message.sampling.allowed_token_ids) is not None:
+                allowed = f"left out where {source.name} say what the output must be"
+                raise InvalidValueError("allowed_token_ids", f"{len(allowed_ids)} tokens", allowed)
             try:
                 self._registry.load("grammar", self._info.grammar)
             except PluginError as error:
@@ -298,21 +309,34 @@ class TokenizerWorker:
         if not token_ids:
             raise InvalidValueError(name, [], "at least one token")
         room = limit - len(token_ids)
+        limit_name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
+        wanted = max(getattr(sampling, limit_name), 1)
         if room < 1:
             is_limited_by_pool = bounds_context(self._info.num_pages, self._info.page_size, limit)
-            raise _TooLongError(
-                name,
-                self._num_tokens(token_ids),
-                f"at most {limit - 1} tokens, as the context holds {limit} with the answer",
-                "Shorten it or raise --num-pages." if is_limited_by_pool else "",
-            )
+            remedy = "A larger --num-pages gives a longer context." if is_limited_by_pool else ""
+            raise self._too_long(message, token_ids, wanted, name, remedy)
         self._check_range("stop_token_ids", sampling.stop_token_ids)
         self._check_range("logit_bias", sampling.logit_bias)
-        name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
-        if (wanted := getattr(sampling, name)) > room:
-            allowed = f"at most {room}, as the context holds {limit} tokens and the prompt has {len(token_ids)}"
-            raise _TooLongError(name, wanted, allowed)
+        self._check_range("allowed_token_ids", sampling.allowed_token_ids or ())
+        if wanted > room:
+            raise self._too_long(message, token_ids, wanted, limit_name)
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    def _truncate(self, message: Tokenize, token_ids: list[int]) -> list[int]:
+        """Return the last tokens of a prompt, as many as are to be kept."""
+        if (kept := message.truncate_prompt_tokens) is None:
+            return token_ids
+        room = self._info.max_seq_len - 1
+        if kept == -1:
+            sampling = message.sampling
+            wanted = sampling.min_tokens if message.max_tokens_is_default else sampling.max_tokens
+            kept = self._info.max_seq_len - max(wanted, 1)
+        if not 1 <= kept <= room:
+            value = message.truncate_prompt_tokens
+            raise InvalidValueError(
+                "truncate_prompt_tokens", value, f"-1 or from 1 to {room}, beside room for the output"
+            )
+        return token_ids[-kept:]
 
     def _check_range(self, name: str, token_ids: Collection[int]) -> None:
         for token in (min(token_ids, default=0), max(token_ids, default=0)):
@@ -321,7 +345,7 @@ class TokenizerWorker:
                 raise InvalidValueError(name, token, allowed)
 
     def _prompt_text(self, message: Tokenize, token_ids: list[int]) -> str:
-        if message.text is not None:
+        if message.text is not None and message.truncate_prompt_tokens is None:
             return message.text
         skip = message.sampling.skip_special_tokens
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
@@ -359,7 +383,8 @@ class TokenizerWorker:
         piece, parser, waiting = request.output.push(out), request.parser, request.waiting
         waiting.text = piece.text
         if parser is not None:
-            parsed = parser.push(piece.text, piece.finish_reason is not None)
+            parsed = parser.push(piece.text, piece.finish_reason is not None, len(out.token_ids))
+            waiting.num_reasoning_tokens = parser.num_reasoning_tokens
             waiting.text, waiting.reasoning, waiting.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
             if parser.is_done and piece.finish_reason is None:
                 piece = piece._replace(finish_reason="stop", is_early=True)
@@ -409,7 +434,7 @@ class TokenizerWorker:
             each.token_ids = each.token_ids[:0]
 
     def _reject(self, request_id: str, error: InvalidValueError) -> None:
-        kind = "too_long" if isinstance(error, _TooLongError) else "invalid"
+        kind = "too_long" if isinstance(error, ContextLengthError) else "invalid"
         self._to_api(Rejected(request_id=request_id, kind=kind, message=str(error), param=error.name))
 
     def _drop(self, request_id: str) -> None:

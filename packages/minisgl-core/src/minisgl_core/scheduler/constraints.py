@@ -20,6 +20,7 @@ import numpy as np
 from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, QueueFullError
 from minisgl_core.scheduler.grammar_guard import GrammarGuard
+from minisgl_core.scheduler.token_rules import TokenRules
 from minisgl_core.structured_outputs import GrammarSource
 
 logger = logging.getLogger(__name__)
@@ -190,12 +191,20 @@ class Grammars:
         """
         self.start(source)._compiled.result()
 
-    def fill(self, constraints: Sequence[Constraint | None], banned: Sequence[Iterable[int]]) -> Masks:
+    def fill(
+        self,
+        constraints: Sequence[Constraint | None],
+        banned: Sequence[Iterable[int]],
+        rules: Sequence[TokenRules | None] = (),
+    ) -> Masks:
         """Masks [len(constraints), W] of the tokens that may come next; all may where there is None or nothing yet.
 
-        `banned` tokens are left out, unless no other would be left.
+        Where there is no grammar, those that `rules` allow may. `banned` tokens are left out, unless no other would be left.
         """
         masks = np.full((len(constraints), mask_width(self._vocab_size)), -1, np.int32)
+        for mask, rule in zip(masks, rules, strict=False):
+            if rule is not None and (allowed := rule.allowed_mask(len(mask))) is not None:
+                mask[:] = allowed
         places = [place for place, each in enumerate(constraints) if each is not None and each.active_state is not None]
         states = [state for each in constraints if each is not None and (state := each.active_state) is not None]
         if states:

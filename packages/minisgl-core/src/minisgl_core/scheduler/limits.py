@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import ContextLengthError, InvalidValueError
 from minisgl_core.messages import Submit
 
 
@@ -44,15 +44,11 @@ class SchedulerLimits:
         if num_tokens == 0:
             raise InvalidValueError("prompt", "", "at least one token long")
         if num_tokens >= self.max_seq_len:
-            allowed = f"shorter than the context of {self.max_seq_len} tokens"
             is_limited_by_pool = bounds_context(self.num_pages, self.page_size, self.max_seq_len)
-            remedy = "Shorten it or raise --num-pages." if is_limited_by_pool else "Shorten it."
-            raise InvalidValueError("prompt", f"{num_tokens} tokens", allowed, remedy)
+            remedy = "A larger --num-pages gives a longer context." if is_limited_by_pool else ""
+            raise ContextLengthError("prompt", num_tokens, 1, self.max_seq_len, remedy=remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
-            allowed = (
-                f"at most {self.max_seq_len - num_tokens}: the prompt takes {num_tokens} of {self.max_seq_len} tokens"
-            )
-            raise InvalidValueError("max_tokens", submit.sampling.max_tokens, allowed)
+            raise ContextLengthError("max_tokens", num_tokens, submit.sampling.max_tokens, self.max_seq_len)
         is_outside = submit.token_ids.view(np.uint32) >= self.vocab_size  # what is negative is large
         if is_outside.any():
             place = int(is_outside.argmax())
@@ -60,10 +56,30 @@ class SchedulerLimits:
         for name, ids in (
             ("logit_bias", submit.sampling.logit_bias),
             ("stop_token_ids", submit.sampling.stop_token_ids),
+            ("allowed_token_ids", submit.sampling.allowed_token_ids or ()),
+            *(("bad_words", each) for each in submit.bad_words),
         ):
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise self._bad_token(name, token)
+        self._check_rules(submit)
+
+    def _check_rules(self, submit: Submit) -> None:
+        """Check that a token is left to sample, whatever came before."""
+        sampling = submit.sampling
+        if sampling.allowed_token_ids is None and not submit.bad_words:
+            return
+        name = "bad_words" if submit.bad_words else "min_tokens"
+        forbidden = {each[-1] for each in submit.bad_words}
+        if sampling.min_tokens > 0:
+            forbidden |= {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.eos_ids)}
+        if sampling.allowed_token_ids is None:
+            is_free = len(forbidden) < self.vocab_size
+        else:
+            is_free = not forbidden.issuperset(sampling.allowed_token_ids)
+        if not is_free:
+            value = list(sampling.bad_words) if name == "bad_words" else sampling.min_tokens
+            raise InvalidValueError(name, value, "such that one of the allowed tokens is never forbidden")
 
         if submit.adapter_id:
             raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")

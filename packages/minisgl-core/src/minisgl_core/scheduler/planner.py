@@ -54,7 +54,7 @@ class Planner:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
-        special = special or request.constraint is not None
+        special = special or request.constraint is not None or request.token_rules is not None
         self._needs_host[row] = request if special else None
 
     def plan(self, chunks: list[Chunk], num_decodes: int, new_pages: Int32) -> BatchPlan:
@@ -125,10 +125,9 @@ class Planner:
                     states.append(PenaltyState(row=int(row), prompt_ids=prompt, output_ids=output))
                     request.penalties_sent = True
             token_ids, biases = request.bias_ids, request.bias_values
-            if request.constraint is not None:
+            if request.needs_mask:
                 masked.append(i)  # its mask bans the stop tokens where min_tokens does
-            elif request.length - request.num_prompt < request.sampling.min_tokens and request.stop_ids:
-                banned = np.fromiter(request.stop_ids, np.int32)
+            elif len(banned := _banned(request)):
                 token_ids = np.concatenate((token_ids, banned))
                 biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
             if len(token_ids):
@@ -142,6 +141,14 @@ class Planner:
         )
         penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS
         return penalties, states, bias, np.array(masked, np.int32) if masked else _NO_INTS
+
+
+def _banned(request: Request) -> Int32:
+    """The tokens that a request without a mask must not sample next."""
+    banned: frozenset[int] = frozenset() if request.token_rules is None else request.token_rules.banned
+    if request.length - request.num_prompt < request.sampling.min_tokens:
+        banned |= request.stop_ids
+    return np.fromiter(banned, np.int32, len(banned)) if banned else _NO_INTS
 
 
 def _decode_id(chunk: Chunk) -> int:

@@ -11,6 +11,7 @@ from minisgl_core.messages import Submit, TokenLogprobs
 from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.growing_array import GrowingArray, Int32
+from minisgl_core.scheduler.token_rules import TokenRules
 
 
 class Request:
@@ -36,6 +37,7 @@ class Request:
         num_inflight: launched steps that include the request and are not processed yet.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
         constraint: the grammar that the output follows, if any; it knows the tokens that the host knows.
+        token_rules: the tokens that it may generate besides, if that is restricted.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
@@ -67,6 +69,7 @@ class Request:
         "scheduled_s",
         "seed",
         "stop_ids",
+        "token_rules",
         "tokens",
         "user",
         "worker",
@@ -102,6 +105,7 @@ class Request:
         self.stop_ids = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else eos_ids)
         self.bias_ids = np.fromiter(sampling.logit_bias.keys(), dtype=np.int32)
         self.bias_values = np.fromiter(sampling.logit_bias.values(), dtype=np.float32)
+        self.token_rules = TokenRules.of(submit)
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None if sampling.prompt_logprobs is None else [None]
         self.constraint = constraint
         self.num_cached = -1
@@ -147,11 +151,20 @@ class Request:
         """Whether another step could give it another token."""
         return self.finish_reason is None and self.length < self.max_length
 
+    @property
+    def needs_mask(self) -> bool:
+        """Return if its tokens are restricted by a mask, which the host makes once it knows the tokens before."""
+        return self.constraint is not None or (self.token_rules is not None and self.token_rules.needs_mask)
+
     def banned_tokens(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that a grammar's mask is to leave out at the next place that the host does not know."""
+        """Tokens that a mask is to leave out at the next place that the host does not know."""
+        rules, has_grammar = self.token_rules, self.constraint is not None
+        banned: frozenset[int] = (
+            frozenset() if rules is None else rules.banned_after(self.tokens.view[self.num_prompt :])
+        )
         if self.num_output < self.sampling.min_tokens:
-            return self.stop_ids | eos_ids
-        return eos_ids if self.sampling.ignore_eos else frozenset()
+            return banned | self.stop_ids | (eos_ids if has_grammar else frozenset())
+        return banned | eos_ids if has_grammar and self.sampling.ignore_eos else banned
 
     @property
     def known_computed(self) -> Int32:

@@ -70,7 +70,7 @@ class Scheduler:
             cache: of the engine's pages.
             policy: orders the waiting requests.
             hooks: called when a request has ended and when pages enter or leave the cache; None for none.
-            grammars: compiles those of requests; may be left out where none has one.
+            grammars: compiles those of requests, and fills masks; may be left out where no request needs either.
         """
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
@@ -207,14 +207,15 @@ class Scheduler:
         return ScheduledStep(plan, chunks)
 
     def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
-        """What the grammars of a step's requests allow, all steps before having been processed; None where there are none."""
+        """What a step's requests may sample, all steps before having been processed; None where nothing restricts them."""
         if not len(step.plan.sample.masked):
             return None
         assert self.grammars is not None
         sampled = [chunk.request for chunk in step.chunks if chunk.samples]
         requests = [sampled[place] for place in step.plan.sample.masked]
         constraints = [None if request.finish_reason else request.constraint for request in requests]
-        words = self.grammars.fill(constraints, [each.banned_tokens(self.limits.eos_ids) for each in requests])
+        banned = [each.banned_tokens(self.limits.eos_ids) for each in requests]
+        words = self.grammars.fill(constraints, banned, [each.token_rules for each in requests])
         return TokenMasks(words=words.ravel())
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.render_limit import run_limited
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_FIELDS = {"assistant": {"tool_calls", "reasoning_content"}, "tool": {"tool_call_id"}}
+_FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
 """What a message may have besides its role, content and name."""
 _EMPTY = {"tool_calls", "annotations"}
 """Lists that other servers' answers have where there is nothing in them; then they are left out."""
@@ -25,6 +25,10 @@ _RESERVED = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "conversation"}
 )
+
+
+Apply = Callable[[Any, list[dict[str, Any]], Mapping[str, Any]], str]
+"""Renders messages by a tokenizer, with options of its ``apply_chat_template``."""
 
 
 class _Generation(Extension):
@@ -68,6 +72,11 @@ def render_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
     add_generation_prompt: bool = True,
+    *,
+    continue_final_message: bool = False,
+    documents: Sequence[Mapping[str, Any]] | None = None,
+    chat_template: str | None = None,
+    apply: Apply | None = None,
 ) -> str:
     """A conversation in the model's form, up to where the assistant's answer begins.
 
@@ -75,18 +84,22 @@ def render_chat(
         tokenizer: a transformers tokenizer with a chat template.
         messages: ``role`` and ``content`` each; a content is a text or a list of ``{"type": "text", "text": ...}``.
             A ``developer`` message is a system message to templates that do not know the role. An ``assistant`` message may
-            have ``tool_calls`` and ``reasoning_content``, a ``tool`` message the ``tool_call_id`` that it answers, and any a
-            ``name``, which few templates use.
+            have ``tool_calls`` and ``reasoning_content``, also called ``reasoning``. A ``tool`` message may have the
+            ``tool_call_id`` that it answers, and any message a ``name``, which few templates use.
         chat_template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: functions that the model may call, as OpenAI's API describes them.
         add_generation_prompt: end with what the answer begins after; otherwise with the last message.
+        continue_final_message: end inside the last message, which the answer continues; as in transformers.
+        documents: documents for the template, which must have that variable.
+        chat_template: instead of the tokenizer's.
+        apply: renders a template instead of ``tokenizer.apply_chat_template``.
 
     Raises:
         InvalidValueError: no template, no messages, an unknown role, a content that is not text, a variable that the
             template does not have, or the template refuses the conversation, fails on it, or takes too long or too much
             memory (see `minisgl_core.text.render_limit`).
     """
-    template = tokenizer.chat_template
+    template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
         raise InvalidValueError(
             "messages",
@@ -102,8 +115,16 @@ def render_chat(
     plain = plain_messages(messages, "developer" in str(template))
     options = {**(chat_template_kwargs or {}), **({"tools": list(tools)} if tools else {})}
     options["add_generation_prompt"] = add_generation_prompt
+    if continue_final_message:
+        options["continue_final_message"] = True
+    if chat_template is not None:
+        options["chat_template"] = chat_template
+    if documents:
+        if "documents" not in str(template):
+            raise InvalidValueError("documents", "given", "left out: the model's chat template does not show documents")
+        options["documents"] = [dict(each) for each in documents]
     try:
-        text: str = run_limited(lambda: tokenizer.apply_chat_template(plain, tokenize=False, **options))
+        text = (apply or _apply)(tokenizer, plain, options)
     except Exception as error:  # a template is a program: it raises whatever it likes
         raise InvalidValueError(
             "messages",
@@ -111,6 +132,11 @@ def render_chat(
             "a conversation that the model's chat template accepts",
             f"It says: {_shortened(str(error) or type(error).__name__)}",
         ) from error
+    return text
+
+
+def _apply(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
+    text: str = run_limited(lambda: tokenizer.apply_chat_template(messages, tokenize=False, **options))
     return text
 
 
@@ -138,6 +164,10 @@ def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dic
     for name in sorted(more):
         if name != "name" and name not in _FIELDS.get(role, ()):
             raise InvalidValueError(f"{where}.{name}", more[name], "left out: it is not supported")
+    if "reasoning" in more:
+        reasoning = more.pop("reasoning")
+        if more.setdefault("reasoning_content", reasoning) != reasoning:
+            raise InvalidValueError(f"{where}.reasoning", reasoning, "the same as reasoning_content, or left out")
     if "tool_calls" in more:
         more["tool_calls"] = _tool_calls(more["tool_calls"], f"{where}.tool_calls")
     content = message.get("content")

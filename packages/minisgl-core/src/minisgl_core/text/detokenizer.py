@@ -31,14 +31,20 @@ class IncrementalDetokenizer:
         skip_special_tokens: leave special tokens out.
         stop: texts that end the output.
         min_tokens: the text of so many tokens ends nothing.
+        include_stop: the text that ends the output is part of it.
     """
 
     def __init__(
-        self, tokens: TokenBytes, skip_special_tokens: bool = True, stop: tuple[str, ...] = (), min_tokens: int = 0
+        self,
+        tokens: TokenBytes,
+        skip_special_tokens: bool = True,
+        stop: tuple[str, ...] = (),
+        min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         kind = _Bytes if tokens.make_up_texts else _Window
         self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
-        self._stop = StopFinder(stop)
+        self._stop = StopFinder(stop, include_stop)
         self._num_free = min_tokens if stop else 0
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
@@ -49,8 +55,8 @@ class IncrementalDetokenizer:
             finished: no more will come: nothing is held back.
 
         Returns:
-            New text, and the stop text that ends the output, if one was found: the text then ends before it and the
-            detokenizer is done.
+            New text, and the stop text that ends the output, if one was found: the text then ends before it, or with it
+            where stops are included, and the detokenizer is done.
         """
         free = ""
         if num_free := min(self._num_free, len(token_ids)):
@@ -153,14 +159,21 @@ class OutputText:
     def __init__(self, tokens: TokenBytes | None, sampling: SamplingParams) -> None:
         self._detokenizer = None
         if tokens is not None:
-            skip = sampling.skip_special_tokens
-            self._detokenizer = IncrementalDetokenizer(tokens, skip, sampling.stop, sampling.min_tokens)
+            self._detokenizer = IncrementalDetokenizer(
+                tokens,
+                sampling.skip_special_tokens,
+                sampling.stop,
+                sampling.min_tokens,
+                sampling.include_stop_str_in_output,
+            )
         self._stop_token_ids = sampling.stop_token_ids
+        self._include_stop = sampling.include_stop_str_in_output
 
     def push(self, out: TokenOut) -> Piece:
-        """Add new tokens. A token that ended the output is not part of its text."""
+        """Add new tokens. A token that ended the output is not part of its text, unless the request includes it."""
         finished = out.finish_reason is not None
-        token_ids = out.token_ids if out.stop_token_id is None else out.token_ids[:-1]
+        leaves_out_last = out.stop_token_id is not None and not self._include_stop
+        token_ids = out.token_ids[:-1] if leaves_out_last else out.token_ids
         text, stop = self._detokenizer.push(token_ids, finished) if self._detokenizer else ("", None)
         if stop is not None:
             return Piece(text, "stop", stop, is_early=not finished)

@@ -50,7 +50,7 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
 
 
 def encode_prompt(
-    tokenizer: Any, text: str, add_special_tokens: bool = True, max_tokens: int | None = None
+    tokenizer: Any, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, name: str = "prompt"
 ) -> list[int]:
     """Tokens of a plain text, with the BOS that the tokenizer adds if `add_special_tokens`.
 
@@ -60,6 +60,7 @@ def encode_prompt(
         add_special_tokens: begin as the tokenizer does.
         max_tokens: where the beginning of `text` has more tokens, only those are returned: more than `max_tokens`, of a text
             that has even more.
+        name: field that has the text, for errors.
 
     Raises:
         InvalidValueError: half a character (a lone surrogate) is in it, which no bytes stand for.
@@ -68,7 +69,7 @@ def encode_prompt(
         text.encode()
     except UnicodeEncodeError as error:
         allowed = "text, without half characters (lone surrogates)"
-        raise InvalidValueError("prompt", text[error.start :][:20], allowed) from None
+        raise InvalidValueError(name, text[error.start :][:20], allowed) from None
     length = len(text) if max_tokens is None else max(_FIRST_LOOK, max_tokens)
     while True:
         ids: list[int] = tokenizer(text[:length], add_special_tokens=add_special_tokens, verbose=False)["input_ids"]

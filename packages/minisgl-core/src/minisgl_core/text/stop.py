@@ -15,8 +15,9 @@ class StopFinder:
     automaton (SIAM J. Comput. 6, 1977), one a stop text, makes that O(1) a character however long the stop texts are.
     """
 
-    def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop = stop
+    def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
+        """`include_found`: show the text that was found."""
+        self._stop, self._include_found = stop, include_found
         self._failures = [_failures(text) for text in stop]
         self._matched = [0] * len(stop)
         self._held = ""
@@ -29,7 +30,8 @@ class StopFinder:
         for place, char in enumerate(text, start=len(self._held) - len(text)):
             found = self._advance(char)
             if found is not None:
-                shown, self._held = self._held[: place + 1 - len(found)], ""
+                end = place + 1 if self._include_found else place + 1 - len(found)
+                shown, self._held = self._held[:end], ""
                 return shown, found
         keep = len(self._held) - max(self._matched)
         shown, self._held = self._held[:keep], self._held[keep:]

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, RootModel
 
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
 FinishReason = Literal["stop", "length", "tool_calls"]
 
 
@@ -78,6 +79,12 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """Details of an output's tokens."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Tokens of a request."""
 
@@ -85,6 +92,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
 
 class Message(BaseModel):
@@ -94,6 +102,7 @@ class Message(BaseModel):
     content: str | None
     refusal: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
 
 
@@ -105,6 +114,7 @@ class ChatChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
 class ChatAnswer(BaseModel):
@@ -116,6 +126,8 @@ class ChatAnswer(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -125,6 +137,7 @@ class ChatChunkChoice(BaseModel):
     delta: dict[str, Any]
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
 
 
 class ChatChunk(BaseModel):
@@ -136,6 +149,7 @@ class ChatChunk(BaseModel):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionChoice(BaseModel):
@@ -146,6 +160,9 @@ class CompletionChoice(BaseModel):
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionAnswer(BaseModel):

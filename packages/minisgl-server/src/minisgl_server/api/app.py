@@ -48,6 +48,7 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     app.add_middleware(HeadAndSlashes, routes=app.router.routes)
     app.state.client = client
     app.state.served_model_name = options.served_model_name
+    app.state.trusts_chat_templates = options.trust_request_chat_template
     app.state.max_body_size = options.max_body_size
     app.state.body_memory = BodyMemory()
     app.state.response_store = ResponseStore(options.response_store_size)

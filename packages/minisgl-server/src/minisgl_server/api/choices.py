@@ -115,6 +115,7 @@ class Choices:
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
         self._num_tokens = 0
+        self._num_reasoning_tokens = [0] * count
 
     async def start(self, client: EngineClient, request: Request) -> tuple[Generation, list[tuple[int, Text]]]:
         """Send the requests to the engine and wait for the first output, so that a refusal can have its status.
@@ -138,6 +139,7 @@ class Choices:
         """Note what the usage is made of; a prompt counts once, however many outputs it has."""
         for place, text in outputs:
             self._num_tokens += len(text.token_ids)
+            self._num_reasoning_tokens[place] = text.num_reasoning_tokens
             if place % self._n == 0:
                 self._num_prompt_tokens[place // self._n] = text.num_prompt_tokens
                 self._num_cached_tokens[place // self._n] = text.num_cached_tokens
@@ -158,6 +160,7 @@ class Choices:
             "completion_tokens": self._num_tokens,
             "total_tokens": num_prompt + self._num_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": sum(self._num_reasoning_tokens)},
         }
 
 
@@ -182,7 +185,11 @@ def tokenize(request: GenerationRequest, wanted: Wanted, prompt_name: str = "pro
         max_tokens_is_default=wanted.max_tokens_is_default,
         priority=request.priority or 0,
         user=request.user or "",
+        cache_salt=request.cache_salt or "",
         form_name=form_of(request)[1],
+        add_special_tokens=request.add_special_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        return_prompt_ids=bool(request.return_token_ids),
         field_names={**wanted.names, "prompt": prompt_name},
         **more,
     )

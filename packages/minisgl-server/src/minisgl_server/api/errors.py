@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.routing import Match
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import Rejected
+from minisgl_server.api.refusals import REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -140,11 +142,13 @@ def invalid_body(error: ValidationError) -> ApiError:
     if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
         param = _cut(param, MAX_PARAM)
-        return ApiError(400, f"The field {param!r} is not supported.", param, "unsupported_field")
-    where = f"{_cut(param, MAX_PARAM)}: " if param else ""
-    if first["type"] == "too_long":
-        return ApiError(400, f"{where}{first['msg']}.", param, "context_length_exceeded")
-    return ApiError(400, f"{where}{first['msg']}.", param)
+        message = f"The field {param!r} is not supported.{_reason(param)}"
+        return ApiError(400, message, param, "unsupported_field")
+    where = _cut(param or "", MAX_PARAM)
+    if first["type"] == "beyond_context":
+        message = f"{first['msg']}. Please reduce the length of the field {where!r}."
+        return ApiError(400, message, param, "context_length_exceeded")
+    return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{_reason(param)}", param)
 
 
 def _places(error: ErrorDetails) -> list[int]:
@@ -185,6 +189,11 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(ClientDisconnect, on_client_gone)  # before its body was whole
     app.add_exception_handler(Exception, on_bug)
+
+
+def _reason(param: str | None) -> str:
+    reason = REASONS.get(re.split(r"[.[]", param)[0]) if param else None
+    return f" {reason}" if reason else ""
 
 
 def _field(loc: tuple[int | str, ...]) -> str | None:

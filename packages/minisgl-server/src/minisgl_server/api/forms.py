@@ -1,4 +1,4 @@
-"""The form that a request asks of its output: OpenAI's response_format, vLLM's structured_outputs and older guided_ fields."""
+"""The form that a request asks of its output: OpenAI's response_format, vLLM's structured_outputs and SGLang's fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,26 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.structured_outputs import StructuredOutputs
 from minisgl_server.api.schemas import GenerationRequest, ResponseFormat
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_FIELDS = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""vLLM's older fields and SGLang's, and what `StructuredOutputs` calls them."""
+
+
+_WHITESPACE = {
+    "structured_outputs.whitespace_pattern": "whitespace_pattern",
+    "structured_outputs.disable_any_whitespace": "disable_any_whitespace",
+    "whitespace_pattern": "whitespace_pattern",
+    "guided_whitespace_pattern": "whitespace_pattern",
+    "disable_any_whitespace": "disable_any_whitespace",
+}
+"""Fields about the whitespace in JSON, whichever field asks for it."""
 
 
 def form_of(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
@@ -18,27 +37,45 @@ def form_of(request: GenerationRequest) -> tuple[StructuredOutputs | None, str]:
         InvalidValueError: two fields do, or one says it wrongly.
     """
     forms = {} if request.response_format is None else _of_response_format(request.response_format)
+    given = {name: getattr(request, name) for name in (*_FIELDS, *_WHITESPACE) if name in type(request).model_fields}
     if request.structured_outputs is not None:
-        given = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)
-        forms[f"structured_outputs.{next(iter(given))}" if len(given) == 1 else "structured_outputs"] = given
-    forms |= {name: {field: value} for name, field in _GUIDED.items() if (value := getattr(request, name)) is not None}
-    return only_form(forms)
+        inside = request.structured_outputs.model_dump(exclude_none=True, by_alias=True)
+        for name in ("whitespace_pattern", "disable_any_whitespace"):
+            given[f"structured_outputs.{name}"] = inside.pop(name, None)
+        forms[f"structured_outputs.{next(iter(inside))}" if len(inside) == 1 else "structured_outputs"] = inside
+    given = {name: value for name, value in given.items() if value is not None}
+    forms |= {name: {_FIELDS[name]: value} for name, value in given.items() if name in _FIELDS}
+    return only_form(forms, {name: value for name, value in given.items() if name in _WHITESPACE})
 
 
-def only_form(forms: dict[str, dict[str, Any]]) -> tuple[StructuredOutputs | None, str]:
-    """The one form that was asked for, as fields of `StructuredOutputs` by the name of the request's field; and that name.
+def only_form(
+    forms: dict[str, dict[str, Any]], whitespace: dict[str, Any] | None = None
+) -> tuple[StructuredOutputs | None, str]:
+    """Return the one form that was asked for, and the name of its field.
+
+    Args:
+        forms: fields of `StructuredOutputs` by the name of the request's field.
+        whitespace: values of the request's fields in `_WHITESPACE`.
 
     Raises:
         InvalidValueError: there are two, or it is wrong.
     """
+    names: dict[str, str] = {}
+    for name in whitespace or {}:
+        if (first := names.setdefault(_WHITESPACE[name], name)) != name:
+            raise InvalidValueError(name, "given", f"left out where {first} is given")
+    more = {field: (whitespace or {})[name] for field, name in names.items()}
     if len(forms) > 1:
         first, second = list(forms)[:2]
         raise InvalidValueError(second, "given", f"left out where {first} is given")
     for name, form in forms.items():
         try:
-            return StructuredOutputs(**form), name
+            return StructuredOutputs(**form, **more), name
         except InvalidValueError as error:
-            raise InvalidValueError(name, error.value, error.allowed) from None
+            of_whitespace = names.get(error.name.removeprefix("structured_outputs."))
+            raise InvalidValueError(of_whitespace or name, error.value, error.allowed) from None
+    for field, name in names.items():
+        raise InvalidValueError(name, more[field], "left out unless the output must be JSON")
     return None, ""
 
 

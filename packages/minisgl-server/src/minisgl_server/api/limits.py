@@ -9,6 +9,7 @@ from typing import Self
 
 from fastapi import FastAPI
 
+from minisgl_core.errors import beyond_context
 from minisgl_core.messages import EngineInfo, Tokenize
 from minisgl_server.api.errors import ApiError
 
@@ -81,7 +82,8 @@ class RequestLimits:
         if prompt.messages is None:
             return
         if (length := prompt.num_chars) > 2 * self.text:  # roles and types count, too, and not all of them are rendered
-            message = f"The messages and tools have {length} characters, and the context holds {self.text} at most."
+            what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
+            message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")
 
 

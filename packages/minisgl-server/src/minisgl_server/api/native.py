@@ -36,6 +36,7 @@ class GenerateSampling(SamplingFields):
     )
     min_new_tokens: Int | None = None
     sampling_seed: Int | None = Field(None, description="Another name for seed.")
+    no_stop_trim: bool | None = Field(None, description="Another name for include_stop_str_in_output.")
     json_schema: str | dict[str, Any] | None = Field(None, description="The output is JSON that fits this schema.")
     regex: str | None = Field(None, description="The output is a text that this pattern matches, as a whole.")
     ebnf: str | None = Field(None, description="The output is a sentence of this grammar, from `root`.")
@@ -44,7 +45,12 @@ class GenerateSampling(SamplingFields):
     )
 
 
-_NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "sampling_seed": "seed"}
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
 _FORMS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
 """Fields that say what the output must be, and what `StructuredOutputs` calls them."""
 

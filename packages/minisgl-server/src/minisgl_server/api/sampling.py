@@ -51,19 +51,41 @@ def sampling_of(request: GenerationRequest, info: EngineInfo) -> Wanted:
     elif isinstance(request, CompletionRequest):
         most = COMPLETION_MAX_TOKENS
         values["logprobs"] = request.logprobs
-        values["prompt_logprobs"] = request.logprobs if request.echo else None
+    values["prompt_logprobs"], prompt_logprobs_name = _prompt_logprobs(request), "prompt_logprobs"
+    if values["prompt_logprobs"] != request.prompt_logprobs:
+        prompt_logprobs_name = logprobs_name
+    _check_grammar_provider(request, info)
     values["structured_outputs"] = form_of(request)[0]
     values["max_tokens"] = max(most, request.min_tokens or 0) if max_tokens is None else max_tokens
-    names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": logprobs_name}
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": prompt_logprobs_name}
     try:
         return Wanted(SamplingParams(**values), max_tokens is None, names)
     except InvalidValueError as error:
         raise error.renamed(names) from None
 
 
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    """Return how many to compute: as many as the request asks for, or the echoed prompt of a completion has."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidValueError("prompt_logprobs", request.prompt_logprobs, "left out where stream is true")
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    asked = [each for each in (request.prompt_logprobs, echoed) if each is not None]
+    return max(asked, default=None)
+
+
+def _check_grammar_provider(request: GenerationRequest, info: EngineInfo) -> None:
+    names = {"llguidance": ["guidance"]}.get(info.grammar, [])
+    allowed = ["auto", info.grammar, *names]
+    if request.guided_decoding_backend not in (None, *allowed):
+        remedy = "Launch with --grammar to choose another."
+        raise InvalidValueError(
+            "guided_decoding_backend", request.guided_decoding_backend, " or ".join(allowed), remedy
+        )
+
+
 def _chat_logprobs(request: ChatRequest) -> int | None:
     if request.logprobs:
         return request.top_logprobs or 0
-    if request.top_logprobs is not None:
+    if request.top_logprobs:
         raise InvalidValueError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
     return None

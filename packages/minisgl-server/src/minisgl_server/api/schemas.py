@@ -10,8 +10,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from minisgl_core.sampling_params import MAX_BAD_WORDS
 from minisgl_server.api.limits import Bound
+from minisgl_server.api.neutral_fields import NeutralFields
 from minisgl_server.api.strict import Int, Strict, TokenId, TokenKey
+
+MAX_TEMPLATE_CHARS = 2**16
+"""Of a request's own chat template."""
 
 
 class StreamOptions(Strict):
@@ -48,7 +53,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputsField(Strict):
-    """What the output must be; exactly one field. Names are vLLM's."""
+    """What the output must be: exactly one of the first six fields. Names are vLLM's."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json", description="JSON that fits this schema.")
     regex: str | None = Field(None, description="A text that this pattern matches, as a whole.")
@@ -59,6 +64,10 @@ class StructuredOutputsField(Strict):
     json_object: bool | None = Field(None, description="Any JSON object.")
     structural_tag: dict[str, Any] | str | None = Field(
         None, description="Free text, in which each of its `triggers` begins one of its `structures`."
+    )
+    whitespace_pattern: str | None = Field(None, description="Pattern of the whitespace between parts of the JSON.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="True for JSON without whitespace, false for a space or an indented new line anywhere."
     )
 
 
@@ -74,14 +83,19 @@ class SamplingFields(Strict):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = Field(
+        None, min_length=1, description="Only these tokens are generated."
+    )
+    bad_words: list[str] | None = Field(None, max_length=MAX_BAD_WORDS, description="Texts that are not generated.")
     seed: Int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
+    include_stop_str_in_output: bool | None = Field(None, description="Return what ended the output, too.")
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, NeutralFields):
     """What chats and completions have in common."""
 
     model: str | None = Field(None, description="Name of the model; the one served where it is missing.")
@@ -95,8 +109,33 @@ class GenerationRequest(SamplingFields):
     guided_regex: str | None = Field(None, description="Older name of structured_outputs.regex.")
     guided_choice: list[str] | None = Field(None, description="Older name of structured_outputs.choice.")
     guided_grammar: str | None = Field(None, description="Older name of structured_outputs.grammar.")
+    json_schema: dict[str, Any] | str | None = Field(None, description="SGLang's name of structured_outputs.json.")
+    regex: str | None = Field(None, description="SGLang's name of structured_outputs.regex.")
+    ebnf: str | None = Field(None, description="SGLang's name of structured_outputs.grammar.")
+    whitespace_pattern: str | None = Field(None, description="The same as structured_outputs.whitespace_pattern.")
+    guided_whitespace_pattern: str | None = Field(None, description="Older name of whitespace_pattern.")
+    disable_any_whitespace: bool | None = Field(
+        None, description="The same as structured_outputs.disable_any_whitespace."
+    )
+    guided_decoding_backend: str | None = Field(None, description="auto, or the server's own provider of grammars.")
+    add_special_tokens: bool | None = Field(
+        None, description="Begin as the tokenizer does; by default, true for a text and false for a chat's template."
+    )
+    truncate_prompt_tokens: Int | None = Field(
+        None, ge=-1, description="Keep only so many last tokens of the prompt; -1: as many as the context has room for."
+    )
+    prompt_logprobs: Int | None = Field(
+        None, description="Log-probabilities of the prompt's tokens and of so many most likely ones; not in streams."
+    )
+    return_token_ids: bool | None = Field(None, description="Add the tokens of the prompt and of the output.")
+    return_tokens_as_token_ids: bool | None = Field(
+        None, description="Name tokens in log-probabilities as token_id:ID instead of by their text."
+    )
     priority: Int | None = Field(None, description="Lower runs first; 0 by default.")
     user: str | None = Field(None, description="Shown to the scheduling policy; nothing is recorded.")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="Share the prefix cache only with requests of the same salt."
+    )
 
 
 class TextPart(Strict):
@@ -128,6 +167,7 @@ class ChatMessage(Strict):
     content: str | list[TextPart] | None = Field(None, description="May be missing beside tool_calls only.")
     tool_calls: list[ToolCall] | None = Field(None, description="Of an assistant.")
     reasoning_content: str | None = Field(None, description="Of an assistant; most chat templates leave it out.")
+    reasoning: str | None = Field(None, description="Another name for reasoning_content.")
     tool_call_id: str | None = Field(None, description="Of a tool: the call that it answers.")
     name: str | None = Field(None, description="A tool's function, or who speaks; few chat templates use it.")
     annotations: list[Any] | None = Field(None, max_length=0, description="Empty, as in answers of OpenAI's.")
@@ -165,6 +205,20 @@ class NamedTool(Strict):
     function: FunctionName
 
 
+class AllowedTools(Strict):
+    """The tools that the model may call, of all that are given."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Bound.TOOLS] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Strict):
+    """OpenAI's way to narrow the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class ChatRequest(GenerationRequest):
     """Body of ``POST /v1/chat/completions``."""
 
@@ -172,12 +226,34 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Int | None = Field(None, description="Most tokens to generate; replaces max_tokens.")
     logprobs: bool | None = None
     top_logprobs: Int | None = None
-    tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description="Whether the model may (auto, the default beside tools) or must call a tool, or which one."
+    tools: Annotated[list[Tool] | None, Bound.TOOLS] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = Field(
+        None,
+        description="Whether the model may (auto, the default beside tools) or must call a tool, which one, or one of which.",
     )
     parallel_tool_calls: bool | None = Field(None, description="Whether there may be several calls; true by default.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the model's chat template.")
+    chat_template: str | None = Field(
+        None, max_length=MAX_TEMPLATE_CHARS, description="Instead of the model's, where the server trusts requests'."
+    )
+    documents: list[dict[str, Any]] | None = Field(None, description="Documents for the chat template.")
+    add_generation_prompt: bool | None = Field(
+        None, description="End the prompt with what the answer begins after; true by default."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Have the model continue the last message; not beside add_generation_prompt."
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="For chat templates that know it; none turns reasoning off where the template can."
+    )
+    include_reasoning: bool | None = Field(None, description="Return reasoning content; true by default.")
+    separate_reasoning: bool | None = Field(
+        None, description="Tell reasoning content from content; true by default, with --reasoning-parser."
+    )
+    stream_reasoning: Literal[True] | None = Field(None, description="Reasoning content is streamed as it comes.")
+    modalities: list[Literal["text"]] | None = Field(None, min_length=1, max_length=1, description="Text only.")
+    verbosity: Literal["medium"] | None = Field(None, description="The default; there is no other.")
+    echo: Literal[False] | None = Field(None, description="The last message is not repeated.")
 
 
 class CompletionRequest(GenerationRequest):
@@ -190,6 +266,4 @@ class CompletionRequest(GenerationRequest):
     logprobs: Int | None = Field(
         None, description="Log-probabilities of the sampled and of so many most likely tokens."
     )
-    add_special_tokens: bool | None = Field(
-        None, description="Begin a text prompt as the tokenizer does; true by default."
-    )
+    suffix: Literal[""] | None = Field(None, description="Nothing is inserted.")

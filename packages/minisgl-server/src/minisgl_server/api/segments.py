@@ -38,13 +38,11 @@ class Segments:
 
     Attributes:
         all: the segments so far. Only the last one still grows.
-        num_reasoning_tokens: tokens that came with reasoning content.
         last: the newest output.
     """
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
-        self.num_reasoning_tokens = 0
         self.last = Text(request_id="", text="", token_ids=[])
 
     def push(self, text: Text) -> list[tuple[Segment, str]]:
@@ -53,7 +51,6 @@ class Segments:
         # More of a call comes first: it belongs to what is still the last segment.
         new = [(self.all[-1], call.arguments) for call in text.tool_calls if call.id is None]
         if text.reasoning:
-            self.num_reasoning_tokens += len(text.token_ids)
             new.append((self._open("reasoning"), text.reasoning))
         if text.text:
             segment = self._open("text")

@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
 
+from minisgl_core.errors import beyond_context
 from minisgl_server.api.limits import Bound, RequestLimits
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -90,14 +91,16 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
     """Refuse a text, list or object that is too large, or a list that holds one."""
     if isinstance(value, str):
         if len(value) > limits.text:
-            raise _too_large(loc, f"{len(value)} characters, and no more than {limits.text} fit the context", True)
+            raise _beyond_context(loc, f"there are {len(value)} characters, and no more than {limits.text} fit", limits)
         return
     is_prompts = bound is Bound.OUTPUTS
     if is_prompts and isinstance(value, list) and value and isinstance(value[0], int):
         bound = Bound.CONTEXT  # one prompt, in tokens
     if len(value) > (most := limits.counts[bound]):
-        why = f"{len(value)} entries, and at most {most} are allowed ({bound.value})"
-        raise _too_large(loc, why, bound is Bound.CONTEXT)
+        if bound is Bound.CONTEXT:
+            raise _beyond_context(loc, f"there are {len(value)} entries", limits)
+        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.value})"
+        raise _error(loc, PydanticCustomError("too_large", why))
     if isinstance(value, list):
         inner = Bound.CONTEXT if is_prompts else Bound.ENTRIES
         for place, each in enumerate(value):
@@ -105,8 +108,9 @@ def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound
                 _check_size((*loc, place), each, inner, limits)
 
 
-def _too_large(loc: _Loc, what: str, exceeds_context: bool) -> ValidationError:
-    return _error(loc, PydanticCustomError("too_long" if exceeds_context else "too_large", f"there are {what}"))
+def _beyond_context(loc: _Loc, what: str, limits: RequestLimits) -> ValidationError:
+    message = beyond_context(limits.counts[Bound.CONTEXT], what).removesuffix(".")
+    return _error(loc, PydanticCustomError("beyond_context", message))
 
 
 def _error(loc: _Loc, kind: str | PydanticCustomError) -> ValidationError:

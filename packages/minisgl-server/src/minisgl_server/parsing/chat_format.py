@@ -14,6 +14,7 @@ from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.reasoning import BEGIN, END, ReasoningSplitter, begins_inside
+from minisgl_server.parsing.request_template import render_in_process
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, tool_parser_of
 
 AUTO, NONE = "auto", "none"
@@ -32,8 +33,13 @@ class ParsedText:
 class ChatParser:
     """Takes one chat's output apart. Without splitter and tools, all of it is content."""
 
-    def __init__(self, splitter: ReasoningSplitter | None, tools: ToolParser | None) -> None:
-        self._splitter, self._tools = splitter, tools
+    def __init__(
+        self, splitter: ReasoningSplitter | None, tools: ToolParser | None, include_reasoning: bool = True
+    ) -> None:
+        """Without `include_reasoning`, reasoning content is dropped."""
+        self._splitter, self._tools, self._include_reasoning = splitter, tools, include_reasoning
+        self.num_reasoning_tokens = 0
+        """Tokens of reasoning content so far, its tags included."""
 
     @property
     def is_done(self) -> bool:
@@ -45,9 +51,16 @@ class ChatParser:
         """Whether a tool was called."""
         return self._tools is not None and self._tools.num_calls > 0
 
-    def push(self, text: str, finished: bool) -> ParsedText:
-        """Take text; with `finished`, nothing is held back any more."""
-        reasoning, content = ("", text) if self._splitter is None else self._splitter.push(text, finished)
+    def push(self, text: str, finished: bool, num_tokens: int = 0) -> ParsedText:
+        """Take the text of `num_tokens` tokens; with `finished`, nothing is held back any more."""
+        reasoning, content = "", text
+        if self._splitter is not None:
+            was_open = self._splitter.is_open
+            reasoning, content = self._splitter.push(text, finished)
+            self.num_reasoning_tokens += num_tokens * was_open
+            if not self._splitter.has_begun:
+                self.num_reasoning_tokens *= self._splitter.is_open  # there was no reasoning after all
+            reasoning = reasoning if self._include_reasoning else ""
         calls: list[ToolCallDelta] = []
         if self._tools is not None:
             content, calls = self._tools.push(content, finished)
@@ -57,48 +70,99 @@ class ChatParser:
 class ChatFormat:
     """Renders conversations and makes the parsers of their answers."""
 
-    def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str | None) -> None:
-        """`tool_parser`: a name of `TOOL_PARSERS`, auto (by the template) or none; `reasoning_parser`: of `REASONING_PARSERS`."""
-        self._tokenizer, self._reasoning_parser = tokenizer, reasoning_parser
-        self._template = str(tokenizer.chat_template or "")
+    def __init__(
+        self, tokenizer: Any, tool_parser: str, reasoning_parser: str | None, template: str | None = None
+    ) -> None:
+        """Read the template.
+
+        Args:
+            tokenizer: a transformers tokenizer.
+            tool_parser: a name of `TOOL_PARSERS`, auto (by the template) or none.
+            reasoning_parser: a name of `REASONING_PARSERS`; None for none.
+            template: a request's own, instead of the tokenizer's.
+        """
+        self._tokenizer, self._reasoning_parser, self._own_template = tokenizer, reasoning_parser, template
+        self._asked_tool_parser = tool_parser
+        self._template = str((template or tokenizer.chat_template) or "")
         name = tool_parser_of(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = TOOL_PARSERS.get(name or NONE)
         self._knows_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+
+    def using(self, template: str | None) -> ChatFormat:
+        """The same with a request's own template, if it has one."""
+        if template is None:
+            return self
+        return ChatFormat(self._tokenizer, self._asked_tool_parser, self._reasoning_parser, template)
 
     def render(self, chat: Tokenize) -> str:
         """The prompt.
 
         Raises:
             InvalidValueError: see `render_chat`; or there are tools, now or in the conversation, and the model is not known to
-                write calls.
+                write calls; or the model does not reason as the request asks.
         """
         assert chat.messages is not None
+        self._check_reasoning(chat)
         messages: Sequence[Mapping[str, Any]] = chat.messages
         tools = None
         if chat.tools is not None:
             parser = self._parser_for_tools()
             if "tools" in self._template:
-                tools = chat.tools.tools
+                tools = chat.tools.offered
             else:
-                messages = with_tools(messages, chat.tools.tools, parser)
+                messages = with_tools(messages, chat.tools.offered, parser)
         elif (place := _first_use(messages)) is not None and not self._knows_calls:
             messages = without_calls(messages, self._parser_for_tools(f"messages[{place}]", "a call or its result"))
+        return render_chat(
+            self._tokenizer,
+            messages,
+            {**self._hints(chat), **chat.chat_template_kwargs},
+            tools,
+            chat.add_generation_prompt,
+            continue_final_message=chat.continue_final_message,
+            documents=chat.documents,
+            chat_template=self._own_template,
+            apply=None if self._own_template is None else render_in_process,
+        )
+
+    def _hints(self, chat: Tokenize) -> dict[str, Any]:
+        """Return the hints that are variables of the template. Asking a model that never reasons for none is no error."""
         hints = {name: value for name, value in chat.template_hints.items() if name in self._template}
-        variables = {**hints, **chat.chat_template_kwargs}
-        return render_chat(self._tokenizer, messages, variables, tools, chat.add_generation_prompt)
+        is_none_anyway = chat.template_hints.get("enable_thinking") is False and BEGIN not in self._template
+        if chat.hints_name and not hints and not is_none_anyway:
+            allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
+            raise InvalidValueError(chat.hints_name, "given", allowed)
+        return hints
+
+    def _check_reasoning(self, chat: Tokenize) -> None:
+        """Check that a request may choose where reasoning content goes."""
+        if self._reasoning_parser is not None or BEGIN not in self._template:
+            return
+        if not chat.include_reasoning:
+            allowed = "left out, as the server does not tell reasoning content from content"
+            raise InvalidValueError("include_reasoning", False, allowed, "Launch it with --reasoning-parser.")
 
     def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatParser | None:
         """Of the answer to `prompt`, which follows `grammar`; None where all of it is content."""
         splitter = tools = None
-        if self._reasoning_parser is not None:
+        if self._reasoning_parser is not None and chat.separate_reasoning:
             # What a form holds for from the first token on is no thought.
             is_bound = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
-            splitter = ReasoningSplitter(False if is_bound else begins_inside(self._reasoning_parser, prompt))
+            splitter = ReasoningSplitter(False if is_bound else self._begins_inside(chat, prompt))
         if chat.tools is not None:
             strict = chat.tools.strict_names if _is_structural(chat) else ()
             tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
-        return None if splitter is None and tools is None else ChatParser(splitter, tools)
+        return None if splitter is None and tools is None else ChatParser(splitter, tools, chat.include_reasoning)
+
+    def _begins_inside(self, chat: Tokenize, prompt: str) -> bool | None:
+        """Return if the output goes on with reasoning content; see `begins_inside`."""
+        assert self._reasoning_parser is not None
+        if chat.continue_final_message and chat.messages:
+            said = plain_messages(chat.messages[-1:])[0]["content"]
+            if said.strip():
+                return bool(said.rfind(BEGIN) > said.rfind(END))
+        return begins_inside(self._reasoning_parser, prompt)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
         """Whether the tags are special tokens, which text leaves out otherwise."""
@@ -118,7 +182,7 @@ class ChatFormat:
             source = self._tool_grammar(chat.tools, source)
         if source is None or self._reasoning_parser is None:
             return source
-        thinks, end = begins_inside(self._reasoning_parser, prompt), self._token(END)
+        thinks, end = self._begins_inside(chat, prompt), self._token(END)
         if thinks is False or end is None:
             return source
         return msgspec.structs.replace(source, after_token=end, free_if_begun_by=None if thinks else self._token(BEGIN))
@@ -151,7 +215,7 @@ class ChatFormat:
         """Free text, in which calls of strict functions fit their schemas however they begin."""
         parser = self._parser_for_tools()
         structures, triggers, strict_names = [], [], set(tools.strict_names)
-        for function in (tool["function"] for tool in tools.tools):
+        for function in (tool["function"] for tool in tools.offered):
             is_strict = function["name"] in strict_names
             schema = arguments_schema(function) if is_strict else {"type": "object"}
             for trigger, begin, end in parser.spellings:
@@ -171,7 +235,7 @@ class ChatFormat:
                 raise InvalidValueError(form.name, form.text, "a JSON schema where there are tools")
             otherwise = {"type": "object"} if form.kind == "json_object" else _schema(form)
         parser = self._parser_for_tools()
-        chosen = [tool["function"] for tool in tools.tools if tools.named in (None, tool["function"]["name"])]
+        chosen = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
         prefix, suffix, separator = parser.tagged
         text = {
             "prefix": prefix,

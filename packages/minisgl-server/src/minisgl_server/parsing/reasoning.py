@@ -33,6 +33,17 @@ class ReasoningSplitter:
         self._finder = StopFinder((END,))
         self._space = ""
         self._has_thoughts = False
+        self._has_begun = False
+
+    @property
+    def is_open(self) -> bool:
+        """Return if what comes next may be reasoning content."""
+        return self._state in ("start", "inside")
+
+    @property
+    def has_begun(self) -> bool:
+        """Return if there was reasoning content, or its tag."""
+        return self._has_begun
 
     def push(self, text: str, finished: bool) -> tuple[str, str]:
         """New thoughts and new text of the answer; with `finished`, nothing is held back any more."""
@@ -42,6 +53,7 @@ class ReasoningSplitter:
             if self._state == "start":
                 answer += self._look_for_tag(char, thoughts)
             elif self._state == "inside":
+                self._has_begun = True
                 self._think(char, thoughts)
             elif self._state == "outside" or not char.isspace():
                 self._state = "outside"
@@ -65,9 +77,9 @@ class ReasoningSplitter:
             return ""
         start, self._start = self._start, ""
         if found == BEGIN:
-            self._state = "inside"
+            self._state, self._has_begun = "inside", True
         elif self._inside_without_tag:
-            self._state = "inside"
+            self._state, self._has_begun = "inside", True
             for each in start:
                 self._think(each, thoughts)
         else:

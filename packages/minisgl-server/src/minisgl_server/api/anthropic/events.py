@@ -63,7 +63,7 @@ class MessageBody:
             "cache_read_input_tokens": num_cached,
             "cache_creation_input_tokens": 0,
             "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": self.segments.num_reasoning_tokens},
+            "output_tokens_details": {"thinking_tokens": usage["completion_tokens_details"]["reasoning_tokens"]},
         }
 
 

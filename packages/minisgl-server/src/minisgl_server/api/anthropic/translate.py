@@ -53,10 +53,12 @@ def chat_of(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
         made = _messages(message, f"messages[{place}]")
         messages += made
         names += [f"messages[{place}]"] * len(made)
-    if (last := request.messages[-1]).role == "assistant":
-        allowed = "a user's message: this server does not go on with an assistant's"
-        raise InvalidValueError(f"messages[{len(request.messages) - 1}].role", last.role, allowed)
     chat: dict[str, Any] = {"messages": messages, **_tools(request)}
+    if (last := messages[-1])["role"] == "assistant":
+        if "tool_calls" in last or not last["content"].strip():
+            allowed = "text, where the last message is the assistant's: the answer continues it"
+            raise InvalidValueError(f"{names[-1]}.content", request.messages[-1].content, allowed)
+        chat["continue_final_message"] = True
     chat |= {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
     if request.output_config is not None and (form := request.output_config.format) is not None:
         chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}

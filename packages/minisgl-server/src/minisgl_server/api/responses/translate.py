@@ -21,6 +21,7 @@ from minisgl_server.api.responses.schemas import (
 )
 from minisgl_server.api.schemas import ChatRequest
 from minisgl_server.api.segments import Segment
+from minisgl_server.api.template_fields import effort_hints
 
 LOGPROBS = "message.output_text.logprobs"
 _SAME_NAME = (
@@ -134,7 +135,7 @@ def chat_of(
 def template_hints(request: PromptFields) -> dict[str, Any]:
     """Return the variables of chat templates that stand for the effort of reasoning."""
     effort = request.reasoning.effort if request.reasoning is not None else None
-    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    return effort_hints(effort)
 
 
 def message_of(segments: Iterable[Segment]) -> dict[str, Any]:

@@ -1,0 +1,63 @@
+"""Tokens that one request may generate: its `allowed_token_ids` and `bad_words`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Self
+
+import numpy as np
+
+from minisgl_core.contracts.grammar import Masks
+from minisgl_core.messages import Submit
+from minisgl_core.scheduler.growing_array import Int32
+
+
+@dataclass(slots=True)
+class TokenRules:
+    """The rules of a request that has any.
+
+    Bad words are looked up by the token before their last one, so that the cost of a step does not grow with their number.
+
+    Attributes:
+        allowed: the only tokens that may be generated; None for all.
+        banned: tokens that are bad words by themselves.
+        sequences: bad words of several tokens, by the last but one of them.
+    """
+
+    allowed: tuple[int, ...] | None
+    banned: frozenset[int]
+    sequences: dict[int, list[list[int]]] = field(default_factory=dict)
+    _mask: Masks | None = None
+
+    @classmethod
+    def of(cls, submit: Submit) -> Self | None:
+        """Return the rules of a request; None where it has none."""
+        if submit.sampling.allowed_token_ids is None and not submit.bad_words:
+            return None
+        rules = cls(
+            submit.sampling.allowed_token_ids, frozenset(each[0] for each in submit.bad_words if len(each) == 1)
+        )
+        for sequence in submit.bad_words:
+            if len(sequence) > 1:
+                rules.sequences.setdefault(sequence[-2], []).append(sequence)
+        return rules
+
+    def allowed_mask(self, width: int) -> Masks | None:
+        """Return the mask [width] of the allowed tokens, packed as grammars' masks are; None for all."""
+        if self.allowed is not None and self._mask is None:
+            bits = np.zeros(32 * width, np.uint8)
+            bits[list(self.allowed)] = 1
+            self._mask = np.packbits(bits, bitorder="little").view(np.int32)
+        return self._mask
+
+    @property
+    def needs_mask(self) -> bool:
+        """Return if a few fixed biases do not express the rules."""
+        return self.allowed is not None or bool(self.sequences)
+
+    def banned_after(self, output: Int32) -> frozenset[int]:
+        """Return the tokens that would complete a bad word after these output tokens."""
+        if not self.sequences or not len(output):
+            return self.banned
+        candidates = self.sequences.get(int(output[-1]), ())
+        return self.banned.union(each[-1] for each in candidates if output[1 - len(each) :].tolist() == each[:-1])

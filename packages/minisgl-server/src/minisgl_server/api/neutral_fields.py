@@ -1,0 +1,28 @@
+"""Fields of requests that clients send and that change nothing here. Values that would change something are refused."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from minisgl_server.api.strict import Strict
+
+
+class NeutralFields(Strict):
+    """Fields that chats and completions accept without effect; `minisgl_server.api.refusals` says why others are refused."""
+
+    safety_identifier: str | None = Field(None, description="Accepted; nothing is recorded.")
+    prompt_cache_key: str | None = Field(None, description="Accepted; the prefix cache finds prompts by their tokens.")
+    prompt_cache_retention: Literal["in_memory"] | None = Field(None, description="The prefix cache is in memory.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Accepted; nothing is stored.")
+    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    service_tier: Literal["auto", "default"] | None = Field(None, description="There is one tier.")
+    best_of: Literal[1] | None = Field(None, description="Every output is returned; see n.")
+    use_beam_search: Literal[False] | None = Field(None, description="Outputs are sampled.")
+    length_penalty: float | None = Field(None, ge=1, le=1, description="A parameter of beam search.")
+    early_stopping: Literal[False] | None = Field(None, description="A parameter of beam search.")
+    detokenize: Literal[True] | None = Field(None, description="Outputs are always turned into text.")
+    spaces_between_special_tokens: bool | None = Field(
+        None, description="Accepted; no fast tokenizer adds such spaces, whatever it says."
+    )
