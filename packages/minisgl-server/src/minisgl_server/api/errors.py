@@ -28,6 +28,7 @@ MAX_PARAM = 200
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 ANTHROPIC_PATH = "/v1/messages"
 """Beginning of the paths whose errors are in Anthropic's shape."""
+_METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -172,9 +173,9 @@ def install(app: FastAPI) -> None:
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
         if error.status_code == 405:  # Starlette names the methods of the first route only
-            matching = [route for route in app.routes if route.matches(request.scope)[0] != Match.NONE]
-            methods = {method for route in matching for method in getattr(route, "methods", None) or ()}
-            response.headers["Allow"] = ", ".join(sorted(methods))
+            tried = ({**request.scope, "method": method} for method in _METHODS)
+            allowed = [scope["method"] for scope in tried if any(r.matches(scope)[0] == Match.FULL for r in app.routes)]
+            response.headers["Allow"] = ", ".join(allowed)
         return response
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
