@@ -122,6 +122,19 @@ def gpu(session: nox.Session) -> None:
     run_in("dev", session, "python", "scripts/gpu_tp", "--out", str(ROOT / ".gpu/tp"))
 
 
+@nox.session(reuse_venv=True, requires=["dev"], default=False)
+def clients(session: nox.Session) -> None:
+    """Run the client packages of docs/clients.md against a live server; `-- --client-table docs/clients.md` writes its table.
+
+    They have an environment of their own, .nox/clients, because their dependencies exclude some of ours.
+    """
+    folder = "tests/server/clients"
+    install_torch_and_model(session)
+    session.install("--no-deps", "-r", f"{folder}/requirements.txt")
+    env = {**THREADS, "MINISGL_COMMAND": str(ROOT / ".nox/dev/bin/minisgl")}
+    session.run("python", "-m", "pytest", folder, *session.posargs, env=env)
+
+
 @nox.session(reuse_venv=False, requires=["dev"])
 def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a fresh environment as a user would, and serve one request."""

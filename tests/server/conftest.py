@@ -27,7 +27,13 @@ class Server:
         environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **environ}
         self.log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
-            [Path(sys.executable).with_name("minisgl"), "launch", "--port", "0", *flags],
+            [
+                os.environ.get("MINISGL_COMMAND") or Path(sys.executable).with_name("minisgl"),
+                "launch",
+                "--port",
+                "0",
+                *flags,
+            ],
             env=environ,
             stdout=subprocess.PIPE,
             stderr=self.log,
