@@ -122,10 +122,14 @@ def test_200_random_schemas_in_one_batch() -> None:
     sampling = [params({"json": schema}, seed=seed, max_tokens=500) for seed, schema in enumerate(schemas)]
     with new_llm(model, num_pages=8000) as llm:
         outputs = llm.generate(["JSON:"] * len(schemas), sampling)
-    ended = [each for each in zip(outputs, schemas, strict=True) if each[0].finish_reason == "stop"]
-    assert len(ended) >= 196  # a random model may write the digits of a number without an end
-    for output, schema in ended:
-        jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
+    num_ended = 0
+    for output, schema in zip(outputs, schemas, strict=True):
+        if output.finish_reason == "stop":
+            jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
+            num_ended += 1
+        else:  # JSON numbers are the one part of these schemas without a bound, and this model repeats digits
+            assert re.search("[0-9]{100}", output.text), output.text
+    assert num_ended >= 180
 
 
 def test_requests_without_a_form_do_not_notice(llm: LLM) -> None:

@@ -1,7 +1,7 @@
 """Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm of each query and key head.
 
-Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, Hq query heads and Hkv KV heads
-of this rank, D head dimension. `docs/plugins/model.md` walks through a file like this one.
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
+This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
 """
 
 from __future__ import annotations

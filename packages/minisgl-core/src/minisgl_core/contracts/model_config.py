@@ -67,7 +67,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """What the engine and the layers need to know of a model. Built by `minisgl_core.config.hf.model_config`.
+    """Properties of a model that the engine and the layers read. Built by `minisgl_core.config.hf.model_config`.
 
     Attributes:
         architecture: the Hugging Face class name, which is also the provider's name.

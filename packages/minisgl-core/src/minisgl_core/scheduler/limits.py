@@ -62,6 +62,8 @@ class SchedulerLimits:
             for token in ids:
                 if not 0 <= token < self.vocab_size:
                     raise self._bad_token(name, token)
+        if submit.adapter_id:
+            raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")
         self._check_rules(submit)
 
     def _check_rules(self, submit: Submit) -> None:
@@ -80,9 +82,6 @@ class SchedulerLimits:
         if not is_free:
             value = list(sampling.bad_words) if name == "bad_words" else sampling.min_tokens
             raise InvalidValueError(name, value, "such that one of the allowed tokens is never forbidden")
-
-        if submit.adapter_id:
-            raise InvalidValueError("adapter_id", submit.adapter_id, "left out", "This engine has no adapters.")
 
     def _bad_token(self, name: str, token: int) -> InvalidValueError:
         return InvalidValueError(name, token, f"a token id from 0 to {self.vocab_size - 1}")

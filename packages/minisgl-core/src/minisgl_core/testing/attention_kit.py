@@ -182,7 +182,7 @@ class AttentionBackendTests:
 
     @pytest.mark.parametrize("feature", list(_FEATURES))
     def test_what_it_lacks_is_refused(self, feature: str) -> None:
-        """Of the features of a spec, exactly those are refused that `capabilities` does not declare."""
+        """A backend refuses exactly those features of a spec that its `capabilities` do not declare."""
         for spec in self.specs():
             reasons = self.provider.unsupported(replace(spec, **_FEATURES[feature]))
             if not getattr(self.provider.capabilities, feature):

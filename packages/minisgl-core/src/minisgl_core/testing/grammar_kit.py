@@ -285,7 +285,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize(("pattern", "right", "wrong"), WHITESPACES)
     def test_whitespace_of_json(self, pattern: str | None, right: list[str], wrong: list[str]) -> None:
-        """As the schema's ``x-whitespace`` says; compact without it."""
+        """White space follows the schema's ``x-whitespace``; JSON is compact without it."""
         schema = SCHEMA | {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
         text = json.dumps(schema if pattern is None else schema | {WHITESPACE: pattern})
         state = self.make_provider().compile("json_schema", text, "it")

@@ -64,7 +64,7 @@ class HostReads(TorchFunctionMode):
 
 
 def _reads_index(index: Any) -> bool:
-    """Whether an index is a mask, or has a number that is a tensor."""
+    """Return True for an index that is a mask, or that has a tensor as a number."""
     parts = index if isinstance(index, tuple) else (index,)
     for part in parts:
         if isinstance(part, slice):

@@ -26,7 +26,7 @@ class Error(BaseModel):
 
 
 class AnthropicErrorDetails(BaseModel):
-    """What is wrong, in Anthropic's words."""
+    """Type and message of an error in Anthropic's shape."""
 
     type: str
     message: str
