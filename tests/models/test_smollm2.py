@@ -38,7 +38,7 @@ def tokenizer(source: GgufWeights) -> Any:
 def model(source: GgufWeights) -> Model:
     device, dtype = torch.device("cpu"), torch.float32
     config = model_config(source.config, source.generation_config)
-    model = LlamaForCausalLM(config, BuildContext(SingleRank(), Ops(device, dtype), device, dtype))
+    model = LlamaForCausalLM(config, BuildContext(SingleRank(), Ops.of(device, dtype), device, dtype))
     load_weights(model, source, progress=False)
     return model
 

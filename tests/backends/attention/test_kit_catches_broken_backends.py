@@ -19,7 +19,7 @@ from minisgl_core.contracts.attention import (
     AttentionSpec,
     check_layers,
 )
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import RotaryOps
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.kit_runner import failures
@@ -453,7 +453,7 @@ class RotatesDecodesItself(RightAttention):
         return plan.num_decodes == plan.num_requests
 
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return self.forward(*Ops(q.device, q.dtype).rotate(q, k, rotation), v, layer, plan)
+        return self.forward(*RotaryOps(q.device, q.dtype).rotate(q, k, rotation), v, layer, plan)
 
 
 class RotatesBackwards(RotatesDecodesItself):
@@ -469,13 +469,13 @@ class RotatesAllByTheFirstPosition(RotatesDecodesItself):
 
 class StoresUnrotatedKeys(RotatesDecodesItself):
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        return self.forward(Ops(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)
+        return self.forward(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)
 
 
 class RotatesInPlace(RotatesDecodesItself):
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
-        q.copy_(Ops(q.device, q.dtype).rotate(q, k, rotation)[0])
-        return self.forward(q, Ops(q.device, q.dtype).rotate(k, k, rotation)[1], v, layer, plan)
+        q.copy_(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0])
+        return self.forward(q, RotaryOps(q.device, q.dtype).rotate(k, k, rotation)[1], v, layer, plan)
 
 
 class ForgetsNorms(RotatesDecodesItself):

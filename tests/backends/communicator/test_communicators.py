@@ -8,7 +8,7 @@ from minisgl_backends.communicator.oneshot import OneShotCommunicator
 from minisgl_backends.communicator.pynccl import NcclCommunicator
 from minisgl_backends.communicator.torch_distributed import TorchCommunicator
 from minisgl_core.contracts.communicator import CommunicatorSpec
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import NormOps
 from minisgl_core.testing.communicator_kit import CommunicatorTests
 
 
@@ -76,7 +76,7 @@ class OneShotOfOneRank(OneShotCommunicator):
 
 @pytest.mark.parametrize("wide", ["residual", "weight"])
 def test_oneshot_adds_and_normalises_tensors_of_one_dtype_in_its_kernel(wide: str) -> None:
-    group, ops = OneShotOfOneRank(), Ops(torch.device("cpu"), torch.bfloat16)
+    group, ops = OneShotOfOneRank(), NormOps(torch.device("cpu"), torch.bfloat16)
     tensors = {"x": torch.ones(2, 8), "residual": torch.ones(2, 8), "weight": torch.ones(8)}
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
     group.all_reduce_add_norm(**tensors, eps=1e-6, add_norm=ops.add_rms_norm)
@@ -95,6 +95,6 @@ def test_oneshot_takes_sums_of_one_shape_alike_wherever_they_lie(place: str) -> 
     group = OneShotOfOneRank()
     x = torch.ones(2, 16).bfloat16()[:, :8] if place == "between other columns" else torch.ones(17).bfloat16()[1:]
     x, residual, weight = x.reshape(2, 8) if x.ndim == 1 else x, torch.ones(2, 8).bfloat16(), torch.ones(8).bfloat16()
-    group.all_reduce_add_norm(x, residual, weight, 1e-6, Ops(x.device, x.dtype).add_rms_norm)
+    group.all_reduce_add_norm(x, residual, weight, 1e-6, NormOps(x.device, x.dtype).add_rms_norm)
     [taken] = group.taken
     assert all(each.is_contiguous() and each.data_ptr() % 16 == 0 for each in taken)

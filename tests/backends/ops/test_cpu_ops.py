@@ -7,14 +7,14 @@ import torch
 
 from minisgl_backends.ops.native import NativeOps
 from minisgl_backends.ops.onednn import OneDnnOps
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import TorchOps
 from minisgl_core.testing.ops_kit import OpsTests
 
 CPU = torch.device("cpu")
 
 
 class TestTorch(OpsTests):
-    provider = Ops
+    provider = TorchOps
 
 
 class TestOneDnn(OpsTests):
@@ -27,7 +27,7 @@ class TestNative(OpsTests):
 
 @pytest.mark.parametrize("is_on", [True, False])
 @pytest.mark.parametrize("kernels", [OneDnnOps, NativeOps])
-def test_single_rows_leave_onednn_as_it_was(kernels: type[Ops], is_on: bool) -> None:
+def test_single_rows_leave_onednn_as_it_was(kernels: type[OneDnnOps], is_on: bool) -> None:
     if reasons := kernels.unsupported(CPU, torch.bfloat16):
         pytest.skip("; ".join(reasons))
     op = kernels(CPU, torch.bfloat16).prepare_linear(torch.randn(8, 6).bfloat16(), None)

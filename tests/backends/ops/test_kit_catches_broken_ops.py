@@ -3,34 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+from minisgl_core.contracts.ops import (
+    ROLES,
+    LinearOp,
+    LinearOps,
+    NormOps,
+    OpsProvider,
+    RotaryOps,
+    Rotation,
+    RoutingOps,
+    SamplingOps,
+    StepOps,
+    TorchOps,
+)
+from minisgl_core.contracts.ops.norm import rms_norm
 from minisgl_core.fp8 import FP8
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.ops_kit import OpsTests
 
 
-class AnswersYesOrNo(Ops):
+class AnswersYesOrNo(NormOps):
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> Any:
         return False
 
 
-class ForgetsTheBias(Ops):
+class HasNoRole(OpsProvider):
+    """Its kernel would never be called."""
+
+    def rms_norm(self, x, weight, eps) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+
+class ForgetsTheBias(LinearOps):
     def prepare_linear(self, weight, bias) -> LinearOp:
         return super().prepare_linear(weight, None)
 
 
-class SwapsGateAndUp(Ops):
+class SwapsGateAndUp(LinearOps):
     def prepare_gated(self, weight, bias) -> LinearOp:
         return super().prepare_gated(weight.roll(len(weight) // 2, 0), bias)
 
 
-class CountsRowsByLength(Ops):
+class CountsRowsByLength(LinearOps):
     """Takes [2, 3, in] for two rows where it has a kernel for few of them."""
 
     def prepare_linear(self, weight, bias) -> LinearOp:
@@ -38,19 +59,19 @@ class CountsRowsByLength(Ops):
         return lambda x: op(x.reshape(-1, x.shape[-1])[: len(x)]) if x.dim() > 1 and len(x) <= 16 else op(x)
 
 
-class ForgetsTheLastRows(Ops):
+class ForgetsTheLastRows(LinearOps):
     def prepare_linear(self, weight, bias) -> LinearOp:
         op = super().prepare_linear(weight, bias)
         return lambda x: op(x).masked_fill((torch.arange(len(x)) >= max(len(x) // 4 * 4, 1))[:, None], 0)
 
 
-class ReadsRowsFlat(Ops):
+class ReadsRowsFlat(LinearOps):
     def prepare_linear(self, weight, bias) -> LinearOp:
         op = super().prepare_linear(weight, bias)
         return lambda x: op(flat(x))
 
 
-class AddsToItsLastResult(Ops):
+class AddsToItsLastResult(LinearOps):
     def prepare_linear(self, weight, bias) -> LinearOp:
         op, last = super().prepare_linear(weight, bias), torch.zeros(0)
 
@@ -63,17 +84,17 @@ class AddsToItsLastResult(Ops):
         return product
 
 
-class ScalesInPlace(Ops):
+class ScalesInPlace(NormOps):
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         return x.copy_(super().rms_norm(x, weight, eps))
 
 
-class ForgetsEps(Ops):
+class ForgetsEps(NormOps):
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         return super().rms_norm(x, weight, 0.0)
 
 
-class SumsInHalf(Ops):
+class SumsInHalf(NormOps):
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         total = torch.zeros_like(x[..., 0])
         for column in x.square().unbind(-1):
@@ -82,51 +103,51 @@ class SumsInHalf(Ops):
         return (x.float() * torch.rsqrt(mean + eps)).to(x.dtype) * weight
 
 
-class ReadsNormsFlat(Ops):
+class ReadsNormsFlat(NormOps):
     def add_rms_norm(self, x, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
         return super().add_rms_norm(flat(x), flat(residual), weight, eps)
 
 
-class ReturnsTheOldResidual(Ops):
+class ReturnsTheOldResidual(NormOps):
     def add_rms_norm(self, x, residual, weight, eps) -> tuple[torch.Tensor, torch.Tensor]:
         return super().add_rms_norm(x, residual, weight, eps)[0], residual
 
 
-class ReadsActivationsFlat(Ops):
+class ReadsActivationsFlat(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         return super().silu_and_mul(flat(gate_up))
 
 
-class ActivatesRowsOnly(Ops):
+class ActivatesRowsOnly(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         return super().silu_and_mul(gate_up.reshape(-1, gate_up.shape[-1]))
 
 
-class Overflows(Ops):
+class Overflows(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * gate.exp() / (1 + gate.exp()) * up
 
 
-class HidesWhatIsNoNumber(Ops):
+class HidesWhatIsNoNumber(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         return super().silu_and_mul(gate_up).nan_to_num()
 
 
-class TakesAllForItsOwnDtype(Ops):
+class TakesAllForItsOwnDtype(NormOps):
     def rms_norm(self, x, weight, eps) -> torch.Tensor:
         if x.dtype != self.dtype:
             x = x.view(self.dtype).repeat(*[1] * (x.dim() - 1), 2)[..., : x.shape[-1]].to(x.dtype)
         return super().rms_norm(x, weight, eps)
 
 
-class WidensToTheTables(Ops):
+class WidensToTheTables(RotaryOps):
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = super().rotary(q, k, cos, sin)
         return q.to(cos.dtype), k.to(cos.dtype)
 
 
-class KeepsTheFirstTables(Ops):
+class KeepsTheFirstTables(RotaryOps):
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         self.tables = getattr(self, "tables", (cos, sin))
         if self.tables[0].shape != cos.shape:
@@ -134,7 +155,7 @@ class KeepsTheFirstTables(Ops):
         return super().rotary(q, k, *self.tables)
 
 
-class RotatesNeighbours(Ops):
+class RotatesNeighbours(RotaryOps):
     """As checkpoints of another form have it."""
 
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
@@ -146,13 +167,13 @@ class RotatesNeighbours(Ops):
         return q[..., order.argsort()], k[..., order.argsort()]
 
 
-class RotatesTheWholeHead(Ops):
+class RotatesTheWholeHead(RotaryOps):
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (x.repeat(1, 2)[:, : q.shape[-1] // 2] for x in (cos, sin))
         return super().rotary(q, k, cos, sin)
 
 
-class RotatesValuesToo(Ops):
+class RotatesValuesToo(RotaryOps):
     """Takes heads that lie behind q's for k's, one too many."""
 
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
@@ -162,21 +183,22 @@ class RotatesValuesToo(Ops):
         return q, more
 
 
-class RotatesBeforeItNormalises(Ops):
+class RotatesBeforeItNormalises(RotaryOps):
     def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         q, k = self.rotary(q, k, rotation.cos, rotation.sin)
         of_q, of_k = rotation.norms or (None, None)
-        norm = self.rms_norm
-        return q if of_q is None else norm(q, of_q, rotation.eps), k if of_k is None else norm(k, of_k, rotation.eps)
+        if of_q is None or of_k is None:
+            return q, k
+        return rms_norm(q, of_q, rotation.eps), rms_norm(k, of_k, rotation.eps)
 
 
-class SwapsTheNorms(Ops):
+class SwapsTheNorms(RotaryOps):
     def rotate(self, q, k, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         norms = rotation.norms and rotation.norms[::-1]
         return super().rotate(q, k, Rotation(rotation.cos, rotation.sin, norms, rotation.eps))
 
 
-class StoresKeysUnturned(Ops):
+class StoresKeysUnturned(RotaryOps):
     def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         found = super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
         if k_pages.dtype != FP8:
@@ -184,181 +206,181 @@ class StoresKeysUnturned(Ops):
         return found
 
 
-class ForgetsScales(Ops):
+class ForgetsScales(RotaryOps):
     def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots)
 
 
-class SwapsScales(Ops):
+class SwapsScales(RotaryOps):
     def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales[::-1])
 
 
-class ClearsPages(Ops):
+class ClearsPages(RotaryOps):
     def rotate_and_store(self, q, k, v, rotation, k_pages, v_pages, slots, scales=(1.0, 1.0)) -> torch.Tensor:
         v_pages[slots // v_pages.shape[1]] = torch.zeros_like(v_pages[slots // v_pages.shape[1]])
         return super().rotate_and_store(q, k, v, rotation, k_pages, v_pages, slots, scales)
 
 
-class TakesTheLastOfEquals(Ops):
+class TakesTheLastOfEquals(SamplingOps):
     def argmax(self, logits) -> torch.Tensor:
         return logits.shape[1] - 1 - logits.flip(-1).argmax(-1)
 
 
-class IgnoresTemperature(Ops):
+class IgnoresTemperature(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         return super().sample(logits, temperature.clamp(max=1.0).ceil(), uniform)
 
 
-class SamplesAtZero(Ops):
+class SamplesAtZero(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         return super().sample(logits, temperature.clamp_min(0.5), uniform)
 
 
-class SamplesTheLargestFirst(Ops):
+class SamplesTheLargestFirst(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         logits, order = logits.sort(-1, descending=True)
         return order.gather(1, super().sample(logits, temperature, uniform)[:, None])[:, 0]
 
 
-class SamplesWhatIsRuledOut(Ops):
+class SamplesWhatIsRuledOut(SamplingOps):
     def sample(self, logits, temperature, uniform) -> torch.Tensor:
         probs = torch.softmax(logits.float() / temperature.clamp_min(1e-5)[:, None], -1)
         found = (probs.cumsum(-1) >= uniform[:, None]).to(torch.uint8).argmax(-1)
         return torch.where(temperature > 0, found, logits.argmax(-1))
 
 
-class ForgetsNewPages(Ops):
+class ForgetsNewPages(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(shared, turn, inputs, last_tokens, page_table.clone(), page_size)
 
 
-class LooksUpBeforeItWrites(Ops):
+class LooksUpBeforeItWrites(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         rows, _, positions = shared[int(turn), :3]
         slots = page_table[rows, positions // page_size].long() * page_size + positions % page_size
         return super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)[0], slots
 
 
-class TakesLastTokensByPlace(Ops):
+class TakesLastTokensByPlace(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         known, slots = super().decode_inputs(shared, turn, inputs, last_tokens, page_table, page_size)
         return torch.where(inputs[1] < 0, last_tokens.repeat(5)[: len(known)], known), slots
 
 
-class ReadsTheTableFlat(Ops):
+class ReadsTheTableFlat(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(shared, turn, inputs, last_tokens, flat(page_table), page_size)
 
 
-class TakesTheFirstPlace(Ops):
+class TakesTheFirstPlace(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(shared, turn * 0, inputs, last_tokens, page_table, page_size)
 
 
-class CopiesWhatItReadsItself(Ops):
+class CopiesWhatItReadsItself(StepOps):
     def decode_inputs(self, shared, turn, inputs, last_tokens, page_table, page_size) -> Any:
         return super().decode_inputs(shared[:, :4], turn, inputs[:4], last_tokens, page_table, page_size)
 
 
-class ForgetsTheHost(Ops):
+class ForgetsTheHost(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
         super().decode_outputs(tokens, rows, last_tokens, shared.clone(), turn)
 
 
-class ForgetsTheNextStep(Ops):
+class ForgetsTheNextStep(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
         super().decode_outputs(tokens, rows, last_tokens.clone(), shared, turn)
 
 
-class LeavesTokensOneTurnLate(Ops):
+class LeavesTokensOneTurnLate(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
         super().decode_outputs(tokens, rows, last_tokens, shared, 1 - turn)
         turn.neg_().add_(1)
 
 
-class KeepsItsTurn(Ops):
+class KeepsItsTurn(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
         super().decode_outputs(tokens, rows, last_tokens, shared, turn.clone())
 
 
-class LeavesTokensByRow(Ops):
+class LeavesTokensByRow(StepOps):
     def decode_outputs(self, tokens, rows, last_tokens, shared, turn) -> None:
         super().decode_outputs(tokens[rows.argsort()], rows.sort().values, last_tokens, shared, turn)
 
 
-class TakesRowsByPlace(Ops):
-    def take_rows(self, table, index) -> torch.Tensor:
+class TakesRowsByPlace(StepOps):
+    def gather_rows(self, table, index) -> torch.Tensor:
         return table[: len(index)].clone()
 
 
-class PutsInOrder(Ops):
-    def put(self, table, index, values) -> None:
+class ScattersInOrder(StepOps):
+    def scatter(self, table, index, values) -> None:
         table[: len(index)] = values
 
 
-class PutsNothingLate(Ops):
-    def put(self, table, index, values) -> None:
-        super().put(table, index[:128], values[:128])
+class ScattersNothingLate(StepOps):
+    def scatter(self, table, index, values) -> None:
+        super().scatter(table, index[:128], values[:128])
 
 
-class SamplesItsOwnShardAlone(Ops):
+class SamplesItsOwnShardAlone(SamplingOps):
     def sample_shard(self, logits, temperature, uniform, shard) -> torch.Tensor:
         return self.sample(logits, temperature, uniform)
 
 
-class SamplesPadding(Ops):
+class SamplesPadding(SamplingOps):
     def sample_shard(self, logits, temperature, uniform, shard) -> torch.Tensor:
         return self.sample(shard.communicator.all_gather(logits), temperature, uniform)
 
 
-class MasksTheFirstRows(Ops):
+class MasksTheFirstRows(SamplingOps):
     def mask_logits(self, logits, rows, words) -> torch.Tensor:
         return super().mask_logits(logits, torch.arange(len(rows)), words)
 
 
-class MasksFromTheHighestBit(Ops):
+class MasksFromTheHighestBit(SamplingOps):
     def mask_logits(self, logits, rows, words) -> torch.Tensor:
         bits = (words[:, :, None] >> torch.arange(31, -1, -1)) & 1
         ruled_out = bits.flatten(1)[:, : logits.shape[1]] == 0
         return logits.index_copy_(0, rows, logits[rows].masked_fill(ruled_out, -torch.inf))
 
 
-class NormalisesAlways(Ops):
+class NormalisesAlways(RoutingOps):
     def route(self, logits, top_k, normalize) -> tuple[torch.Tensor, torch.Tensor]:
         return super().route(logits, top_k, True)
 
 
-class RoutesOverTheChosen(Ops):
+class RoutesOverTheChosen(RoutingOps):
     def route(self, logits, top_k, normalize) -> tuple[torch.Tensor, torch.Tensor]:
         values, experts = logits.topk(top_k, -1)
         return values.softmax(-1, dtype=torch.float32), experts
 
 
-class OneScaleForAllRows(Ops):
+class OneScaleForAllRows(LinearOps):
     def quantize_rows(self, x) -> tuple[torch.Tensor, torch.Tensor]:
         scales = (x.abs().max().float() / 448).expand(len(x), 1)
         return (x / scales).to(FP8), scales
 
 
-class DividesByZero(Ops):
+class DividesByZero(LinearOps):
     def quantize_rows(self, x) -> tuple[torch.Tensor, torch.Tensor]:
         scales = x.abs().amax(-1, keepdim=True).float() / 448
         return (x / scales).to(FP8), scales
 
 
-class ForgetsOutputScales(Ops):
+class ForgetsOutputScales(LinearOps):
     def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
         return super().prepare_fp8_linear(weight, torch.ones_like(scales), bias)
 
 
-class RoundsSumsInFp8(Ops):
+class RoundsSumsInFp8(LinearOps):
     def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
         op = super().prepare_fp8_linear(weight, scales, bias)
         return lambda x: op(x).to(FP8).to(x.dtype)
 
 
-class TakesRowsInFp8Only(Ops):
+class TakesRowsInFp8Only(LinearOps):
     def prepare_fp8_linear(self, weight, scales, bias) -> LinearOp:
         op = super().prepare_fp8_linear(weight, scales, bias)
         return lambda x: op(x.reshape(-1, x.shape[-1]))
@@ -367,7 +389,7 @@ class TakesRowsInFp8Only(Ops):
 BROKEN = [
     kind
     for kind in list(globals().values())
-    if isinstance(kind, type) and issubclass(kind, Ops) and kind.__module__ == __name__
+    if isinstance(kind, type) and issubclass(kind, OpsProvider) and kind.__module__ == __name__
 ]
 
 
@@ -386,7 +408,7 @@ class Kit(OpsTests):
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
-def test_a_broken_provider_fails_the_kit(broken: type[Ops]) -> None:
+def test_a_broken_provider_fails_the_kit(broken: type[OpsProvider]) -> None:
     class TestBroken(Kit):
         provider = broken
 
@@ -395,15 +417,32 @@ def test_a_broken_provider_fails_the_kit(broken: type[Ops]) -> None:
     assert all(isinstance(error, AssertionError) for error in found.values()), found
 
 
-def test_what_the_mistakes_are_made_in_passes() -> None:
+@pytest.mark.parametrize("right", [TorchOps, *ROLES.values()], ids=lambda right: right.__name__)
+def test_what_the_mistakes_are_made_in_passes(right: type[OpsProvider]) -> None:
     class TestRight(Kit):
-        provider = Ops
+        provider = right
 
     assert failures(TestRight()) == {}
 
 
+def test_only_the_roles_of_a_provider_are_tested() -> None:
+    class TestNorms(Kit):
+        provider = NormOps
+
+    TestNorms().test_rms_norm()
+    for role, test in {
+        "LinearOps": partial(TestNorms().test_gemms, False),
+        "RotaryOps": partial(TestNorms().test_rotation, (3, 2, 80, 20), False),
+        "SamplingOps": TestNorms().test_argmax,
+        "StepOps": partial(TestNorms().test_scatter, 1),
+        "RoutingOps": partial(TestNorms().test_routing, 6, 3, False),
+    }.items():
+        with pytest.raises(pytest.skip.Exception, match=f"NormOps does not subclass {role}"):
+            test()
+
+
 def test_a_provider_that_does_not_apply_is_skipped() -> None:
-    class NowhereToBeFound(Ops):
+    class NowhereToBeFound(TorchOps):
         @classmethod
         def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
             return ["there is no such device"]

@@ -14,7 +14,7 @@ import itertools
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels.inputs import _decode_inputs, _decode_outputs, _put, _take_rows
+from minisgl_backends.kernels.inputs import _decode_inputs, _decode_outputs, _gather_rows, _scatter
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -45,8 +45,8 @@ kinds = dict.fromkeys(("shared", "turn", "inputs", "last_tokens", "table", "know
 compiled(_decode_inputs, dict(kinds), {"K": 7, "K_BLOCK": 4, "PAGE_SIZE": 16, "BLOCK": 128}, num_warps=4)
 compiled(_decode_outputs, kinds | {"tokens": "*i64", "shared": "*i64"}, {"BLOCK": 256}, num_warps=4)
 for index in ("*i32", "*i64"):
-    compiled(_take_rows, {"table": "*bf16", "out": "*bf16", "index": index}, {"BLOCK": 1024}, num_warps=4)
-compiled(_put, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK": 128}, num_warps=4)
+    compiled(_gather_rows, {"table": "*bf16", "out": "*bf16", "index": index}, {"BLOCK": 1024}, num_warps=4)
+compiled(_scatter, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK": 128}, num_warps=4)
 
 # Sampling, on one rank and over several.
 of_row = dict.fromkeys(("temperature", "uniform", "largest", "sums"), "*fp32") | {"logits": "*bf16"}

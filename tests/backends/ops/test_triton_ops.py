@@ -9,7 +9,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
-from minisgl_core.contracts.ops import Ops  # noqa: E402
+from minisgl_core.contracts.ops import TorchOps  # noqa: E402
 from minisgl_core.testing.ops_kit import TOLERANCES, OpsTests  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -28,10 +28,10 @@ class TestTriton(OpsTests):
     tolerances = TOLERANCES | {torch.bfloat16: BF16_ERROR}
 
 
-def pair(dtype: torch.dtype) -> tuple[Ops, Ops]:
+def pair(dtype: torch.dtype) -> tuple[TritonOps, TorchOps]:
     assert TritonOps.unsupported(DEVICE, dtype) == []
     torch.manual_seed(0)
-    return TritonOps(DEVICE, dtype), Ops(DEVICE, dtype)
+    return TritonOps(DEVICE, dtype), TorchOps(DEVICE, dtype)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

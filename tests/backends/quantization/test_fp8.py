@@ -5,7 +5,7 @@ import torch
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.testing.quantization_kit import QuantizationTests
@@ -40,7 +40,7 @@ def test_what_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_each_output_and_each_token_has_a_scale() -> None:
     """Against float64 on what the quantised numbers stand for; large ones harm no others."""
-    ops = Ops(CPU, torch.float32)
+    ops = Ops.of(CPU, torch.float32)
     weight, x = torch.randn(5000, 64), torch.randn(7, 64)
     weight[3] *= 1e4
     x[2] *= 1e-6
@@ -48,14 +48,14 @@ def test_each_output_and_each_token_has_a_scale() -> None:
     assert codes.dtype == FP8
     torch.testing.assert_close(codes.float() * scales[:, None], weight, rtol=2**-4, atol=1e-5)
     assert (codes.float().abs().amax(1) == FP8_MAX).all()
-    x_codes, x_scales = ops.quantize_rows(x)
+    x_codes, x_scales = ops.linear.quantize_rows(x)
     expected = (x_codes.double() * x_scales) @ (codes.double() * scales[:, None].double()).T
-    found = ops.prepare_fp8_linear(codes, scales, None)(x)
+    found = ops.linear.prepare_fp8_linear(codes, scales, None)(x)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
 def test_matrices_of_odd_sizes_stay_as_they_are() -> None:
-    provider = Fp8(spec(torch.float32, "cpu"), Ops(CPU, torch.float32))
+    provider = Fp8(spec(torch.float32, "cpu"), Ops.of(CPU, torch.float32))
     weight, x = torch.randn(24, 40), torch.randn(3, 40)
     torch.testing.assert_close(provider.prepare_linear(weight, None)(x), x @ weight.T)
 
@@ -70,7 +70,7 @@ def test_triton_multiplies_by_larger_matrices_as_torch_does(
     """Few rows, split and not; twice, because split products leave counters behind that must be zero again."""
     pytest.importorskip("triton")
     device = torch.device("cuda" if ON_GPU else "cpu")
-    ours, reference = TritonOps(device, torch.bfloat16), Ops(device, torch.bfloat16)
+    ours, reference = TritonOps(device, torch.bfloat16), LinearOps(device, torch.bfloat16)
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
     codes, scales = reference.quantize_rows(weight)
     bias = torch.randn(outputs, device=device, dtype=torch.bfloat16) if has_bias else None

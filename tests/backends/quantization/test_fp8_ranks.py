@@ -46,7 +46,7 @@ def test_ranks_together_are_the_model(model_class: type[Model], tmp_path: Path) 
     device, dtype = torch.device("cpu"), torch.float32
 
     def run(communicator: Communicator, is_fp8: bool = True) -> torch.Tensor:
-        source, ops = SavedReference(tmp_path), Ops(device, dtype)
+        source, ops = SavedReference(tmp_path), Ops.of(device, dtype)
         quantization = Fp8(QuantizationSpec(dtype, device), ops) if is_fp8 else None
         build = BuildContext(communicator, ops, device, dtype, NaiveMoe, quantization=quantization)
         model = model_class(model_config(source.config), build)

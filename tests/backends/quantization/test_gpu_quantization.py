@@ -7,7 +7,7 @@ import torch
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import LinearOps
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 pytestmark = [
@@ -30,7 +30,7 @@ class TestFp8(QuantizationTests):
 def test_products_are_those_of_the_reference(num_rows: int, outputs: int, inputs: int, has_bias: bool) -> None:
     """The same numbers in float8; sums differ by rounding alone."""
     device = torch.device("cuda")
-    ours, reference = TritonOps(device, torch.bfloat16), Ops(device, torch.bfloat16)
+    ours, reference = TritonOps(device, torch.bfloat16), LinearOps(device, torch.bfloat16)
     weight = torch.randn(outputs, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
     codes, scales = reference.quantize_rows(weight)
     bias = torch.randn(outputs, device=device, dtype=torch.bfloat16) if has_bias else None

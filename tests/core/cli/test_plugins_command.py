@@ -99,6 +99,11 @@ def test_check_of_a_provider_that_applies():
     assert "applies:      yes, for" in result.stdout
 
 
+def test_check_shows_the_roles_of_ops():
+    for name, roles in (("torch", "linear, norm, rotary, sampling, step, routing"), ("hopper", "linear, norm, rotary")):
+        assert f"roles:        {roles}\n" in run("check", name, "--kind", "ops").stdout
+
+
 @pytest.mark.parametrize(
     ("value", "reason"),
     [

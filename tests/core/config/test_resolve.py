@@ -37,11 +37,20 @@ MODEL = model_config(
 INSTALLED = {
     "attention": {"torch", "native", "triton", "hopper", "fi", "fa", "theirs"},
     "prefix_cache": {"radix", "naive"},
-    "ops": {"torch", "native", "onednn", "triton", "hopper"},
+    "ops": {"torch", "native", "onednn", "triton", "hopper", "mynorm"},
     "communicator": {"torch"},
     "moe": {"torch"},
     "quantization": {"fp8", "none"},
     "platform": {"cpu", "cuda"},
+}
+
+ROLES = {
+    "hopper": ("linear", "norm", "rotary"),
+    "native": ("linear", "norm", "rotary", "sampling"),
+    "onednn": ("linear", "norm", "rotary", "sampling"),
+    "mynorm": ("norm",),
+    "torch": ("linear", "norm", "rotary", "sampling", "step", "routing"),
+    "triton": ("linear", "norm", "rotary", "sampling", "step", "routing"),
 }
 
 
@@ -56,7 +65,9 @@ def choose(
         return [f"{name} is not for this"] if name in refused else []
 
     config = EngineConfig.from_flat(**options)
-    return resolve(config, hardware, model, INSTALLED.__getitem__, unsupported, (preferred or {}).get)
+    return resolve(
+        config, hardware, model, INSTALLED.__getitem__, unsupported, (preferred or {}).get, ROLES.__getitem__
+    )
 
 
 def test_nothing_is_left_open() -> None:
@@ -71,7 +82,7 @@ def test_nothing_is_left_open() -> None:
 def test_a_laptop_gets_what_runs_there() -> None:
     resolved = choose(LAPTOP)
     flat = resolved.config.flat()
-    assert (flat["attn"], flat["ops"], flat["cache"]) == ("native", "native", "radix")
+    assert (flat["attn"], flat["ops"], flat["cache"]) == ("native", "native,torch", "radix")
     assert (flat["dtype"], flat["disable_overlap"]) == ("float32", True)
     reasons = {choice.what: choice.reason for choice in resolved.choices}
     assert "bfloat16 is slow" in reasons["dtype"]
@@ -79,12 +90,12 @@ def test_a_laptop_gets_what_runs_there() -> None:
 
 def test_a_laptop_without_a_compiler_gets_the_next() -> None:
     flat = choose(LAPTOP, refused=["native"]).config.flat()
-    assert (flat["attn"], flat["ops"]) == ("torch", "onednn")
+    assert (flat["attn"], flat["ops"]) == ("torch", "onednn,torch")
 
 
 def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
     assert choose(H200).config.backends.attn == "fa,hopper"
-    assert choose(H200).config.backends.ops == "hopper"
+    assert choose(H200).config.backends.ops == "hopper,triton"
     resolved = choose(H200, refused=["fa", "hopper"])
     assert (resolved.config.backends.attn, resolved.config.backends.ops) == ("fi,triton", "triton")
     reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
@@ -107,6 +118,21 @@ def test_a_plugin_may_prefer_its_own() -> None:
     assert any("nobodys: a plugin prefers it, but it is not installed" in choice.reason for choice in absent.choices)
 
 
+def ops_of(hardware: Hardware, **more: Any) -> tuple[str, str]:
+    resolved = choose(hardware, **more)
+    return resolved.config.backends.ops, next(choice.reason for choice in resolved.choices if choice.what == "ops")
+
+
+def test_each_role_of_ops_goes_to_the_first_that_has_it() -> None:
+    on_gpu = "hopper: linear, norm, rotary; triton: sampling, step, routing"
+    assert ops_of(H200) == ("hopper,triton", on_gpu)
+    assert ops_of(H200, refused=["hopper"]) == ("triton", "triton: every role; not hopper: hopper is not for this")
+    assert ops_of(H200, refused=["hopper", "triton"])[0] == "torch"
+    assert ops_of(LAPTOP, ops="native") == ("native", "native: linear, norm, rotary, sampling; torch: step, routing")
+    assert ops_of(H200, ops="mynorm,auto")[0] == "mynorm,hopper,triton"
+    assert ops_of(H200, preferred={"ops": "mynorm"})[0] == "mynorm,hopper,triton"
+
+
 def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
     assert choose(H200, attn="torch,theirs", page_size=64, dtype="float16").config.flat()["attn"] == "torch,theirs"
     with pytest.raises(ProviderUnsupportedError, match="fi is not for this"):
@@ -120,6 +146,9 @@ def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
     [
         ({"attn": "fa,fi,torch"}, "--attn"),
         ({"attn": "fa,"}, "--attn"),
+        ({"ops": "triton,"}, "--ops"),
+        ({"ops": "hopper,mynorm"}, "--ops"),
+        ({"ops": "triton,torch"}, "--ops"),
         ({"tp": 3}, "--tp"),
         ({"tp": 8}, "--tp"),
         ({"max_seq_len_override": 513}, "--max-seq-len-override"),
@@ -141,7 +170,7 @@ def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
         return AttentionCapabilities(sliding_windows=True).missing(*spec) if lacking else []
 
     config = EngineConfig.from_flat(attn="auto")
-    resolved = resolve(config, LAPTOP, gemma, INSTALLED.__getitem__, unsupported)
+    resolved = resolve(config, LAPTOP, gemma, INSTALLED.__getitem__, unsupported, {}.get, ROLES.__getitem__)
     spec = specs[0]
     assert (spec.soft_caps, spec.sliding_windows, spec.has_sinks, spec.value_head_dim) == ((50.0,), (64,), True, 4)
     assert resolved.config.backends.attn == "torch"

@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backends.attention.torch_backend import TorchAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.engine.attend import BoundAttention
 from minisgl_core.engine.combined_attention import CombinedAttention
 from minisgl_core.testing.attention_rig import AttentionRig
@@ -26,7 +26,7 @@ class Rotating(TorchAttention):
 
     def attend_rotating(self, q, k, v, layer: AttentionLayer, rotation: Rotation, plan) -> torch.Tensor:
         self.num_rotated += len(q)
-        return self.forward(*Ops(q.device, q.dtype).rotate(q.clone(), k.clone(), rotation), v, layer, plan)
+        return self.forward(*RotaryOps(q.device, q.dtype).rotate(q.clone(), k.clone(), rotation), v, layer, plan)
 
 
 @pytest.mark.parametrize("lengths", [(1, 1, 1), (1, 1, 7)], ids=["decodes", "a prompt beside them"])
@@ -42,7 +42,7 @@ def test_the_backend_for_decodes_rotates_where_it_can(lengths: tuple[int, ...], 
         batch = rig.batch(list(zip(requests, lengths, strict=True)), lengths.count(1))
         angles, gains = torch.randn(sum(lengths), 32, generator=rig.random), torch.randn(2, 64, generator=rig.random)
         rotation = Rotation(angles.cos(), angles.sin(), (gains[0], gains[1]) if has_norms else None, 1e-6)
-        attend = BoundAttention(backend, backend.plan(batch), Ops(spec.device, spec.dtype))
+        attend = BoundAttention(backend, backend.plan(batch), RotaryOps(spec.device, spec.dtype))
         out = attend(*rig.split(rig.inputs(batch)), rig.layers[0], rotation)
         found.append((out, rig.pool.data))
         if isinstance(decode, Rotating):

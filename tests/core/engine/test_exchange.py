@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import StepOps
 from minisgl_core.contracts.platform import Event
 from minisgl_core.engine.exchange import Exchange, LeftTokens
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -40,7 +40,7 @@ class LateEvent:
 @given(st.lists(st.tuples(st.integers(1, SIZE), st.integers(0, 3)), min_size=1, max_size=12))
 def test_each_step_has_its_own_numbers_and_tokens(steps: list[tuple[int, int]]) -> None:
     """However far the host is ahead, and whenever, or never, it reads what steps leave: `steps` are (requests, reads)."""
-    device, ops = LateDevice(), Ops(torch.device("cpu"), torch.float32)
+    device, ops = LateDevice(), StepOps(torch.device("cpu"), torch.float32)
     exchange = Exchange(device, 5, SIZE)
     inputs, last_tokens = torch.zeros(5, SIZE, dtype=torch.int32), torch.zeros(ROWS, dtype=torch.int32)
     table = torch.zeros(ROWS, 20, dtype=torch.int32)

@@ -120,7 +120,7 @@ def engine(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[
     engine = tiny.built(**options).engine
     was = engine.platform, engine.attention, engine._ops
     pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-    engine.platform, engine._ops = RecordingCpu(), Ops(torch.device("cpu"), torch.float32)
+    engine.platform, engine._ops = RecordingCpu(), Ops.of(torch.device("cpu"), torch.float32)
     engine.attention = request.param(engine.attention.spec, pool, engine._table.data)
     yield engine
     engine.platform, engine.attention, engine._ops = was

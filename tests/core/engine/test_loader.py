@@ -60,7 +60,7 @@ def model_for(
     source: WeightSource, rank: int = 0, tp_size: int = 1, model_class: Any = LlamaForCausalLM
 ) -> LlamaForCausalLM:
     device, dtype = torch.device("cpu"), torch.float32
-    build = BuildContext(OfRank(rank, tp_size), Ops(device, dtype), device, dtype)
+    build = BuildContext(OfRank(rank, tp_size), Ops.of(device, dtype), device, dtype)
     return model_class(model_config(source.config), build)
 
 
@@ -160,7 +160,7 @@ import torch
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import LinearOps, Ops
 from minisgl_core.engine.loader import load_weights
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.weights.safetensors_folder import SafetensorsWeights
@@ -169,7 +169,7 @@ class Rank(SingleRank):
     def __init__(self):
         self.rank, self.size = 1, 2
 
-class Packing(Ops):
+class Packing(LinearOps):
     def prepare_linear(self, weight, bias):
         packed = weight.clone()
         return lambda x: x @ packed.T
@@ -181,8 +181,8 @@ def anonymous():
 torch.set_num_threads(1)
 source, device = SafetensorsWeights(Path(sys.argv[1])), torch.device("cpu")
 config = model_config(source.config)
-ops = {"plain": Ops, "packing": Packing}[sys.argv[2]]
-build = BuildContext(Rank(), ops(device, torch.float32), device, torch.float32)
+providers = {"plain": [], "packing": [Packing]}[sys.argv[2]]
+build = BuildContext(Rank(), Ops.of(device, torch.float32, *providers), device, torch.float32)
 before, peak, stop = anonymous(), 0, False
 
 def watch():

@@ -15,7 +15,7 @@ from recording_cpu import RecordingCpu
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import Ops, RotaryOps
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.loop import EngineLoop
 from minisgl_core.engine.pieces import StepPieces, piece_sizes
@@ -35,7 +35,7 @@ class TestRecordingCpu(PlatformTests):
     provider = RecordingCpu
 
 
-class FusesStore(Ops):
+class FusesStore(RotaryOps):
     fuses_store = True
 
 
@@ -72,7 +72,10 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine.platform = RecordingCpu()
     if request.param == "stored apart":
         pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-        engine.attention, engine._ops = Apart(engine.attention.spec, pool, engine._table.data), FusesStore(*OF_TINY)
+        engine.attention, engine._ops = (
+            Apart(engine.attention.spec, pool, engine._table.data),
+            Ops.of(*OF_TINY, FusesStore),
+        )
     engine.record_pieces(SIZES, progress=False)
     yield engine
     engine.free_graphs()

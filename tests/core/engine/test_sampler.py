@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minisgl_core.batch import PenaltyState, SamplePlan
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.engine.sampler import Sampler, token_logprobs
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.row_sums import cumsum_of_rows
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.random_numbers import uniforms
 
-OPS = Ops(torch.device("cpu"), torch.float32)
+OPS = SamplingOps(torch.device("cpu"), torch.float32)
 NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
 
 

@@ -16,7 +16,8 @@ from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRan
 from minisgl_core.contracts.layer import Layer, prepare_all
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops, TorchOps
+from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (
     LMHead,
@@ -36,7 +37,7 @@ from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
 def build_for(communicator: Communicator) -> BuildContext:
     device = torch.device("cpu")
-    return BuildContext(communicator, Ops(device, torch.float32), device, torch.float32)
+    return BuildContext(communicator, Ops.of(device, torch.float32), device, torch.float32)
 
 
 QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
@@ -181,11 +182,11 @@ def test_all_reduces_of_layers_are_fused_into_norms(model_class: type[Model]) ->
     assert group.calls == {"all_reduce": 1, "all_reduce_add_norm": 6}
 
 
-class CountingOps(Ops):
+class CountingOps(TorchOps):
     """Counts the kernels of what a model asks for, not those that these are made of."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), torch.float32)
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
         self.calls = Counter[str]()
 
     def counted(self, name: str, kernel: Any) -> Any:
@@ -199,27 +200,29 @@ class CountingOps(Ops):
         return self.counted("linear", super().prepare_linear(weight, bias))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        plain = Ops(self.device, self.dtype)
+        plain = TorchOps(self.device, self.dtype)
         return self.counted("gated", plain.prepare_gated(weight, bias))
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        kernels = ("take_rows", "rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "rotate", "route")
-        return self.counted(name, getattr(Ops(self.device, self.dtype), name)) if name in kernels else found
+        kernels = ("gather_rows", "rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "rotate", "route")
+        return self.counted(name, getattr(TorchOps(self.device, self.dtype), name)) if name in kernels else found
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM])
 def test_kernels_of_a_step(model_class: type[Model]) -> None:
     """Four GEMMs and two fused norms per layer, besides attention; RoPE and norms of heads are attention's."""
-    ops, has_experts = CountingOps(), model_class is Qwen3MoeForCausalLM
+    device, has_experts = torch.device("cpu"), model_class is Qwen3MoeForCausalLM
     experts = {"num_experts": 4, "num_experts_per_tok": 2} if has_experts else {}
+    ops = Ops.of(device, torch.float32, CountingOps)
     build = replace(build_for(SingleRank()), ops=ops, moe_kernel=NaiveMoe)
     model = model_class(tiny_config(num_hidden_layers=3, **experts), build)
     fill(model)
     hidden = model.forward(torch.arange(1), torch.arange(1), DenseAttention())
     assert model.compute_logits(hidden).shape == (1, 8)
     of_mlp = {"linear": 3 * 3 + 1, "route": 3} if has_experts else {"linear": 3 * 3 + 1, "gated": 3}
-    assert ops.calls == {"take_rows": 3, "rms_norm": 1, "add_rms_norm": 6, **of_mlp}
+    assert isinstance(ops.norm, CountingOps)
+    assert ops.norm.calls == {"gather_rows": 3, "rms_norm": 1, "add_rms_norm": 6, **of_mlp}
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM])
@@ -229,13 +232,12 @@ def test_the_last_mlp_runs_on_the_tokens_that_are_wanted(
     index = torch.tensor([1, 4, 6], dtype=torch.int32)
     step = torch.arange(7), torch.arange(7)
     seen: list[int] = []
-    silu_and_mul = Ops.silu_and_mul
 
-    def noted(ops: Ops, gate_up: torch.Tensor) -> torch.Tensor:
+    def noted(gate_up: torch.Tensor) -> torch.Tensor:
         seen.append(len(gate_up))
-        return silu_and_mul(ops, gate_up)
+        return silu_and_mul(gate_up)
 
-    monkeypatch.setattr(Ops, "silu_and_mul", noted)
+    monkeypatch.setattr("minisgl_core.contracts.ops.linear.silu_and_mul", noted)
     model = model_class(tiny_config(num_hidden_layers=2), build_for(SingleRank()))
     fill(model)
     whole = model.forward(*step, DenseAttention())
@@ -247,13 +249,13 @@ def test_the_last_mlp_runs_on_the_tokens_that_are_wanted(
 def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
     kept = []
 
-    class Packing(Ops):
+    class Packing(LinearOps):
         def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> object:
             kept.append(weight.clone())
             return lambda x: x @ kept[-1].T
 
     device = torch.device("cpu")
-    build = BuildContext(SingleRank(), Packing(device, torch.float32), device, torch.float32)
+    build = BuildContext(SingleRank(), Ops.of(device, torch.float32, Packing), device, torch.float32)
     layer = ReplicatedLinear(3, 2, build)
     fill_with_ones(layer)
     assert list(layer.named_parameters()) == []

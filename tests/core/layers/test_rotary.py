@@ -34,7 +34,7 @@ def config_of(**rope: Any) -> LlamaConfig:
 
 def build(dtype: torch.dtype = torch.float32) -> BuildContext:
     device = torch.device("cpu")
-    return BuildContext(SingleRank(), Ops(device, dtype), device, dtype)
+    return BuildContext(SingleRank(), Ops.of(device, dtype), device, dtype)
 
 
 @pytest.mark.parametrize(

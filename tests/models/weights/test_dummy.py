@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 def logits(folder: Path, communicator: Communicator) -> torch.Tensor:
     source, device = DummyWeights(folder), torch.device("cpu")
-    build = BuildContext(communicator, Ops(device, torch.float32), device, torch.float32, NaiveMoe)
+    build = BuildContext(communicator, Ops.of(device, torch.float32), device, torch.float32, NaiveMoe)
     model = Qwen3MoeForCausalLM(model_config(source.config), build)
     load_weights(model, source, progress=False)
     ids = torch.arange(20)

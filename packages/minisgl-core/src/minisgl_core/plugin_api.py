@@ -20,7 +20,8 @@ CHANGES = {
     "hooks": "plans and records have new fields, and there are hooks for pages that a prefix cache takes and evicts",
     "models": "models are plain layers loaded by attribute, and forward() is told which tokens logits are computed of",
     "moe": "the base class declares version 2, and nothing else changed",
-    "ops": "the base class declares version 2, and nothing else changed",
+    "ops": "Ops is split into roles: subclass LinearOps, NormOps, RotaryOps, SamplingOps, StepOps or RoutingOps, each of"
+    " which may be served alone; take_rows() and put() are gather_rows() and scatter()",
     "platform": "the base class declares version 2, and nothing else changed",
     "policy": "order() is told which requests run, and requests show their lengths, user and arrival time",
     "prefix_cache": "match() and insert() take a namespace",
@@ -31,5 +32,6 @@ CHANGES = {
 REMOVED: dict[str, tuple[str, ...]] = {
     "attention": ("kv_layout", "reads_page_table"),
     "models": ("forward_rows", "finalize", "compute_own_logits"),
+    "ops": ("take_rows", "put"),
 }
 """Attributes that providers of version 1 have and that nothing reads any more."""

@@ -1,4 +1,4 @@
-"""What a step begins and ends with: tokens, slots, and rows of tables."""
+"""The first and last kernels of decode steps, and reads and writes by index."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def decode_inputs(
     page_table: torch.Tensor,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `minisgl_core.contracts.ops.Ops.decode_inputs`; all are contiguous but for rows of the page table."""
+    """See `minisgl_core.contracts.ops.StepOps.decode_inputs`; all are contiguous but for rows of the page table."""
     kinds, count = inputs.shape
     known, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
     _decode_inputs[(triton.cdiv(count, _BLOCK),)](
@@ -75,37 +75,37 @@ def _decode_outputs(tokens, rows, last_tokens, shared, turn, num_tokens, BLOCK: 
 def decode_outputs(
     tokens: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor, shared: torch.Tensor, turn: torch.Tensor
 ) -> None:
-    """See `minisgl_core.contracts.ops.Ops.decode_outputs`; all are contiguous."""
+    """See `minisgl_core.contracts.ops.StepOps.decode_outputs`; all are contiguous."""
     _decode_outputs[(1,)](tokens, rows, last_tokens, shared, turn, len(tokens), BLOCK=256, num_warps=4)
 
 
 @triton.jit(do_not_specialize_on_alignment=["index"])
-def _take_rows(table, index, out, D, BLOCK: tl.constexpr):
+def _gather_rows(table, index, out, D, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(index + token).to(tl.int64)
     tl.store(out + token * D + column, tl.load(table + row * D + column, mask=column < D), mask=column < D)
 
 
-def take_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """See `minisgl_core.contracts.ops.Ops.take_rows`."""
+def gather_rows(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """See `minisgl_core.contracts.ops.StepOps.gather_rows`."""
     size = table.shape[1]
     out = table.new_empty(len(index), size)
     if out.numel():
         block = min(triton.next_power_of_2(size), _MOST_COLUMNS)
-        _take_rows[(len(index), triton.cdiv(size, block))](table, index, out, size, BLOCK=block, num_warps=4)
+        _gather_rows[(len(index), triton.cdiv(size, block))](table, index, out, size, BLOCK=block, num_warps=4)
     return out
 
 
 @triton.jit(do_not_specialize=["num_values"], do_not_specialize_on_alignment=["index", "values"])
-def _put(table, index, values, num_values, BLOCK: tl.constexpr):
+def _scatter(table, index, values, num_values, BLOCK: tl.constexpr):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = place < num_values
     value = tl.load(values + place, mask=mask, other=0)
     tl.store(table + tl.load(index + place, mask=mask, other=0), value.to(table.dtype.element_ty), mask=mask)
 
 
-def put(table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """See `minisgl_core.contracts.ops.Ops.put`; all are contiguous."""
+def scatter(table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """See `minisgl_core.contracts.ops.StepOps.scatter`; all are contiguous."""
     if len(index):
-        _put[(triton.cdiv(len(index), _BLOCK),)](table, index, values, len(index), BLOCK=_BLOCK, num_warps=4)
+        _scatter[(triton.cdiv(len(index), _BLOCK),)](table, index, values, len(index), BLOCK=_BLOCK, num_warps=4)

@@ -20,7 +20,7 @@ def _mask(logits, rows, words, V, W, stride, BLOCK: tl.constexpr):
 
 
 def mask_logits(logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """See `minisgl_core.contracts.ops.Ops.mask_logits`; in place. Rows of `logits` and `words` are contiguous."""
+    """See `minisgl_core.contracts.ops.SamplingOps.mask_logits`; in place. Rows of `logits` and `words` are contiguous."""
     num_masks, width = words.shape
     vocab_size = logits.shape[1]
     if num_masks:

@@ -22,7 +22,7 @@ def _quantize_rows(x, stride, codes, scales, N, LARGEST: tl.constexpr, LEAST: tl
 
 
 def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Ops.quantize_rows`."""
+    """See `LinearOps.quantize_rows`."""
     num_rows, size = x.shape
     codes = torch.empty(num_rows, size, dtype=FP8, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)

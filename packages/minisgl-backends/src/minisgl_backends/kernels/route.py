@@ -33,7 +33,7 @@ def _route(
 
 
 def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `minisgl_core.contracts.ops.Ops.route`; rows of `logits` are contiguous."""
+    """See `minisgl_core.contracts.ops.RoutingOps.route`; rows of `logits` are contiguous."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)

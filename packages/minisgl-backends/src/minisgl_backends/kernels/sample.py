@@ -85,7 +85,7 @@ def _find(
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """See `minisgl_core.contracts.ops.Ops.sample`; rows of `logits` are contiguous."""
+    """See `minisgl_core.contracts.ops.SamplingOps.sample`; rows of `logits` are contiguous."""
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, BLOCK)
     largest = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
@@ -104,7 +104,7 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
 def sample_shard(
     logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
 ) -> torch.Tensor:
-    """See `minisgl_core.contracts.ops.Ops.sample_shard`; rows of `logits` are contiguous.
+    """See `minisgl_core.contracts.ops.SamplingOps.sample_shard`; rows of `logits` are contiguous.
 
     What the ranks exchange are sums, to which all but one add zeros, since short sums are what communicators are good at.
     """

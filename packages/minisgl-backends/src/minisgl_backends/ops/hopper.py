@@ -1,4 +1,4 @@
-"""Triton's kernels, and for Hopper GPUs products in CUDA C++: of few rows, and with an activation of many."""
+"""GEMMs for Hopper GPUs in CUDA C++, and Triton's norms and rotary embedding launched with PDL between them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import torch
 
 from minisgl_backends.cuda.cut import worthwhile_rows
 from minisgl_backends.cuda.requirements import hopper_missing
-from minisgl_backends.ops.triton_ops import TritonOps
+from minisgl_backends.ops.triton_linear import TritonLinear
+from minisgl_backends.ops.triton_ops import TritonNorm, TritonRotary
 from minisgl_core.contracts.ops import LinearOp
 
 
-class HopperOps(TritonOps):
-    """`TritonOps`, with products of few rows that read weights as fast as memory gives them.
+class HopperOps(TritonLinear, TritonNorm, TritonRotary):
+    """Small-M GEMMs at memory bandwidth, and a GEMM of many tokens with the activation in its epilogue.
 
-    They, and the norms between them, begin to do so while the kernel in front of them ends; so what that kernel writes can be
-    no weight.
+    They use programmatic dependent launch, as do the norms, activations and rotary embedding between them, which are roles of
+    this provider for that reason. A kernel may read its weights while the kernel before it ends, so that one must write none.
     """
 
     @classmethod
@@ -33,15 +34,15 @@ class HopperOps(TritonOps):
         self._most_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
-        """Where products in between are its own."""
+        """Return whether the GEMMs of so many tokens are its own."""
         return num_rows <= self._most_rows
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `Ops.prepare_linear`."""
+        """See `LinearOps.prepare_linear`."""
         return self._with_product(super().prepare_linear(weight, bias), weight, bias, gated=False)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """See `Ops.prepare_gated`."""
+        """See `LinearOps.prepare_gated`."""
         few = self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
         if not self._gated.fits(weight, bias):
             return few

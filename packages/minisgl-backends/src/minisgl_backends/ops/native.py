@@ -83,7 +83,7 @@ class NativeOps(OneDnnOps):
         return all(each.dtype == self.dtype for each in tensors)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """See `Ops.rms_norm`."""
+        """See `NormOps.rms_norm`."""
         if not self._owns(x, weight):
             return super().rms_norm(x, weight, eps)
         size = x.shape[-1]
@@ -97,7 +97,7 @@ class NativeOps(OneDnnOps):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.add_rms_norm`; the sum is written over `x`."""
+        """See `NormOps.add_rms_norm`; the sum is written over `x`."""
         if not self._owns(x, residual, weight):
             return super().add_rms_norm(x, residual, weight, eps)
         x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
@@ -107,7 +107,7 @@ class NativeOps(OneDnnOps):
         return out, x
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `Ops.silu_and_mul`."""
+        """See `NormOps.silu_and_mul`."""
         if not self._owns(gate_up):
             return super().silu_and_mul(gate_up)
         gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
@@ -116,7 +116,7 @@ class NativeOps(OneDnnOps):
         return out
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `Ops.argmax`."""
+        """See `SamplingOps.argmax`."""
         if not self._owns(logits):
             return super().argmax(logits)
         logits = logits.contiguous()

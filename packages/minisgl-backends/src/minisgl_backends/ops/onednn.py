@@ -11,7 +11,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, Rotation, SamplingOps
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 16
@@ -63,8 +63,8 @@ class PackedGated:
         return out
 
 
-class OneDnnOps(Ops):
-    """Packed products; norms and rotation in few calls, since a call costs microseconds."""
+class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
+    """Packed GEMMs; norms, rotary embedding and argmax in few calls, since a call costs microseconds."""
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -93,7 +93,8 @@ class OneDnnOps(Ops):
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack the halves each by itself; see `PackedGated`."""
         if bias is not None:
-            return super().prepare_gated(weight, bias)
+            gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
+            return lambda x: silu_and_mul(gate_up(x))
         return PackedGated(weight, self._keeps(weight))
 
     def _keeps(self, weight: torch.Tensor) -> bool:
@@ -114,7 +115,7 @@ class OneDnnOps(Ops):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Ops.add_rms_norm`; the sum is written over `x`."""
+        """See `NormOps.add_rms_norm`; the sum is written over `x`."""
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
@@ -139,6 +140,12 @@ class OneDnnOps(Ops):
             torch.addcmul(q * straight, torch.roll(q, half, -1), crossed),
             torch.addcmul(k * straight, torch.roll(k, half, -1), crossed),
         )
+
+    def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RotaryOps.rotate`; the norms of heads are `rms_norm`."""
+        if rotation.norms is not None:
+            q, k = (self.rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
+        return self.rotary(q, k, rotation.cos, rotation.sin)
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

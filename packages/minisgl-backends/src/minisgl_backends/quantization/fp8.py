@@ -41,16 +41,16 @@ class Fp8(Quantization):
         return reasons
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Quantise; see `Ops.prepare_fp8_linear`."""
+        """Quantise; see `LinearOps.prepare_fp8_linear`."""
         if not _fits(weight):
             return super().prepare_linear(weight, bias)
-        return self.ops.prepare_fp8_linear(*self._quantize(weight), bias)
+        return self.ops.linear.prepare_fp8_linear(*self._quantize(weight), bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Quantise; see `Ops.prepare_fp8_gated`."""
+        """Quantise; see `LinearOps.prepare_fp8_gated`."""
         if not _fits(weight):
             return super().prepare_gated(weight, bias)
-        return self.ops.prepare_fp8_gated(*self._quantize(weight), bias)
+        return self.ops.linear.prepare_fp8_gated(*self._quantize(weight), bias)
 
     def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
         """Quantise each expert's matrices; see `MoeKernel.forward_fp8`."""
@@ -67,7 +67,7 @@ class Fp8(Quantization):
         scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
         for start in range(0, len(weight), _ROWS):
             part = slice(start, start + _ROWS)
-            found = self.ops.quantize_rows(weight[part])
+            found = self.ops.linear.quantize_rows(weight[part])
             codes[part].copy_(found[0])
             scales[part].copy_(found[1])
         return codes, scales.view(-1)

@@ -62,7 +62,7 @@ SCAFFOLDS = {
     "moe": Scaffold(
         "moe", "{Name}Moe", "A mixture-of-experts kernel", "minisgl launch --moe {name}", dependencies=("torch",)
     ),
-    "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name}", dependencies=("torch",)),
+    "ops": Scaffold("ops", "{Name}Ops", "Kernels", "minisgl launch --ops {name},auto", dependencies=("torch",)),
     "quantization": Scaffold(
         "quantization",
         "{Name}Quantization",

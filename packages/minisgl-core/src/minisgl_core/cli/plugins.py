@@ -102,6 +102,10 @@ def _report(registry: Registry, entry: Entry) -> None:
     }
     if entry.kind == "attention":
         rows["KV layouts"] = ", ".join(provider.capabilities.layouts)
+    if entry.kind == "ops":
+        from minisgl_core.contracts.ops import roles_of
+
+        rows["roles"] = ", ".join(roles_of(provider))
     from minisgl_core.cli.applicability import reasons_against
 
     try:

@@ -138,7 +138,12 @@ class BackendOptions:
 
     attn: str = option(AUTO, "Attention backend; 'a,b' takes a for prefill and b for decode.", kind="attention")
     moe: str = option(AUTO, "Mixture-of-experts kernel.", kind="moe")
-    ops: str = option(AUTO, "Kernels between attention calls.", kind="ops")
+    ops: str = option(
+        AUTO,
+        "Kernels between attention calls. With 'a,b', each role is served by the first provider that has it and the rest by"
+        " torch; auto among them stands for this platform's list.",
+        kind="ops",
+    )
     quantization: str = option(
         AUTO,
         "Precision of the layers' matrices: fp8, or none for that of --dtype; auto takes fp8 where the checkpoint has it.",

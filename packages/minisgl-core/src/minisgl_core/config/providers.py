@@ -25,4 +25,5 @@ def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
         kind = item.metadata["option"].kind
         if kind and values.get(name, AUTO) != AUTO:
             for provider in filter(None, map(str.strip, values[name].split(","))):
-                registry.entry(kind, provider)
+                if (kind, provider) != ("ops", AUTO):
+                    registry.entry(kind, provider)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from minisgl_core.config.ops_roles import assign_roles
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import CommunicatorSpec
@@ -41,7 +42,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
-"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them.
+"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them. Of ops, each role
+goes to the first provider that has it.
 
 Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill, FlashInfer comes
 next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host, and the one for
@@ -72,7 +74,8 @@ def resolve(
     model: ModelConfig,
     installed: Callable[[str], Iterable[str]],
     unsupported: Unsupported,
-    preferred: Callable[[str], str | None] = lambda kind: None,
+    preferred: Callable[[str], str | None],
+    ops_roles: Callable[[str], Iterable[str]],
 ) -> Resolved:
     """Choose.
 
@@ -83,6 +86,7 @@ def resolve(
         installed: names of the providers of a kind.
         unsupported: asks a provider.
         preferred: a plugin's preference for a kind, if any.
+        ops_roles: the roles that a provider of the kind ``ops`` has.
 
     Raises:
         ProviderUnsupportedError: a provider asked for by name does not apply.
@@ -119,7 +123,12 @@ def resolve(
 
     cache, why = picker.pick("prefix_cache", config.cache.cache)
     choices.append(Choice("cache", cache, why))
-    ops, why = picker.pick("ops", config.backends.ops, device, torch_dtype)
+    ops, why = assign_roles(
+        config.backends.ops,
+        picker.automatic("ops"),
+        lambda name: unsupported("ops", name, device, torch_dtype),
+        ops_roles,
+    )
     choices.append(Choice("ops", ops, why))
     moe = config.backends.moe
     if model.moe is not None:
@@ -212,6 +221,11 @@ class _Picker:
             passed_over.append(f"{name}: {reasons[0]}")
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
+
+    def automatic(self, kind: str) -> list[str]:
+        """Return the names that ``auto`` tries, best first: a plugin's preference, then the platform's that are installed."""
+        installed, hinted = set(self._installed(kind)), self._preferred(kind)
+        return [*(hinted.split(",") if hinted else ()), *(x for x in self._preferences(kind) if x in installed)]
 
     def first(self, kind: str) -> str:
         """The preferred provider's name, without a look at whether it applies or is installed."""

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 
 AddNorm = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
-"""`minisgl_core.contracts.ops.Ops.add_rms_norm`: (x, residual, weight, eps) to (norm of the sum, the sum)."""
+"""`minisgl_core.contracts.ops.NormOps.add_rms_norm`: (x, residual, weight, eps) to (norm of the sum, the sum)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.layer import Layer, PackedModules
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
+from minisgl_core.contracts.ops import LinearOps, Ops, Rotation, VocabShard
 from minisgl_core.contracts.quantization import Quantization
 
 
@@ -24,12 +24,12 @@ class BuildContext:
 
     Attributes:
         communicator: the tensor-parallel group; its rank and size decide what part of each matrix a layer holds.
-        ops: the arithmetic between attention calls.
+        ops: the kernels between attention calls, by role.
         device: where parameters lie.
         dtype: of parameters and activations.
         moe_kernel: the class that runs experts; None where the model has none.
         kv_dtype: of the KV pool; None for `dtype`.
-        quantization: what multiplies by the layers' matrices, with `moe_kernel` by those of experts; None for `ops`.
+        quantization: what multiplies by the layers' matrices, with `moe_kernel` by those of experts; None for ``ops.linear``.
     """
 
     communicator: Communicator
@@ -41,9 +41,9 @@ class BuildContext:
     quantization: Quantization | None = None
 
     @property
-    def linear_method(self) -> Ops | Quantization:
+    def linear_method(self) -> LinearOps | Quantization:
         """Prepares matrices that may be quantized: all but the output matrix, embeddings and routers."""
-        return self.quantization or self.ops
+        return self.quantization or self.ops.linear
 
     @property
     def tp_rank(self) -> int:

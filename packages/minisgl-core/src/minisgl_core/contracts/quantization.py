@@ -36,7 +36,7 @@ class QuantizationSpec:
 
 
 class Quantization:
-    """Matrices as they are, multiplied by the `Ops`."""
+    """Weights as they are, multiplied by `LinearOps`."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
@@ -59,7 +59,7 @@ class Quantization:
             weight: [out, in], this rank's part; rows and columns that are padding are zero.
             bias: [out] or None.
         """
-        return self.ops.prepare_linear(weight, bias)
+        return self.ops.linear.prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Like `prepare_linear`, for a gated MLP: ``x -> silu_and_mul(x @ weight.T + bias)``.
@@ -68,7 +68,7 @@ class Quantization:
             weight: gate rows above up rows, [2 * I, in].
             bias: [2 * I] or None.
         """
-        return self.ops.prepare_gated(weight, bias)
+        return self.ops.linear.prepare_gated(weight, bias)
 
     def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
         """Like `prepare_linear`, for a layer's experts: returns what computes about ``kernel.forward(x, gate_up, down, ...)``.

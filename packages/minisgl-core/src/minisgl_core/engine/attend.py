@@ -7,18 +7,18 @@ from typing import Any
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import RotaryOps, Rotation
 
 
-def stores_apart(backend: AttentionBackend, ops: Ops) -> AttentionBackend | None:
-    """Return the backend if it can leave the storing of K and V to `ops`, which does it together with the rotation."""
-    fuses = ops.fuses_store and backend.pool.spec.layout == "NHD"
+def stores_apart(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
+    """Return the backend if it can leave the KV store to `rotary`, which fuses it with the rotation."""
+    fuses = rotary.fuses_store and backend.pool.spec.layout == "NHD"
     return backend if fuses and backend.capabilities.fused_kv_store else None
 
 
 def rotate(
     backend: AttentionBackend,
-    ops: Ops,
+    rotary: RotaryOps,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -30,7 +30,7 @@ def rotate(
 
     Args:
         backend: of the pool.
-        ops: rotates.
+        rotary: rotates.
         q: see `Attend`.
         k: likewise.
         v: likewise.
@@ -41,19 +41,19 @@ def rotate(
     if rotation is None:
         return q, k, False
     if slots is None:
-        return *ops.rotate(q, k, rotation), False
+        return *rotary.rotate(q, k, rotation), False
     pages = backend.pool.k(layer.index), backend.pool.v(layer.index)
-    return ops.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales), k, True
+    return rotary.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales), k, True
 
 
 class BoundAttention:
     """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_apart", "_backend", "_ops", "_plan", "_rotating", "_slots")
+    __slots__ = ("_apart", "_backend", "_plan", "_rotary", "_rotating", "_slots")
 
-    def __init__(self, backend: AttentionBackend, plan: Any, ops: Ops) -> None:
-        self._backend, self._plan, self._ops = backend, plan, ops
-        self._apart = stores_apart(backend, ops)
+    def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
+        self._backend, self._plan, self._rotary = backend, plan, rotary
+        self._apart = stores_apart(backend, rotary)
         self._slots = None if self._apart is None else self._apart.kv_slots(plan)
         self._rotating = backend if backend.capabilities.fused_rope_decode else None
 
@@ -67,7 +67,7 @@ class BoundAttention:
     ) -> torch.Tensor:
         if rotation is not None and self._rotating is not None and self._rotating.rotates(self._plan, rotation):
             return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
-        q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
+        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
         if is_stored and self._apart is not None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             self._apart.attend_stored(q, layer, self._plan, out)

@@ -22,7 +22,7 @@ from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, 
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import Ops, roles_of
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.engine import Engine
@@ -127,7 +127,13 @@ def build_engine(
 
     asker = _asker(config, registry)
     resolved = resolve(
-        config, hardware, checkpoint.config, registry.names, asker, lambda kind: preferred(kind, hardware)
+        config,
+        hardware,
+        checkpoint.config,
+        registry.names,
+        asker,
+        lambda kind: preferred(kind, hardware),
+        lambda name: roles_of(registry.load("ops", name)),
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)
@@ -140,7 +146,8 @@ def build_engine(
             joined(communicator)
             _check_same_providers(config, registry, communicator, checkpoint.config.architecture)
             phases.done("joined the ranks")
-            ops: Ops = registry.load("ops", config.backends.ops)(platform.device, getattr(torch, config.model.dtype))
+            providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
+            ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
             kv_dtype = kv_torch_dtype(config, ops.dtype)
             quantized = registry.load("quantization", config.backends.quantization)
@@ -197,7 +204,7 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
         config.cache.cache,
         *backends.attn.split(","),
         backends.moe,
-        backends.ops,
+        *backends.ops.split(","),
         backends.communicator,
         backends.grammar,
         backends.quantization,

@@ -74,7 +74,7 @@ class Engine:
         self.platform, self.communicator, self.model, self.attention = platform, communicator, model, attention
         self._table = table
         self._ops = ops
-        self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops)
+        self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops.sampling)
         # See `Model.forward`.
         self._selects = communicator.size == 1
         self._graphs: DecodeGraphs | None = None
@@ -93,7 +93,9 @@ class Engine:
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
             most = num_rows if self._selects else None
-            self._pieces = StepPieces(self.platform, self.model, self.attention, self._ops, sizes, most, progress)
+            self._pieces = StepPieces(
+                self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
+            )
 
     def launch(self, plan: BatchPlan) -> PendingStep:
         """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""
@@ -111,7 +113,7 @@ class Engine:
             if self._pieces is not None and self._pieces.fits(plan):
                 hidden = self._pieces.run(inputs)
             else:
-                attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops)
+                attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
                 wanted = None if wants_all or not self._selects else index
                 hidden = self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
@@ -147,7 +149,7 @@ class Engine:
         logits = step.logits if shard is None else shard.gather(step.logits)
         if tokens is None:
             tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
-            self._ops.put(self._last_tokens, step.rows, tokens)
+            self._ops.step.scatter(self._last_tokens, step.rows, tokens)
         return left or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Exchange:
     Attributes:
         inputs: what the host filled in, int32 [2, K, B], for the device.
         tokens: what the host gets, int64 [2, B], for the device.
-        turn: whose of the two turn it is, int32 [1], on the device; see `Ops.decode_inputs` and `Ops.decode_outputs`.
+        turn: whose of the two turn it is, int32 [1], on the device; see `StepOps`.
     """
 
     def __init__(self, platform: Platform, num_inputs: int, size: int) -> None:

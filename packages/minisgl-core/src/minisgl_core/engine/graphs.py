@@ -166,19 +166,22 @@ class DecodeGraphs:
             q_lens_host=np.ones(size, np.int32),
             seq_lens_host=np.ones(size, np.int32),
         )
-        attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops)
-        table, ops, last_tokens, borrow = self._table, self._ops, self._last_tokens, self._platform.borrow
+        attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops.rotary)
+        step, sampling, last_tokens = self._ops.step, self._ops.sampling, self._last_tokens
+        table, borrow = self._table, self._platform.borrow
         results: list[torch.Tensor] = []
 
         def run() -> torch.Tensor:
             turn = exchange.turn
-            known, slots = ops.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
+            known, slots = step.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
             hidden = self._model.forward(known, inputs[2], attend)
             logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
             numbers = temperature, uniform
-            tokens = ops.sample(logits, *numbers) if shard is None else ops.sample_shard(logits, *numbers, shard)
-            ops.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)
+            tokens = (
+                sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
+            )
+            step.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)
             results[:] = borrow(hidden), borrow(logits), borrow(tokens)
             return tokens
 

@@ -21,7 +21,7 @@ import torch
 from minisgl_core.batch import BatchPlan
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.attend import rotate, stores_apart
 from minisgl_core.engine.ladder import free, record_ladder
@@ -59,13 +59,13 @@ class _Recording:
         self,
         platform: Platform,
         backend: AttentionBackend,
-        ops: Ops,
+        rotary: RotaryOps,
         slots: torch.Tensor,
         least: int,
         between: Callable[[], None],
     ) -> None:
-        self._platform, self._backend, self._ops = platform, backend, ops
-        self._slots = None if stores_apart(backend, ops) is None else slots
+        self._platform, self._backend, self._rotary = platform, backend, rotary
+        self._slots = None if stores_apart(backend, rotary) is None else slots
         self._least, self._between = least, between
         self.calls: list[_Call] = []
 
@@ -77,7 +77,7 @@ class _Recording:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        q, k, is_stored = rotate(self._backend, self._ops, q, k, v, layer, rotation, self._slots)
+        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         out[self._least :].zero_()  # padding attends to nothing
         borrow = self._platform.borrow
@@ -107,14 +107,14 @@ class StepPieces:
         platform: Platform,
         model: Model,
         attention: AttentionBackend,
-        ops: Ops,
+        rotary: RotaryOps,
         sizes: Sequence[int],
         max_requests: int | None,
         progress: bool,
     ) -> None:
         """Record for each of `sizes`; see `record_ladder`. `max_requests`: of a step; None to compute all tokens always."""
-        self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
-        self._apart = stores_apart(attention, ops)
+        self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
+        self._apart = stores_apart(attention, rotary)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
@@ -169,7 +169,7 @@ class StepPieces:
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         least = int(max(self._sizes[self._sizes < size], default=0))  # fewer tokens are a smaller size's
-        attend = _Recording(self._platform, self._attention, self._ops, self._slots[:size], least, between)
+        attend = _Recording(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
         index = self._rows if self._selects(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from minisgl_core.batch import SamplePlan, TokenMasks
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.row_sums import cumsum_of_rows
 
@@ -48,7 +48,7 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 
 def needs_sampler(plan: SamplePlan) -> bool:
-    """Whether a plan asks for more than `Ops.sample` does: penalties, biases, masks, or filters of what is random."""
+    """Whether a plan asks for more than `SamplingOps.sample` does: penalties, biases, masks, or filters of what is random."""
     return bool(len(plan.penalties) or len(plan.bias_index) or len(plan.masked)) or _has_filters(plan)
 
 
@@ -61,7 +61,7 @@ def _has_filters(plan: SamplePlan) -> bool:
 class Sampler:
     """Applies penalties, biases and filters, and picks tokens. Keeps the token counts that penalties need."""
 
-    def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: Ops) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: SamplingOps) -> None:
         """`num_rows`: rows of the page table that requests can hold."""
         self._shape = (num_rows + 1, vocab_size)
         self._platform, self._ops = platform, ops

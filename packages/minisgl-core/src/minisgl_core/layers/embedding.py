@@ -18,16 +18,16 @@ class VocabParallelEmbedding(Layer):
         """Sizes of the whole model."""
         self._shard = Shard.of(vocab_size, build)
         self._communicator = build.communicator if build.tp_size > 1 else None
-        self._take_rows = build.ops.take_rows
+        self._gather_rows = build.ops.step.gather_rows
         self.weight = empty_parameter(self._shard.size, hidden_size, build=build, zero=self._shard.is_padded)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids, int32 or int64 [T], to [T, hidden_size]."""
         if self._communicator is None:
-            return self._take_rows(self.weight, input_ids)
+            return self._gather_rows(self.weight, input_ids)
         local = input_ids - self._shard.start
         elsewhere = (local < 0) | (local >= self._shard.size)
-        rows = self._take_rows(self.weight, local.masked_fill_(elsewhere, 0))
+        rows = self._gather_rows(self.weight, local.masked_fill_(elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:

@@ -33,7 +33,7 @@ class ReplicatedLinear(Layer):
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False, zero: bool = False
     ) -> None:
         """Allocate ``[out_features, in_features]``; `zero` where part of it is padding."""
-        self._linear_method = build.linear_method if self.may_be_quantized else build.ops
+        self._linear_method = build.linear_method if self.may_be_quantized else build.ops.linear
         self._apply: LinearOp = not_prepared
         self.weight = empty_parameter(out_features, in_features, build=build, zero=zero)
         self.bias = empty_parameter(out_features, build=build, zero=zero) if bias else None

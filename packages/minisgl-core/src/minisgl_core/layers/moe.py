@@ -59,7 +59,7 @@ class FusedMoE(Layer):
         plain = QuantizationSpec(build.dtype, build.device, num_experts)
         self._quantization = build.quantization or Quantization(plain, build.ops)
         self._apply: ExpertsOp = _not_prepared
-        self._route, self._top_k, self._renormalize = build.ops.route, top_k, renormalize
+        self._route, self._top_k, self._renormalize = build.ops.routing.route, top_k, renormalize
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
         self.gate_up = empty_parameter(num_experts, 2 * inner, hidden_size, build=build, zero=padded)
         self.down = empty_parameter(num_experts, hidden_size, inner, build=build, zero=padded)

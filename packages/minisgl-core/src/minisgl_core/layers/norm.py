@@ -27,13 +27,14 @@ class RMSNorm(Layer):
                 one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
                 all-reduce may leave the residual spread over the ranks.
         """
-        self._ops, self.eps = build.ops, eps
+        self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
+        self.eps = eps
         self._communicator = build.communicator if all_reduce and build.tp_size > 1 else None
         self.weight = empty_parameter(size, build=build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size], any strides."""
-        return self._ops.rms_norm(x, self.weight, self.eps)
+        return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the norm of ``x + residual``, and the sum; both inputs may be overwritten.
@@ -41,7 +42,7 @@ class RMSNorm(Layer):
         Without a residual the stream begins here: `x` is the same on every rank, and becomes the residual.
         """
         if residual is None:
-            return self._ops.rms_norm(x, self.weight, self.eps), x
+            return self._rms_norm(x, self.weight, self.eps), x
         if self._communicator is None:
-            return self._ops.add_rms_norm(x, residual, self.weight, self.eps)
-        return self._communicator.all_reduce_add_norm(x, residual, self.weight, self.eps, self._ops.add_rms_norm)
+            return self._add_rms_norm(x, residual, self.weight, self.eps)
+        return self._communicator.all_reduce_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)

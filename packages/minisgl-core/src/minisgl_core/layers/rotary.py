@@ -32,13 +32,13 @@ class RotaryEmbedding(Layer):
                 f"known are {', '.join(ROPE_KINDS)}"
             )
         angles, scale = _angles(rope, max_position, build.device)
-        self._take_rows = build.ops.take_rows
+        self._gather_rows = build.ops.step.gather_rows
         self.cos = angles.cos().mul_(scale).to(build.dtype)
         self.sin = angles.sin().mul_(scale).to(build.dtype)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions, int32 or int64 [T], to cos and sin, [T, D2] each."""
-        return self._take_rows(self.cos, positions), self._take_rows(self.sin, positions)
+        return self._gather_rows(self.cos, positions), self._gather_rows(self.sin, positions)
 
 
 def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:

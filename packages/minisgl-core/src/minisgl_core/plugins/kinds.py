@@ -45,7 +45,7 @@ KINDS: dict[str, Kind] = {
         _kind("models", "model:Model", "", "model architectures, by Hugging Face name"),
         _kind("prefix_cache", "prefix_cache:PrefixCache", "--cache", "reuse of KV between prompts"),
         _kind("moe", "moe:MoeKernel", "--moe", "mixture-of-experts kernels"),
-        _kind("ops", "ops:Ops", "--ops", "norms, rotary embedding, activations, matrix products"),
+        _kind("ops", "ops:OpsProvider", "--ops", "GEMMs, norms, rotary embedding, sampling, step inputs, MoE routing"),
         _kind("quantization", "quantization:Quantization", "--quantization", "precision of the layers' matrices"),
         _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
         _kind("executor", "executor:Executor", "--executor", "where the ranks of an engine run"),

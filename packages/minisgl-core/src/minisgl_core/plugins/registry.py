@@ -268,4 +268,10 @@ def _contract_breach(provider: Any, kind: str) -> str:
         return f"it is not a subclass of {contract.replace(':', '.')}"
     if missing := sorted(getattr(provider, "__abstractmethods__", ())):
         return f"it lacks {', '.join(missing)} of {contract.replace(':', '.')}"
+    if kind == "ops":
+        from minisgl_core.contracts.ops import ROLES, roles_of
+
+        if not roles_of(provider):
+            roles = ", ".join(role.__name__ for role in ROLES.values())
+            return f"it has no role: it must subclass one or more of {roles} (minisgl_core.contracts.ops)"
     return ""

@@ -20,7 +20,7 @@ from minisgl_core.contracts.attention import (
     check_layers,
 )
 from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
@@ -279,7 +279,7 @@ class AttentionRig:
         return out
 
     def rotate(self, work: Work, has_norms: bool, share: float) -> None:
-        """A step of decodes in one layer, of queries and keys to rotate, if the backend does; checked against `Ops`.
+        """A step of decodes in one layer, of queries and keys to rotate, if the backend does; checked against `RotaryOps`.
 
         Args:
             work: requests, one token each.
@@ -296,7 +296,7 @@ class AttentionRig:
             return
         self._way = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
         q, k, v = self.split(self.inputs(batch))
-        q_turned, k_turned = Ops(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), turns)
+        q_turned, k_turned = RotaryOps(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), turns)
         out = self.backend.attend_rotating(q, k, v, layer, turns, plan)
         pages, slots = self.pool.k(layer.index), batch.slots.cpu()
         pages = pages.transpose(1, 2) if self.layout == "HND" else pages

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import NormOps
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -119,7 +119,7 @@ def check_same_bits(me: Rank) -> None:
 def check_sums_with_norms(me: Rank) -> None:
     """As three layers of a model have them: the residual of one goes to the next, and its norms are the same everywhere."""
     group = me.join("sums_with_norms")
-    ops = Ops(me.device, torch.bfloat16)
+    ops = NormOps(me.device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
         for num_rows, size in ((1, 256), (2, 5120), (3, 64), (4, 256), (8, 5120), (40, 256), (128, 5120)):
             shape = (num_rows, size)

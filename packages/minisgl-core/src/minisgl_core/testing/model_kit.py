@@ -221,7 +221,7 @@ class ModelTests:
         config, device = self._config(source), torch.device("cpu")
         assert self.provider.unsupported(config) == []
         kernel = moe_kernel or self.moe_kernel
-        build = BuildContext(communicator or SingleRank(), Ops(device, dtype), device, dtype, kernel)
+        build = BuildContext(communicator or SingleRank(), Ops.of(device, dtype), device, dtype, kernel)
         model = self.provider(config, build)
         load_weights(model, source, progress=False)
         return model

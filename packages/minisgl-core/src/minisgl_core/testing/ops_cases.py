@@ -1,4 +1,4 @@
-"""What the kit of `Ops` gives to a provider, and what must come out, in float64.
+"""Inputs that the kit of ops gives to a provider, and the expected results in float64.
 
 Letters are those of `minisgl_core.contracts.ops`.
 """
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.ops import LinearOp, Ops, Rotation
+from minisgl_core.contracts.ops import LinearOp, LinearOps, Rotation
 from minisgl_core.fp8 import FP8_MAX, to_fp8
 
 EPS = 1e-5
@@ -68,10 +68,10 @@ def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
 
 
-def products(
-    ops: Ops, weight: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool
+def gemms(
+    ops: LinearOps, weight: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool
 ) -> Iterator[tuple[LinearOp, LinearOp]]:
-    """A plain product by this matrix and a gated one, and what each must give."""
+    """Prepare a plain GEMM by this weight and a gated one, and return each with its expected result."""
     if not in_fp8:
         prepared = [prepare(weight.clone(), bias) for prepare in (ops.prepare_linear, ops.prepare_gated)]
         wide = weight.double()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.moe import MoeKernel, MoeSpec
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.ops import Ops, OpsProvider, TorchOps
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.testing.moe_kit import MoeCase, expected_output
 from minisgl_core.testing.references import NaiveMoe
@@ -25,7 +25,7 @@ class QuantizationTests:
 
     Attributes:
         provider: the class.
-        ops: what computes the rest; set it where the provider counts on its kernels.
+        ops: the provider of the kernels; set it where this one counts on them.
         experts: likewise, of experts.
         device: where to run.
         dtypes: of activations, and of matrices before they are quantised.
@@ -34,7 +34,7 @@ class QuantizationTests:
     """
 
     provider: ClassVar[type[Quantization]]
-    ops: ClassVar[type[Ops]] = Ops
+    ops: ClassVar[type[OpsProvider]] = TorchOps
     experts: ClassVar[type[MoeKernel]] = NaiveMoe
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
@@ -142,7 +142,7 @@ class QuantizationTests:
             spec = QuantizationSpec(dtype, torch.device(self.device))
             if reasons := self.provider.unsupported(spec):
                 pytest.skip("; ".join(reasons))
-            made.append(self.provider(spec, self.ops(spec.device, dtype)))
+            made.append(self.provider(spec, Ops.of(spec.device, dtype, self.ops)))
         return made
 
     def matrix(self, shape: Shape, provider: Quantization, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -17,7 +17,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import Ops, Rotation
+from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
@@ -49,7 +49,7 @@ class DenseAttention:
         """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
         check_known(layer)
         if rotation is not None:
-            q, k = Ops(q.device, q.dtype).rotate(q, k, rotation)
+            q, k = RotaryOps(q.device, q.dtype).rotate(q, k, rotation)
         if layer.index in self._past:
             past_k, past_v = self._past[layer.index]
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))

@@ -1,0 +1,43 @@
+"""The part that the Triton kernels of all roles share."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+from minisgl_core.contracts.ops import OpsProvider
+
+
+class TritonProvider(OpsProvider):
+    """A provider of Triton kernels. Its roles put it before the role's class, so that `silu_and_mul` overrides `NormOps`'."""
+
+    @classmethod
+    def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
+        """Needs Triton, and a GPU or Triton's interpreter."""
+        reasons = []
+        if importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (pip install triton)")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")
+        return reasons
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        from minisgl_backends.kernels import activation
+
+        self._activation = activation
+
+    def overlaps(self, num_rows: int) -> bool:
+        """Return whether launches over so many tokens use PDL; see `minisgl_backends.kernels.dependent_launch`."""
+        return False
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `NormOps.silu_and_mul`; GEMMs whose epilogue has no activation call it, too."""
+        return self._activation.silu_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
+
+
+def dense(x: torch.Tensor) -> torch.Tensor:
+    """Return x itself where its last dimension is contiguous, as kernels expect; the others may have any stride."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -1,0 +1,93 @@
+"""GEMMs for GPUs: small-M GEMMs in Triton, larger ones by torch."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.ops.triton_base import TritonProvider, dense
+from minisgl_core.contracts.ops import LinearOp, LinearOps
+
+
+class TritonLinear(TritonProvider, LinearOps):
+    """Small-M GEMMs, with the activation in their epilogue, that read weights faster than cuBLAS; larger ones are torch's."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__(device, dtype)
+        from minisgl_backends.kernels import quantize, skinny_linear
+
+        self._skinny, self._quantize = skinny_linear, quantize
+        self._split_scratch = skinny_linear.SplitScratch(device)
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `LinearOps.prepare_linear`."""
+        return _of_rows(self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False))
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `LinearOps.prepare_gated`."""
+        gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
+        return _of_rows(self._with_skinny(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
+
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `LinearOps.quantize_rows`."""
+        return self._quantize.quantize_rows(dense(x))
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `LinearOps.prepare_fp8_linear`."""
+        large = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
+        large = large or super().prepare_fp8_linear(weight, scales, bias)
+        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias))
+
+    def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """See `LinearOps.prepare_fp8_gated`."""
+        gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
+        large = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
+        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias, gated=True))
+
+    def _fp8_gemm(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Return the FP8 GEMM of torch."""
+        right, right_scales, quantize_rows = weight.t(), scales[None], self._quantize.quantize_rows
+
+        def gemm(x: torch.Tensor) -> torch.Tensor:
+            codes, row_scales = quantize_rows(x)
+            out: torch.Tensor = torch._scaled_mm(
+                codes, right, row_scales, right_scales, out_dtype=x.dtype, use_fast_accum=True
+            )
+            return out if bias is None else out.add_(bias)  # apart: with some shapes cuBLAS takes none
+
+        return gemm
+
+    def _with_fp8_skinny(
+        self,
+        large: LinearOp,
+        weight: torch.Tensor,
+        scales: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        gated: bool = False,
+    ) -> LinearOp:
+        if self.dtype != torch.bfloat16 or not self._skinny.fits(weight):
+            return large
+        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated, scales=scales)
+        max_rows, quantize_rows = self._skinny.MAX_ROWS, self._quantize.quantize_rows
+        return lambda x: skinny(*quantize_rows(x)) if len(x) <= max_rows else large(x)
+
+    def _with_skinny(
+        self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
+    ) -> LinearOp:
+        if not self._skinny.fits(weight):
+            return large
+        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated)
+        max_rows = self._skinny.MAX_ROWS
+        return lambda x: skinny(x) if len(x) <= max_rows else large(x)
+
+
+def _of_rows(gemm: LinearOp) -> LinearOp:
+    """Let a GEMM of [M, in] take [..., in]."""
+
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        if x.dim() == 2 and x.stride(1) == 1:
+            return gemm(x)
+        out = gemm(dense(x.reshape(-1, x.shape[-1])))
+        return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    return of_rows

@@ -1,0 +1,77 @@
+"""The roles of an engine, put together from providers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from minisgl_core.contracts.ops.linear import LinearOps
+from minisgl_core.contracts.ops.norm import NormOps
+from minisgl_core.contracts.ops.provider import OpsProvider
+from minisgl_core.contracts.ops.rotary import RotaryOps
+from minisgl_core.contracts.ops.routing import RoutingOps
+from minisgl_core.contracts.ops.sampling import SamplingOps
+from minisgl_core.contracts.ops.step import StepOps
+
+ROLES: dict[str, type[OpsProvider]] = {
+    "linear": LinearOps,
+    "norm": NormOps,
+    "rotary": RotaryOps,
+    "sampling": SamplingOps,
+    "step": StepOps,
+    "routing": RoutingOps,
+}
+"""The class of each role, by the field of `Ops` that holds it."""
+
+
+def roles_of(provider: type[OpsProvider]) -> list[str]:
+    """Return the names of the roles that a provider has, in the order of `ROLES`."""
+    return [name for name, role in ROLES.items() if issubclass(provider, role)]
+
+
+class TorchOps(LinearOps, NormOps, RotaryOps, SamplingOps, StepOps, RoutingOps):
+    """The reference in plain torch of every role: the provider ``torch``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The kernels that an engine runs between attention calls, by role.
+
+    Attributes:
+        device: where all tensors are.
+        dtype: of the model.
+        linear: GEMMs.
+        norm: norms and activations.
+        rotary: rotary embedding and KV store.
+        sampling: from logits to tokens.
+        step: inputs and outputs of steps, and lookups.
+        routing: the choice of experts.
+    """
+
+    # In version 1 of the plugin API, providers subclassed `Ops`. A class that still does is refused with the reason.
+    plugin_api: ClassVar[str] = ">=1,<2"
+
+    device: torch.device
+    dtype: torch.dtype
+    linear: LinearOps
+    norm: NormOps
+    rotary: RotaryOps
+    sampling: SamplingOps
+    step: StepOps
+    routing: RoutingOps
+
+    @classmethod
+    def of(cls, device: torch.device, dtype: torch.dtype, *providers: type[OpsProvider]) -> Ops:
+        """Serve each role by the first of `providers` that has it, and by plain torch where none has.
+
+        Providers that serve no role are not instantiated.
+        """
+        chosen = {
+            name: next(provider for provider in (*providers, TorchOps) if issubclass(provider, role))
+            for name, role in ROLES.items()
+        }
+        instances = {provider: provider(device, dtype) for provider in dict.fromkeys(chosen.values())}
+        parts: dict[str, Any] = {name: instances[provider] for name, provider in chosen.items()}
+        return cls(device, dtype, **parts)

@@ -1,0 +1,81 @@
+"""The role of GEMMs. See the package for the shape legend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.ops.norm import silu_and_mul
+from minisgl_core.contracts.ops.provider import OpsProvider
+from minisgl_core.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
+
+LinearOp = Callable[[torch.Tensor], torch.Tensor]
+"""A GEMM that `LinearOps` has prepared: x [..., in] to [..., out]."""
+
+
+class LinearOps(OpsProvider):
+    """GEMMs by the weights of linear layers, in the model's dtype and in FP8. The activation of a gated MLP may be fused.
+
+    Each ``prepare_*`` is called once per matrix, after loading. It may return a function that holds a packed copy instead of
+    the weight. The function leaves its input as it is.
+    """
+
+    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Return ``x -> x @ weight.T + bias``.
+
+        Args:
+            weight: [out, in].
+            bias: [out] or None.
+        """
+        return lambda x: F.linear(x, weight, bias)
+
+    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Return ``x -> silu_and_mul(x @ weight.T + bias)``, for a gated MLP; see `NormOps.silu_and_mul`.
+
+        Args:
+            weight: gate rows above up rows, [2 * I, in].
+            bias: [2 * I] or None.
+        """
+        gate_up = self.prepare_linear(weight, bias)
+        return lambda x: silu_and_mul(gate_up(x))
+
+    def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantize each row to float8_e4m3fn, with the scale that maps its largest magnitude to the largest number.
+
+        Args:
+            x: [T, in], rows of any stride.
+
+        Returns:
+            The codes, float8_e4m3fn [T, in], contiguous; the scale by which each row is dequantized, float32 [T, 1].
+        """
+        scales = (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(LEAST_SCALE)
+        return to_fp8(x, scales), scales
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Return ``x -> (codes @ weight.T) * row_scales * scales + bias``, where `quantize_rows` makes codes and row_scales.
+
+        Args:
+            weight: float8_e4m3fn [out, in], contiguous, both sizes multiples of 16.
+            scales: one per output channel, float32 [out].
+            bias: [out] or None.
+        """
+
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            codes, row_scales = self.quantize_rows(x)
+            out = F.linear(codes.float(), weight.float()) * row_scales * scales
+            return (out if bias is None else out + bias).to(x.dtype)
+
+        return linear
+
+    def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        """Return `prepare_fp8_linear`, followed by `NormOps.silu_and_mul`.
+
+        Args:
+            weight: gate rows above up rows, float8_e4m3fn [2 * I, in], contiguous, both sizes multiples of 16.
+            scales: one per output channel, float32 [2 * I].
+            bias: [2 * I] or None.
+        """
+        gate_up = self.prepare_fp8_linear(weight, scales, bias)
+        return lambda x: silu_and_mul(gate_up(x))

@@ -1,0 +1,59 @@
+"""The role of norms and activations. See the package for the shape legend."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.ops.provider import OpsProvider
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the reference result of `NormOps.rms_norm`, for roles that fuse a norm."""
+    x32 = x.float()
+    x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return x32.to(x.dtype) * weight
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return the reference result of `NormOps.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class NormOps(OpsProvider):
+    """RMSNorm, with and without the residual add, and the activation of gated MLPs."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Normalize by the root mean square (arXiv 1910.07467) over the last dimension, with statistics in float32.
+
+        Args:
+            x: [..., H].
+            weight: [H].
+            eps: added to the mean square.
+
+        Returns:
+            Like `x`.
+        """
+        # Not a call of the function above, since Python calls count in a decode step on a CPU.
+        x32 = x.float()
+        x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return x32.to(x.dtype) * weight
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``rms_norm(x + residual)`` and ``x + residual``. May overwrite both inputs.
+
+        Args:
+            x: [..., H].
+            residual: like `x`.
+            weight: [H].
+            eps: added to the mean square.
+        """
+        residual = x + residual
+        return self.rms_norm(residual, weight, eps), residual
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return ``silu(gate) * up``, [..., I], of ``[..., gate | up]``, [..., 2 * I]."""
+        return silu_and_mul(gate_up)

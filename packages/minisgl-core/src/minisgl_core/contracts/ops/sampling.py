@@ -1,0 +1,91 @@
+"""The role of sampling: from logits to tokens. See the package for the shape legend; N is the number of requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.ops.provider import OpsProvider
+from minisgl_core.row_sums import cumsum_of_rows
+
+
+@dataclass(frozen=True, slots=True)
+class VocabShard:
+    """This rank's part of the vocabulary.
+
+    Rank r of S columns has the tokens ``[r * S, (r + 1) * S)``. Columns past the vocabulary are padding.
+
+    Attributes:
+        communicator: the ranks.
+        vocab_size: V.
+    """
+
+    communicator: Communicator
+    vocab_size: int
+
+    def gather(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return all ranks' logits, [N, V], from this rank's, [N, S]. Every rank calls it."""
+        return self.communicator.all_gather(logits, dim=-1)[:, : self.vocab_size]
+
+
+class SamplingOps(OpsProvider):
+    """Greedy and random sampling, and the masks of constrained decoding."""
+
+    def argmax(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the first of the largest logits of each request; [N, V] to int64 [N]."""
+        return logits.argmax(-1)
+
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """Sample a token per request: invert the cumulative distribution, in vocabulary order, at a uniform number.
+
+        CUDA graphs capture it with decode steps; see `Model.forward`.
+
+        Args:
+            logits: [N, V], any float dtype; -inf rules a token out.
+            temperature: float32 [N], 0 or at least 1e-5. At 0, the first of the largest logits is taken.
+            uniform: in [0, 1), float32 [N].
+
+        Returns:
+            int64 [N].
+        """
+        scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
+        probs = torch.softmax(scaled, dim=-1)
+        cumulative = cumsum_of_rows(probs)
+        total = cumulative[:, -1:]
+        # Rounding must not lift the target to the total, which no token would exceed.
+        target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+        sampled = ((cumulative > target) & (probs > 0)).to(torch.uint8).argmax(-1)
+        return torch.where(temperature > 0, sampled, logits.argmax(-1))
+
+    def sample_shard(
+        self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
+    ) -> torch.Tensor:
+        """Apply `sample` to logits that are split over the ranks. Every rank calls it and gets the same tokens.
+
+        Args:
+            logits: this rank's, [N, S].
+            temperature: see `sample`.
+            uniform: see `sample`.
+            shard: the part of the vocabulary that `logits` is of.
+
+        Returns:
+            int64 [N].
+        """
+        return self.sample(shard.gather(logits), temperature, uniform)
+
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+        """Rule out the tokens that a bit mask does not allow. May overwrite `logits`.
+
+        Args:
+            logits: [N, V], any float dtype.
+            rows: indices of the requests that have a mask, each at most once, int64 [G].
+            words: bit ``t % 32`` of word ``t // 32`` is set where token t is allowed, int32 [G, ceil(V / 32)].
+
+        Returns:
+            [N, V], -inf where a token is ruled out.
+        """
+        bits = (1 << torch.arange(8, device=words.device)).to(torch.uint8)
+        ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(rows), -1)[:, : logits.shape[1]] == 0
+        return logits.index_copy_(0, rows, logits[rows].masked_fill_(ruled_out, -torch.inf))

@@ -1,0 +1,96 @@
+"""The role of step inputs and outputs: the metadata of decode steps, and lookups by index.
+
+See the package for the shape legend.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.contracts.ops.provider import OpsProvider
+
+
+class StepOps(OpsProvider):
+    """The first and last kernels of a decode step, embedding lookup, and writes by index."""
+
+    def decode_inputs(
+        self,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+        inputs: torch.Tensor,
+        last_tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Begin a decode step: copy its inputs from the host, resolve tokens and slots, and update the page table.
+
+        CUDA graphs capture it with decode steps; see `Model.forward`. The first four rows of the inputs are, per token:
+
+        - the row of the page table. One that comes again has the same position and no new page.
+        - the token id; -1 stands for the last token of that row.
+        - the position.
+        - the new page, where the page table does not have it yet; otherwise -1.
+
+        Args:
+            shared: step inputs in mapped pinned memory (`Platform.share_memory`), int32 [2, K, T]. Reading it is slow.
+            turn: 0 or 1, int32 [1]; ``shared[turn]`` has this step's inputs.
+            inputs: device memory that they are copied to, int32 [K, T].
+            last_tokens: the last token of every row of the page table, int32 [R].
+            page_table: int32 [R, C]; the new pages are written to it.
+            page_size: tokens per page.
+
+        Returns:
+            The token ids, int32 [T]; the slot (``page * page_size + offset``) of each, int64 [T].
+        """
+        inputs.copy_(shared.index_select(0, turn)[0])
+        rows, token_ids, positions, new_pages = inputs[:4].unbind(0)
+        columns = positions // page_size
+        pages = torch.where(new_pages < 0, page_table[rows, columns], new_pages)
+        page_table.index_put_((rows, columns), pages)
+        slots = pages.long() * page_size + positions % page_size
+        return torch.where(token_ids < 0, last_tokens[rows], token_ids), slots
+
+    def decode_outputs(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+    ) -> None:
+        """End a decode step: store its tokens for the next step and for the host, and flip `turn`.
+
+        CUDA graphs capture it with decode steps.
+
+        Args:
+            tokens: int64 [T].
+            rows: the row of the page table of each token, int32 [T]. Where one comes twice, either token becomes its last.
+            last_tokens: the last token of every row, int32 [R], written at `rows`.
+            shared: mapped pinned memory, int64 [2, T]; ``shared[turn]`` is written.
+            turn: 0 or 1, int32 [1]; becomes the other.
+        """
+        self.scatter(last_tokens, rows, tokens)
+        shared.index_copy_(0, turn.long(), tokens[None])
+        turn.neg_().add_(1)
+
+    def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Return ``table[index]``, as an embedding does.
+
+        Args:
+            table: [N, D], contiguous.
+            index: int32 or int64 [T].
+
+        Returns:
+            [T, D].
+        """
+        return table.index_select(0, index)
+
+    def scatter(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``table[index] = values``. Where an index comes twice, either value is written.
+
+        Args:
+            table: integers, [N].
+            index: int32 [T].
+            values: integers, [T].
+        """
+        table.index_copy_(0, index.long(), values.to(table.dtype))
