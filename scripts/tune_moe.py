@@ -22,7 +22,7 @@ import triton
 
 from minisgl_backends.moe.sorted_blocks import sort_into_blocks
 from minisgl_backends.moe.tiles import Tiles
-from minisgl_backends.moe.triton_grouped import gate_up_silu, weighted_down
+from minisgl_backends.moe.triton_grouped import gate_up_activation, weighted_down
 
 TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -51,8 +51,8 @@ def calls(given: dict, gate_up: torch.Tensor, down: torch.Tensor, experts: int, 
     blocks = sort_into_blocks(given["ids"], experts, block_size)
     top_k = given["ids"].shape[1]
     return [
-        lambda: gate_up_silu(given["x"], None, gate_up, None, given["hidden"], blocks, top_k, tiles),
-        lambda: weighted_down(given["hidden"], None, down, None, given["weights"], given["rows"], blocks, tiles),
+        lambda: gate_up_activation(given["x"], None, gate_up, None, None, given["hidden"], blocks, top_k, tiles),
+        lambda: weighted_down(given["hidden"], None, down, None, None, given["weights"], given["rows"], blocks, tiles),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import transformers
 from torch.nn.functional import gelu
@@ -225,6 +226,16 @@ def test_experts_where_there_are_none_are_refused() -> None:
     config = model_config({**raw, "architectures": ["LlamaForCausalLM"]})
     assert "experts" in LlamaForCausalLM.unsupported(config)[0]
     assert Qwen3MoeForCausalLM.unsupported(config) == []
+
+
+@pytest.mark.parametrize(
+    "key", ["n_group", "n_shared_experts", "routed_scaling_factor", "scoring_func", "swiglu_limit", "topk_group"]
+)
+def test_experts_of_other_architectures_are_refused(key: str) -> None:
+    value = "sigmoid" if key == "scoring_func" else 4
+    raw = AutoConfig.for_model("qwen3_moe", **SMALL, **TestQwen3Moe.experts).to_dict()
+    config = model_config({**raw, "architectures": ["Qwen3MoeForCausalLM"], key: value})
+    assert f"has no experts with {key}={value!r}" in Qwen3MoeForCausalLM.unsupported(config)[0]
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

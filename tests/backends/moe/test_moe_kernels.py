@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +14,7 @@ from minisgl_backends.moe.tiles import choose_block_size
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.moe.triton_kernel import TritonMoe
 from minisgl_core.contracts.moe import MoeSpec
+from minisgl_core.fp8 import FP8
 from minisgl_core.testing.moe_kit import MoeKernelTests
 
 if TYPE_CHECKING:
@@ -91,6 +93,17 @@ def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install triton" in TritonMoe.unsupported(spec)[0]
+
+
+def test_triton_takes_float8_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    spec = MoeSpec(4, 2, 16, 16, torch.bfloat16, torch.device("cuda"), weight_dtype=FP8)
+    [reason] = TritonMoe.unsupported(spec)
+    assert "8.9 or later, and this GPU has 8.0" in reason
+    assert TritonMoe.unsupported(replace(spec, weight_dtype=None)) == []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    assert TritonMoe.unsupported(spec) == []
 
 
 def test_asking_imports_no_triton() -> None:

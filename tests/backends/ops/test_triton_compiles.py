@@ -22,7 +22,7 @@ from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _rotary
 from minisgl_backends.kernels.sample import _find, _reduce
 from minisgl_backends.kernels.skinny_linear import _linear
-from minisgl_backends.moe.triton_grouped import _gate_up_silu, _weighted_down
+from minisgl_backends.moe.triton_grouped import _gate_up_activation, _weighted_down
 
 def compiled(kernel, kinds, constants, **options):
     constants = constants | ({"PDL": True} if "PDL" in kernel.arg_names else {})
@@ -75,14 +75,17 @@ common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": Fal
 compiled(_linear, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
 compiled(_linear, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
 
-# Experts, as they are and in float8.
+# Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):
     kind, scale = ("*fp8e4nv", "*fp32") if scaled else ("*bf16", "*bf16")
     kinds = {"x": kind, "hidden": kind, "weights": kind, "x_scales": scale, "hidden_scales": scale, "scales": scale}
-    kinds |= {"out": "*bf16", "row_weights": "*fp32", "block_rows": "*i32", "block_experts": "*i32"}
+    kinds |= {"out": "*bf16", "row_weights": "*fp32", "block_rows": "*i32", "block_experts": "*i32", "bias": "*bf16"}
     sizes = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_DEPTH": depth, "WIDEN": False, "SCALED": scaled, "EVEN": True}
-    compiled(_gate_up_silu, dict(kinds), sizes | {"TOP_K": 8}, num_warps=warps, num_stages=3)
-    compiled(_weighted_down, dict(kinds), sizes, num_warps=warps, num_stages=3)
+    for activation, limit in (("silu", None), ("silu", 7.0), ("gelu_tanh", None), ("swigluoai", 7.0)):
+        of_gate = {"TOP_K": 8, "ACTIVATION": activation, "LIMIT": limit, "HAS_BIAS": activation != "silu"}
+        compiled(_gate_up_activation, dict(kinds), sizes | of_gate, num_warps=warps, num_stages=3)
+    for has_bias in (False, True):
+        compiled(_weighted_down, dict(kinds), sizes | {"HAS_BIAS": has_bias}, num_warps=warps, num_stages=3)
 """
 
 SHARED_MEMORY = """

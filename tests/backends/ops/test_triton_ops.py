@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ ON_GPU = torch.cuda.is_available()
 pytest.importorskip("triton")
 
 from minisgl_backends.ops.triton_ops import TritonOps  # noqa: E402
+from minisgl_core.contracts.moe import RoutingSpec  # noqa: E402
 from minisgl_core.contracts.ops import TorchOps  # noqa: E402
 from minisgl_core.testing.ops_kit import TOLERANCES, OpsTests  # noqa: E402
 
@@ -67,3 +70,19 @@ def test_products_by_larger_matrices(num_rows: int, outputs: int, inputs: int, h
             x = random(num_rows, inputs + 16, dtype=torch.bfloat16)[:, :inputs]
             wanted = expected(x).double()
             assert (op(x).double() - wanted).norm() < 2 * BF16_ERROR * wanted.norm()
+
+
+def test_plain_routing_alone_is_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    from minisgl_backends.kernels import route
+
+    ours, _ = pair(torch.float32)
+    calls, launch = [], route.route
+    monkeypatch.setattr(route, "route", lambda *inputs: calls.append(inputs) or launch(*inputs))
+    logits, bias = random(3, 8, dtype=torch.float32), random(8, dtype=torch.float32)
+    plain = RoutingSpec(2, True)
+    ours.route(logits, plain)
+    assert len(calls) == 1
+    ours.route(logits, plain, bias)
+    for changes in ({"scoring": "sigmoid"}, {"num_groups": 2, "topk_groups": 1}, {"scaling_factor": 2.0}):
+        ours.route(logits, replace(plain, **changes))
+    assert len(calls) == 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minisgl_backends.quantization.fp8 import Fp8
-from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.moe import ExpertWeights, MoeKernel
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.quantization import ExpertsOp, Quantization
 from minisgl_core.testing.kit_runner import failures
@@ -60,14 +60,16 @@ class FourBits(Fp8):
 
 
 class ForgetsTheScalesOfExperts(Fp8):
-    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
-        wide = [self._quantize_experts(each)[0].to(self.spec.dtype) for each in (gate_up, down)]
-        return lambda x, weights, ids: kernel.forward(x, wide[0], wide[1], weights, ids)
+    def _quantize_experts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        codes, scales = super()._quantize_experts(weight)
+        return codes, torch.ones_like(scales)
 
 
 class KeepsTheExperts(Fp8):
-    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
-        return lambda x, weights, ids: kernel.forward(x, gate_up, down, weights, ids)
+    expert_dtype = None
+
+    def prepare_experts(self, kernel: MoeKernel, weights: ExpertWeights) -> ExpertsOp:
+        return Quantization.prepare_experts(self, kernel, weights)
 
 
 BROKEN = [

@@ -267,6 +267,21 @@ class Old(AttentionBackend):
         Registry.from_environment().load("attention", "old")
 
 
+def test_a_moe_kernel_of_version_1_is_told_what_changed(site):
+    source = """
+from minisgl_core.contracts.moe import MoeKernel
+
+class Old(MoeKernel):
+    def forward(self, x, gate_up, down, expert_weights, expert_ids): pass
+    def forward_fp8(self, *inputs): pass
+"""
+    site.install("one", {"moe": {"old": "old_moe:Old"}}, old_moe=source)
+    with pytest.raises(
+        ProviderLoadError, match=r"has forward_fp8, which belongs to version 1 .* forward\(\) takes `ExpertWeights`"
+    ):
+        Registry.from_environment().load("moe", "old")
+
+
 def test_lists_hide_providers_and_say_so(site):
     site.install("My_Plugin", {"policy": {"a": "x:A", "b": "x:B"}})
     site.install("other", {"policy": {"c": "x:C"}})

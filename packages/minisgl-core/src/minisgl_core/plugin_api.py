@@ -19,7 +19,7 @@ CHANGES = {
     "grammar": "the base classes declare version 2, and nothing else changed",
     "hooks": "plans and records have new fields, and there are hooks for pages that a prefix cache takes and evicts",
     "models": "models are plain layers loaded by attribute, and forward() is told which tokens logits are computed of",
-    "moe": "the base class declares version 2, and nothing else changed",
+    "moe": "a kernel declares `capabilities`, and forward() takes `ExpertWeights`, which replaces forward_fp8()",
     "ops": "Ops is split into roles: subclass LinearOps, NormOps, RotaryOps, SamplingOps, StepOps or RoutingOps, each of"
     " which may be served alone; take_rows() and put() are gather_rows() and scatter()",
     "platform": "the base class declares version 2, and nothing else changed",
@@ -32,6 +32,7 @@ CHANGES = {
 REMOVED: dict[str, tuple[str, ...]] = {
     "attention": ("kv_layout", "reads_page_table"),
     "models": ("forward_rows", "finalize", "compute_own_logits"),
+    "moe": ("forward_fp8",),
     "ops": ("take_rows", "put"),
 }
 """Attributes that providers of version 1 have and that nothing reads any more."""

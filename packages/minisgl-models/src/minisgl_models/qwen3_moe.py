@@ -6,13 +6,15 @@ Attention and the dense MLP are Qwen3's.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
+from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.layers import (
     FusedMoE,
     Layer,
@@ -25,6 +27,17 @@ from minisgl_core.layers import (
 from minisgl_core.layers.base import check_activation
 from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
+_OF_OTHER_EXPERTS: Mapping[str, Any] = {
+    "n_group": 1,
+    "n_shared_experts": 0,
+    "routed_scaling_factor": 1,
+    "scoring_func": "softmax",
+    "shared_expert_intermediate_size": 0,
+    "swiglu_limit": 0,
+    "topk_group": 1,
+}
+"""Keys of other architectures' experts, and the value that changes nothing."""
+
 
 class Qwen3MoeSparseMoeBlock(Layer):
     """A router picks `top_k` experts per token (arXiv 2101.03961)."""
@@ -35,11 +48,10 @@ class Qwen3MoeSparseMoeBlock(Layer):
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(
             moe.num_experts,
-            moe.top_k,
             config.hidden_size,
             moe.intermediate_size,
+            RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
             build,
-            renormalize=moe.norm_topk_prob,
             reduce=False,
         )
 
@@ -111,8 +123,15 @@ class Qwen3MoeForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts."""
-        return [] if config.moe else [f"{cls.__name__} needs experts (num_experts in the config)"]
+        """Refuse a config without experts, or with experts that are not Qwen3's."""
+        if not config.moe:
+            return [f"{cls.__name__} needs experts (num_experts in the config)"]
+        others = {key: config.raw.get(key) for key in _OF_OTHER_EXPERTS}
+        return [
+            f"{cls.__name__} has no experts with {key}={value!r}"
+            for key, value in others.items()
+            if value not in (None, _OF_OTHER_EXPERTS[key])
+        ]
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

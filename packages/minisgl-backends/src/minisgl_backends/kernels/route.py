@@ -32,8 +32,8 @@ def _route(
     tl.store(ids + token * K + place, chosen, mask=place < K)
 
 
-def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `minisgl_core.contracts.ops.RoutingOps.route`; rows of `logits` are contiguous."""
+def route(logits: torch.Tensor, top_k: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Route by softmax over all experts, without groups; see `RoutingOps.route`. Rows of `logits` are contiguous."""
     num_tokens, num_experts = logits.shape
     weights = torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device)
     ids = torch.empty(num_tokens, top_k, dtype=torch.int64, device=logits.device)
@@ -41,6 +41,6 @@ def route(logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tens
         _route[(num_tokens,)](
             logits, weights, ids, num_experts, logits.stride(0),
             K=top_k, K_BLOCK=triton.next_power_of_2(top_k), E_BLOCK=triton.next_power_of_2(num_experts),
-            NORMALIZE=normalize, num_warps=1,
+            NORMALIZE=renormalize, num_warps=1,
         )  # fmt: skip
     return weights, ids

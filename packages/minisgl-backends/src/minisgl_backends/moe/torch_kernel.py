@@ -3,39 +3,80 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
+from minisgl_core.fp8 import FP8
+
+Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of gate and up."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": lambda gate, up: F.silu(gate) * up,
+    "gelu_tanh": lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+    "swigluoai": lambda gate, up: gate * torch.sigmoid(1.702 * gate) * (up + 1),
+}
 
 
 class TorchMoe(MoeKernel):
-    """Sorts the tokens by expert, then two matrix products for each expert that has any.
+    """Sorts the tokens by expert, then two matmuls for each expert that has any.
 
-    Products are in `x`'s dtype, the weighted sum in float32. On CUDA there is one wait for the device a call, for how many
-    tokens each expert has; so it cannot be captured in a graph.
+    Matmuls are in `x`'s dtype, the weighted sum in float32. Quantized matrices are dequantized, one expert's at a time. On CUDA
+    it waits for the device once per call, for each expert's number of tokens; so it cannot be captured in a graph.
     """
 
+    capabilities = MoeCapabilities(
+        activations=tuple(_ACTIVATIONS), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+    )
+
+    def __init__(self, spec: MoeSpec) -> None:
+        super().__init__(spec)
+        self._no_bias = (None,) * spec.num_experts
+        self._activate = _clamped(_ACTIVATIONS[spec.activation], spec.swiglu_limit)
+
     def forward(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        expert_weights: torch.Tensor,
-        expert_ids: torch.Tensor,
+        self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `MoeKernel.forward`."""
-        num_tokens, top_k = expert_ids.shape
-        order = expert_ids.flatten().argsort(stable=True)
-        num_rows = torch.bincount(expert_ids.flatten(), minlength=self.spec.num_experts).tolist()
+        num_tokens, top_k = topk_ids.shape
+        order = topk_ids.flatten().argsort(stable=True)
+        num_rows = torch.bincount(topk_ids.flatten(), minlength=self.spec.num_experts).tolist()
         rows = x[order // top_k]
         outputs = torch.empty_like(rows)
+        gate_up, gate_up_bias = self._by_expert(weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
+        down, down_bias = self._by_expert(weights.down, weights.down_bias, weights.down_scales)
         start = 0
         for expert, stop in enumerate(itertools.accumulate(num_rows)):
             if stop > start:
-                gate, up = F.linear(rows[start:stop], gate_up[expert]).chunk(2, dim=-1)
-                outputs[order[start:stop]] = F.linear(F.silu(gate) * up, down[expert])
+                gate, up = F.linear(rows[start:stop], gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
+                hidden = self._activate(gate, up)
+                outputs[order[start:stop]] = F.linear(hidden, down[expert], down_bias[expert])
             start = stop
         outputs = outputs.view(num_tokens, top_k, -1)
-        return torch.einsum("tk,tkh->th", expert_weights, outputs.float()).to(x.dtype)
+        return torch.einsum("tk,tkh->th", topk_weights, outputs.float()).to(x.dtype)
+
+    def _by_expert(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None
+    ) -> tuple[torch.Tensor | _Dequantized, torch.Tensor | tuple[None, ...]]:
+        """Return matrices and biases, to be indexed by the expert."""
+        matrices = weight if scales is None else _Dequantized(weight, scales, self.spec.dtype)
+        return matrices, self._no_bias if bias is None else bias
+
+
+class _Dequantized:
+    """Quantized matrices, of which each is dequantized when it is indexed."""
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+        self._codes, self._scales, self._dtype = codes, scales, dtype
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return (self._codes[expert].float() * self._scales[expert, :, None]).to(self._dtype)
+
+
+def _clamped(activation: Activation, limit: float | None) -> Activation:
+    if limit is None:
+        return activation
+    return lambda gate, up: activation(gate.clamp(max=limit), up.clamp(-limit, limit))

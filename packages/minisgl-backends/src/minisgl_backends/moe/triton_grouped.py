@@ -1,4 +1,4 @@
-"""The two grouped matrix products of a gated expert layer. Imports triton.
+"""The two grouped GEMMs of a gated expert layer. Imports triton.
 
 Shape legend: T tokens, K experts a token, R = T * K rows, E experts, H hidden size, I intermediate size. Each program
 computes one block of rows, all of one expert, times one block of the output's columns.
@@ -22,12 +22,28 @@ def _load(place, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-d
     return tl.load(place, mask=outer & inner, other=0.0)
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if LIMIT is not None:  # comparisons that let NaN through
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    if ACTIVATION == "swigluoai":
+        result = gate * tl.sigmoid(1.702 * gate) * (up + 1.0)
+    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(y) = 2 * sigmoid(2 * y), y = sqrt(2 / pi) * (gate + 0.044715 * gate**3)
+        result = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)) * up
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        result = gate * tl.sigmoid(gate) * up
+    return result
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _gate_up_silu(  # type: ignore[no-untyped-def]
+def _gate_up_activation(  # type: ignore[no-untyped-def]
     x,  # [T, H]
     x_scales,  # [T], float32
     weights,  # [E, 2 * I, H], gate above up
     scales,  # [E, 2 * I], float32
+    bias,  # [E, 2 * I]
     out,  # [R, I]
     block_rows,
     block_experts,
@@ -36,11 +52,14 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
     hidden_size,
     intermediate_size,
     TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
     SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -68,7 +87,11 @@ def _gate_up_silu(  # type: ignore[no-untyped-def]
         of_cols = scales + expert * 2 * intermediate_size + cols
         gate *= of_rows * tl.load(of_cols, mask=col_mask, other=0.0)[None, :]
         up *= of_rows * tl.load(of_cols + intermediate_size, mask=col_mask, other=0.0)[None, :]
-    result = gate * tl.sigmoid(gate) * up
+    if HAS_BIAS:
+        of_cols = bias + expert * 2 * intermediate_size + cols
+        gate += tl.load(of_cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(of_cols + intermediate_size, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+    result = _activated(gate, up, ACTIVATION, LIMIT)
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
@@ -79,6 +102,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     hidden_scales,  # [R], float32
     weights,  # [E, H, I]
     scales,  # [E, H], float32
+    bias,  # [E, H]
     row_weights,  # [R], float32
     out,  # [R, H]
     block_rows,
@@ -92,6 +116,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     BLOCK_DEPTH: tl.constexpr,
     WIDEN: tl.constexpr,
     SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -113,40 +138,49 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     if SCALED:
         of_rows = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
         result *= of_rows * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
+    if HAS_BIAS:
+        result += tl.load(bias + expert * hidden_size + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]
     out_rows = out + rows[:, None] * hidden_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
 
 
-def gate_up_silu(
+def gate_up_activation(
     x: torch.Tensor,
     x_scales: torch.Tensor | None,
     gate_up: torch.Tensor,
     scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
     out: torch.Tensor,
     blocks: SortedBlocks,
     top_k: int,
     tiles: Tiles,
+    activation: str = "silu",
+    limit: float | None = None,
 ) -> None:
-    """``out[row] = silu(gate @ x[token]) * (up @ x[token])``, for every row.
+    """``out[row] = activation(gate @ x[token], up @ x[token])``, for every row.
 
     Args:
         x: [T, H].
-        x_scales: what a token is multiplied by, float32, T of them, where it is float8.
+        x_scales: factors of the tokens, float32, T of them, where x is float8.
         gate_up: [E, 2 * I, H].
-        scales: what a row of it is multiplied by, float32 [E, 2 * I], where it is float8.
+        scales: factors of the rows of `gate_up`, float32 [E, 2 * I], where it is float8.
+        bias: [E, 2 * I], or None.
         out: [R, I].
         blocks: rows by expert.
         top_k: K.
-        tiles: how to cut the work.
+        tiles: of the GEMM.
+        activation: see `MoeSpec.activation`.
+        limit: see `MoeSpec.swiglu_limit`.
     """
     num_experts, _, hidden_size = gate_up.shape
     grid = (len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, out.shape[1])
-    options = _options(x, scales, hidden_size, blocks, tiles)
+    options = _options(x, scales, bias, hidden_size, blocks, tiles)
     left = x, x if x_scales is None else x_scales
-    right = gate_up, gate_up if scales is None else scales
-    _gate_up_silu[grid](*left, *right, out, blocks.rows, blocks.experts, *sizes, TOP_K=top_k, **options)
+    right = gate_up, gate_up if scales is None else scales, gate_up if bias is None else bias
+    options |= {"TOP_K": top_k, "ACTIVATION": activation, "LIMIT": limit}
+    _gate_up_activation[grid](*left, *right, out, blocks.rows, blocks.experts, *sizes, **options)
 
 
 def weighted_down(
@@ -154,41 +188,49 @@ def weighted_down(
     hidden_scales: torch.Tensor | None,
     down: torch.Tensor,
     scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
     row_weights: torch.Tensor,
     out: torch.Tensor,
     blocks: SortedBlocks,
     tiles: Tiles,
 ) -> None:
-    """``out[row] = row_weights[row] * (down @ hidden[row])``, for every row.
+    """``out[row] = row_weights[row] * (down @ hidden[row] + bias)``, for every row.
 
     Args:
         hidden: [R, I].
-        hidden_scales: what a row is multiplied by, float32, R of them, where it is float8.
+        hidden_scales: factors of its rows, float32, R of them, where it is float8.
         down: [E, H, I].
-        scales: what a row of it is multiplied by, float32 [E, H], where it is float8.
+        scales: factors of the rows of `down`, float32 [E, H], where it is float8.
+        bias: [E, H], or None.
         row_weights: float32, R of them.
         out: [R, H].
         blocks: rows by expert.
-        tiles: how to cut the work.
+        tiles: of the GEMM.
     """
     num_experts, hidden_size, intermediate_size = down.shape
     grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
     sizes = (out.shape[0], num_experts, hidden_size, intermediate_size)
-    options = _options(hidden, scales, intermediate_size, blocks, tiles)
+    options = _options(hidden, scales, bias, intermediate_size, blocks, tiles)
     left = hidden, hidden if hidden_scales is None else hidden_scales
-    right = down, down if scales is None else scales
+    right = down, down if scales is None else scales, down if bias is None else bias
     _weighted_down[grid](*left, *right, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
 
 
 def _options(
-    x: torch.Tensor, scales: torch.Tensor | None, inner_size: int, blocks: SortedBlocks, tiles: Tiles
-) -> dict[str, int | bool]:
+    x: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    inner_size: int,
+    blocks: SortedBlocks,
+    tiles: Tiles,
+) -> dict[str, str | float | bool | None]:
     return {
         "BLOCK_ROWS": blocks.block_size,
         "BLOCK_COLS": tiles.cols,
         "BLOCK_DEPTH": tiles.depth,
         "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as if it were integers
         "SCALED": scales is not None,
+        "HAS_BIAS": bias is not None,
         "EVEN": inner_size % tiles.depth == 0,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,

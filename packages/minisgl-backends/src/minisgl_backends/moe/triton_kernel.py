@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton: rows sorted by expert, two grouped matrix products, a sum over the choices."""
+"""Mixture of experts in Triton: rows sorted by expert, two grouped GEMMs, a sum over the choices."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ import os
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
-from minisgl_core.contracts.moe import MoeKernel, MoeSpec
+from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
+from minisgl_core.fp8 import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonMoe(MoeKernel):
-    """Products and the weighted sum are in float32, what lies between them in `x`'s dtype. Never waits for the device.
+    """Matmuls and the weighted sum are in float32, what lies between them in `x`'s dtype. Never waits for the device.
 
-    Runs on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
+    With float8 weights, tokens are quantized, too, and so is what lies between the matmuls. Runs on a CPU as well, under
+    Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
     """
+
+    capabilities = MoeCapabilities(
+        activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+    )
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
-        """Names what is missing of triton, a GPU, and a dtype that both take; does not import triton."""
-        reasons = []
+        """Name what is missing of triton, a GPU, and dtypes that both take; does not import triton."""
+        reasons = super().unsupported(spec)
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (pip install triton)")
         if spec.device.type != "cuda" and not _interpreted():
             reasons.append(f"it needs a CUDA device, not {spec.device.type}, or TRITON_INTERPRET=1 to try it slowly")
         if spec.dtype not in _DTYPES:
             reasons.append(f"it computes in bfloat16, float16 or float32, not {str(spec.dtype).removeprefix('torch.')}")
+        if spec.weight_dtype == FP8 and spec.device.type == "cuda" and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability(spec.device)
+            if capability < (8, 9):
+                has = ".".join(map(str, capability))
+                reasons.append(f"matmuls in float8 need compute capability 8.9 or later, and this GPU has {has}")
         return reasons
 
     def __init__(self, spec: MoeSpec) -> None:
@@ -38,57 +49,41 @@ class TritonMoe(MoeKernel):
 
         self._blocks, self._grouped, self._quantize_rows = sorted_blocks, triton_grouped, quantize.quantize_rows
         self._large_memory = device.has_large_shared_memory(spec.device)
-        is_gpu = spec.device.type == "cuda"
-        self._multiplies_fp8 = not is_gpu or torch.cuda.get_device_capability(spec.device) >= (8, 9)
+        self._activation = spec.activation, spec.swiglu_limit
 
     def forward(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        expert_weights: torch.Tensor,
-        expert_ids: torch.Tensor,
+        self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """See `MoeKernel.forward`; weights must be contiguous."""
-        return self._forward(x, gate_up, None, down, None, expert_weights, expert_ids)
-
-    def forward_fp8(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        gate_up_scales: torch.Tensor,
-        down: torch.Tensor,
-        down_scales: torch.Tensor,
-        expert_weights: torch.Tensor,
-        expert_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """See `MoeKernel.forward_fp8`: tokens become float8, too, and so does what lies between the products."""
-        if not self._multiplies_fp8:
-            return super().forward_fp8(x, gate_up, gate_up_scales, down, down_scales, expert_weights, expert_ids)
-        return self._forward(x, gate_up, gate_up_scales, down, down_scales, expert_weights, expert_ids)
-
-    def _forward(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        gate_up_scales: torch.Tensor | None,
-        down: torch.Tensor,
-        down_scales: torch.Tensor | None,
-        expert_weights: torch.Tensor,
-        expert_ids: torch.Tensor,
-    ) -> torch.Tensor:
-        num_tokens, top_k = expert_ids.shape
+        """See `MoeKernel.forward`."""
+        num_tokens, top_k = topk_ids.shape
         num_rows, num_experts = num_tokens * top_k, self.spec.num_experts
+        gate_up, gate_up_scales = weights.gate_up, weights.gate_up_scales
+        down, down_scales = weights.down, weights.down_scales
         block_size = choose_block_size(num_rows, num_experts)
-        blocks = self._blocks.sort_into_blocks(expert_ids.contiguous(), num_experts, block_size)
+        blocks = self._blocks.sort_into_blocks(topk_ids.contiguous(), num_experts, block_size)
         first, second = choose_tiles(num_rows, block_size, gate_up.element_size(), self._large_memory)
         hidden = x.new_empty(num_rows, self.spec.intermediate_size)
-        self._grouped.gate_up_silu(
-            *self._inputs(x.contiguous(), gate_up_scales), gate_up, gate_up_scales, hidden, blocks, top_k, first
+        self._grouped.gate_up_activation(
+            *self._inputs(x.contiguous(), gate_up_scales),
+            gate_up,
+            gate_up_scales,
+            weights.gate_up_bias,
+            hidden,
+            blocks,
+            top_k,
+            first,
+            *self._activation,
         )
         rows = x.new_empty(num_rows, self.spec.hidden_size)
         self._grouped.weighted_down(
-            *self._inputs(hidden, down_scales), down, down_scales, expert_weights.contiguous(), rows, blocks, second
+            *self._inputs(hidden, down_scales),
+            down,
+            down_scales,
+            weights.down_bias,
+            topk_weights.contiguous(),
+            rows,
+            blocks,
+            second,
         )
         out = x.new_empty(num_tokens, self.spec.hidden_size)
         self._grouped.sum_choices(rows, out)

@@ -6,6 +6,7 @@ import torch
 
 from minisgl_backends.ops.triton_base import TritonProvider, dense
 from minisgl_backends.ops.triton_linear import TritonLinear
+from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops import NormOps, RotaryOps, Rotation, RoutingOps, SamplingOps, StepOps, VocabShard
 
 
@@ -118,6 +119,10 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
         """See `SamplingOps.sample_shard`: two short sums instead of all logits on every rank."""
         return self._sample.sample_shard(logits, temperature, uniform, shard)
 
-    def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RoutingOps.route`."""
-        return self._route.route(dense(logits), top_k, normalize)
+    def route(
+        self, logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `RoutingOps.route`; one launch where the routing is plain."""
+        if correction_bias is not None or not spec.is_plain:
+            return super().route(logits, spec, correction_bias)
+        return self._route.route(dense(logits), spec.top_k, spec.renormalize)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
-from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.moe import ExpertWeights, MoeKernel
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
 from minisgl_core.fp8 import FP8
@@ -25,6 +27,8 @@ class Fp8(Quantization):
     A matrix whose sides are no multiples of 16 stays as it is. On a CPU, matrices become float32 again in each product: that
     is for tests, and to see what is lost.
     """
+
+    expert_dtype: ClassVar[torch.dtype | None] = FP8
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
@@ -52,10 +56,12 @@ class Fp8(Quantization):
             return super().prepare_gated(weight, bias)
         return self.ops.linear.prepare_fp8_gated(*self._quantize(weight), bias)
 
-    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
-        """Quantise each expert's matrices; see `MoeKernel.forward_fp8`."""
-        experts = *self._quantize_experts(gate_up), *self._quantize_experts(down)
-        return lambda x, expert_weights, expert_ids: kernel.forward_fp8(x, *experts, expert_weights, expert_ids)
+    def prepare_experts(self, kernel: MoeKernel, weights: ExpertWeights) -> ExpertsOp:
+        """Quantize each expert's matrices, a scale per row."""
+        gate_up, gate_up_scales = self._quantize_experts(weights.gate_up)
+        down, down_scales = self._quantize_experts(weights.down)
+        quantized = replace(weights, gate_up=gate_up, down=down, gate_up_scales=gate_up_scales, down_scales=down_scales)
+        return super().prepare_experts(kernel, quantized)
 
     def _quantize_experts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = self._quantize(weight.flatten(0, 1))

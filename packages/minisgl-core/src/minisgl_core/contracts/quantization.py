@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import torch
 
-from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.moe import ExpertWeights, MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
 
 ExpertsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""x, expert_weights and expert_ids to what `MoeKernel.forward` returns."""
+"""x, topk_weights and topk_ids to what `MoeKernel.forward` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,8 @@ class Quantization:
     """Weights as they are, multiplied by `LinearOps`."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
+    expert_dtype: ClassVar[torch.dtype | None] = None
+    """Dtype of the experts' matrices that `prepare_experts` hands to the kernel; None for the model's."""
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
@@ -70,12 +72,11 @@ class Quantization:
         """
         return self.ops.linear.prepare_gated(weight, bias)
 
-    def prepare_experts(self, kernel: MoeKernel, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertsOp:
-        """Like `prepare_linear`, for a layer's experts: returns what computes about ``kernel.forward(x, gate_up, down, ...)``.
+    def prepare_experts(self, kernel: MoeKernel, weights: ExpertWeights) -> ExpertsOp:
+        """Like `prepare_linear`, for a layer's experts: returns what computes about ``kernel.forward(x, weights, ...)``.
 
         Args:
-            kernel: of the layer.
-            gate_up: [E, 2 * I, H], this rank's part; rows and columns that are padding are zero.
-            down: [E, H, I].
+            kernel: of the layer, made for experts of `expert_dtype`.
+            weights: this rank's part, without scales; rows and columns that are padding are zero.
         """
-        return lambda x, expert_weights, expert_ids: kernel.forward(x, gate_up, down, expert_weights, expert_ids)
+        return lambda x, topk_weights, topk_ids: kernel.forward(x, weights, topk_weights, topk_ids)

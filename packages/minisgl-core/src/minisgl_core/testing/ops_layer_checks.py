@@ -10,6 +10,7 @@ import torch
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
 from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 from minisgl_core.testing import ops_cases
+from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
 from minisgl_core.testing.ops_base_kit import OpsChecks, Shape, other_dtype
 from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, normed, rotation_case, views
 
@@ -222,17 +223,15 @@ class RotaryChecks(OpsChecks):
 class RoutingChecks(OpsChecks):
     """Tests of `RoutingOps`."""
 
-    @pytest.mark.parametrize("normalize", [False, True])
-    @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (6, 3), (60, 4), (1, 1)])
-    def test_routing(self, num_experts: int, top_k: int, normalize: bool) -> None:
-        """The largest of a softmax over all experts. No two logits are equal, so there is one answer."""
-        random = torch.Generator().manual_seed(num_experts)
-        order = torch.stack([torch.randperm(num_experts, generator=random) for _ in range(9)]).to(self.device)
+    @pytest.mark.parametrize("routing", list(ROUTING_SPECS))
+    def test_routing(self, routing: str) -> None:
+        """Softmax and sigmoid, over all experts and in groups, with and without a bias of the choice. There are no ties."""
+        num_experts, spec, has_bias = ROUTING_SPECS[routing]
         for ops in self.providers(RoutingOps):
-            logits = (order.float() / 4 - 3).to(ops.dtype)
-            weights, experts = ops.route(logits, top_k, normalize)
-            assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
-            probs = logits.double().softmax(-1).where(order >= num_experts - top_k, 0.0)
-            expected = probs / probs.sum(-1, keepdim=True) if normalize else probs
-            found = torch.zeros_like(expected).scatter_(1, experts, weights.double())
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+            for logits, bias in routing_cases(num_experts, has_bias, ops.dtype, self.device):
+                weights, experts = ops.route(logits, spec, bias)
+                assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
+                assert weights.shape == experts.shape == (len(logits), spec.top_k)
+                expected = expected_routing(logits, spec, bias)
+                found = torch.zeros_like(expected).scatter_(1, experts.cpu(), weights.cpu().double())
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)

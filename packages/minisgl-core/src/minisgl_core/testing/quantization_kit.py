@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.moe import MoeKernel, MoeSpec
+from minisgl_core.contracts.moe import ExpertWeights, MoeKernel, MoeSpec
 from minisgl_core.contracts.ops import Ops, OpsProvider, TorchOps
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.testing.moe_kit import MoeCase, expected_output
+from minisgl_core.testing.moe_cases import MoeCase, expected_output
 from minisgl_core.testing.references import NaiveMoe
 
 Shape = tuple[int, int]
@@ -76,11 +77,12 @@ class QuantizationTests:
     def test_experts(self) -> None:
         """Each has scales of its own."""
         for provider in self.providers():
-            kernel = self.experts(MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device))
+            kernel = self.kernel_of_experts(provider)
             case = self.case_of_experts(provider)
-            op = provider.prepare_experts(kernel, case.gate_up.clone(), case.down.clone())
-            found = op(case.x, case.expert_weights, case.expert_ids)
-            self.check(found, expected_output(case).to(self.device), "experts", 2 * self.loss)
+            own = replace(case.weights, gate_up=case.weights.gate_up.clone(), down=case.weights.down.clone())
+            found = provider.prepare_experts(kernel, own)(case.x, case.topk_weights, case.topk_ids)
+            expected = expected_output(case, replace(kernel.spec, weight_dtype=None))
+            self.check(found, expected.to(self.device), "experts", 2 * self.loss)
 
     def test_rows_stand_alone(self) -> None:
         """A row beside much larger ones has the result that it has alone."""
@@ -127,10 +129,10 @@ class QuantizationTests:
         if self.provider.prepare_experts is Quantization.prepare_experts:
             pytest.skip("experts stay as they are")
         for provider in self.providers():
-            kernel = self.experts(MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device))
+            kernel = self.kernel_of_experts(provider)
             case = self.case_of_experts(provider)
-            kept = [weakref.ref(case.gate_up), weakref.ref(case.down)]
-            op = provider.prepare_experts(kernel, case.gate_up, case.down)
+            kept = [weakref.ref(case.weights.gate_up), weakref.ref(case.weights.down)]
+            op = provider.prepare_experts(kernel, case.weights)
             del case
             gc.collect()
             assert [each() for each in kept] == [None, None], f"{op} holds on to the matrices"
@@ -153,15 +155,23 @@ class QuantizationTests:
         device, dtype = self.device, provider.spec.dtype
         return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
 
+    def kernel_of_experts(self, provider: Quantization) -> MoeKernel:
+        """Return a kernel for `case_of_experts`."""
+        spec = MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device, weight_dtype=provider.expert_dtype)
+        assert not self.experts.unsupported(spec)
+        return self.experts(spec)
+
     def case_of_experts(self, provider: Quantization) -> MoeCase:
         """Three experts, each eight times as large as the one before, and its way back as much smaller."""
         weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(0)).to(self.device)
         return MoeCase(
             x=self.random(9, 64, provider),
-            gate_up=torch.stack([self.matrix((96, 64), provider, False)[0] * 8**i for i in range(3)]),
-            down=torch.stack([self.matrix((64, 48), provider, False)[0] * 8 ** (1 - i) for i in range(3)]),
-            expert_weights=weights,
-            expert_ids=torch.tensor([[0, 1], [1, 2], [2, 0]], device=self.device).repeat(3, 1),
+            weights=ExpertWeights(
+                gate_up=torch.stack([self.matrix((96, 64), provider, False)[0] * 8**i for i in range(3)]),
+                down=torch.stack([self.matrix((64, 48), provider, False)[0] * 8 ** (1 - i) for i in range(3)]),
+            ),
+            topk_weights=weights,
+            topk_ids=torch.tensor([[0, 1], [1, 2], [2, 0]], device=self.device).repeat(3, 1),
         )
 
     def random(self, num_rows: int, size: int, provider: Quantization) -> torch.Tensor:

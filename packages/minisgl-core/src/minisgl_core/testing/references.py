@@ -10,15 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.fp8 import FP8
+from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
 
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
 """Of a layer; a field that is added there must change the references too."""
@@ -101,21 +102,34 @@ def _split(rotation: Rotation | None, lengths: Sequence[int]) -> list[Rotation |
 class NaiveMoe(MoeKernel):
     """Each token through each of its experts in turn, in float32."""
 
+    capabilities = MoeCapabilities(
+        activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+    )
+
     def forward(
-        self,
-        x: torch.Tensor,
-        gate_up: torch.Tensor,
-        down: torch.Tensor,
-        expert_weights: torch.Tensor,
-        expert_ids: torch.Tensor,
+        self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
         """See `MoeKernel.forward`."""
+        check_fields(weights)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for token, (weights, ids) in enumerate(zip(expert_weights, expert_ids, strict=True)):
-            for weight, expert in zip(weights, ids, strict=True):
-                gate, up = (gate_up[expert].float() @ x[token].float()).chunk(2)
-                out[token] += weight * (down[expert].float() @ (F.silu(gate) * up))
+        gate_up = weights.gate_up, weights.gate_up_scales, weights.gate_up_bias
+        down = weights.down, weights.down_scales, weights.down_bias
+        for token, (factors, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
+            for factor, expert in zip(factors, ids, strict=True):
+                gate, up = _of_expert(expert, x[token].float(), *gate_up).chunk(2)
+                out[token] += factor * _of_expert(expert, activated(gate, up, self.spec), *down)
         return out.to(x.dtype)
+
+
+def _of_expert(
+    expert: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    matrix = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
+    return matrix @ x if bias is None else matrix @ x + bias[expert].float()
 
 
 def random_reference(config: Any, seed: int = 0) -> Any:

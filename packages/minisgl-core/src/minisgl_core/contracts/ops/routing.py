@@ -4,22 +4,39 @@ from __future__ import annotations
 
 import torch
 
+from minisgl_core.contracts.moe import RoutingSpec
 from minisgl_core.contracts.ops.provider import OpsProvider
 
 
 class RoutingOps(OpsProvider):
     """The choice of experts per token."""
 
-    def route(self, logits: torch.Tensor, top_k: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts: the `top_k` largest probabilities of a softmax in float32.
+    def route(
+        self, logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Choose experts and their weights, in float32, as `RoutingSpec` says.
 
         Args:
             logits: of the router, [T, E].
-            top_k: experts per token, K.
-            normalize: whether a token's weights are divided by their sum.
+            spec: one that `minisgl_core.layers.moe.check_routing` lets pass.
+            correction_bias: float32 [E], or None.
 
         Returns:
             The weights, float32 [T, K]; the experts, int64 [T, K].
         """
-        weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-        return (weights / weights.sum(dim=-1, keepdim=True) if normalize else weights), ids
+        is_softmax = spec.scoring == "softmax"
+        scores = logits.softmax(dim=-1, dtype=torch.float32) if is_softmax else logits.float().sigmoid()
+        choice = scores if correction_bias is None else scores + correction_bias
+        if spec.topk_groups < spec.num_groups:
+            groups = choice.view(len(choice), spec.num_groups, choice.shape[1] // spec.num_groups)
+            of_groups = groups.topk(min(2, groups.shape[-1]), dim=-1)[0].sum(dim=-1)
+            best = of_groups.topk(spec.topk_groups, dim=-1)[1]
+            is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
+            choice = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+        weights, ids = choice.topk(spec.top_k, dim=-1)
+        if choice is not scores:
+            weights = scores.gather(-1, ids)
+        if spec.renormalize:
+            total = weights.sum(dim=-1, keepdim=True)
+            weights = weights / (total if is_softmax else total + 1e-20)  # sigmoids may all be zero
+        return (weights if spec.scaling_factor == 1.0 else weights * spec.scaling_factor), ids

@@ -1,0 +1,199 @@
+"""Inputs of MoE kernels and of routers, and what must come out, in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+
+from minisgl_core.contracts.moe import ExpertWeights, MoeSpec, RoutingSpec
+from minisgl_core.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
+
+Shape = tuple[int, int, int, int, int]
+"""Tokens, experts, experts per token, hidden size, intermediate size."""
+
+_KNOWN_FIELDS = {
+    "MoeSpec": "num_experts top_k hidden_size intermediate_size dtype device activation has_bias swiglu_limit weight_dtype",
+    "ExpertWeights": "gate_up down gate_up_bias down_bias gate_up_scales down_scales",
+    "RoutingSpec": "top_k renormalize scoring num_groups topk_groups scaling_factor",
+}
+"""A field that is added to one of them must change the references too."""
+
+
+def check_fields(value: Any) -> None:
+    """Raise AssertionError where a reference would ignore a field, such as one of a subclass."""
+    kind = next(each.__name__ for each in type(value).__mro__ if each.__name__ in _KNOWN_FIELDS)
+    unknown = {each.name for each in fields(value)} ^ set(_KNOWN_FIELDS[kind].split())
+    assert not unknown, f"the kits' references do not know {sorted(unknown)} of {kind}"
+
+
+def _uniform(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
+    return torch.rand(num_tokens, num_experts, generator=random).argsort(dim=1)[:, :top_k]
+
+
+def _all_alike(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
+    """Every token uses the last experts; all others have nothing to do."""
+    return torch.arange(num_experts - 1, num_experts - 1 - top_k, -1).repeat(num_tokens, 1)
+
+
+def _skewed(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
+    """Experts in the middle get most of the tokens, the first and the last few or none."""
+    nearness = -(torch.arange(num_experts) - num_experts // 2).abs() * 2.0
+    noise = torch.rand(num_tokens, num_experts, generator=random).log().neg().log().neg()
+    return (nearness + noise).argsort(dim=1, descending=True)[:, :top_k]
+
+
+ROUTINGS: dict[str, Callable[[int, int, int, torch.Generator], torch.Tensor]] = {
+    "uniform": _uniform,
+    "all alike": _all_alike,
+    "skewed": _skewed,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MoeCase:
+    """Inputs of one call, as `MoeKernel.forward` takes them."""
+
+    x: torch.Tensor
+    weights: ExpertWeights
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+    def inputs(self) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor, torch.Tensor]:
+        """Return them in the order of `MoeKernel.forward`."""
+        return self.x, self.weights, self.topk_weights, self.topk_ids
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return every tensor of it by name."""
+        named = {each.name: getattr(self.weights, each.name) for each in fields(self.weights)}
+        named |= {"x": self.x, "topk_weights": self.topk_weights, "topk_ids": self.topk_ids}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+
+def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: int = 0) -> MoeCase:
+    """Return inputs of about unit size for experts as `spec` has them."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=random)
+
+    def of_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if spec.weight_dtype in (None, spec.dtype):
+            return weight.to(spec.device, spec.dtype), None
+        codes, scales = _rows_in_float8(weight.to(spec.dtype), random)
+        return codes.to(spec.device), scales.to(spec.device)
+
+    experts, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
+    x = normal(num_tokens, hidden).to(spec.device, spec.dtype)
+    gate_up, gate_up_scales = of_weights(normal(experts, 2 * inner, hidden) / hidden**0.5)
+    down, down_scales = of_weights(normal(experts, hidden, inner) / inner**0.5)
+    topk_weights = torch.rand(num_tokens, spec.top_k, generator=random).to(spec.device)
+    topk_ids = ROUTINGS[routing](num_tokens, experts, spec.top_k, random).to(spec.device)
+    gate_up_bias = normal(experts, 2 * inner).to(spec.device, spec.dtype) if spec.has_bias else None
+    down_bias = normal(experts, hidden).to(spec.device, spec.dtype) if spec.has_bias else None
+    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales)
+    return MoeCase(x, weights, topk_weights, topk_ids)
+
+
+def _rows_in_float8(weight: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return experts' matrices whose rows are of very different sizes, and the scale of each row."""
+    sizes = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
+    scaled = weight.float() * sizes
+    scales = scaled.abs().amax(-1, keepdim=True).clamp(min=LEAST_SCALE) / FP8_MAX
+    return to_fp8(scaled, scales), scales.squeeze(-1)
+
+
+def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
+    """Return `MoeSpec.activation` of gate and up, after the clamp."""
+    if (limit := spec.swiglu_limit) is not None:
+        gate, up = torch.minimum(gate, gate.new_tensor(limit)), up.clamp(-limit, limit)
+    if spec.activation == "silu":
+        return gate / (1 + (-gate).exp()) * up
+    if spec.activation == "gelu_tanh":
+        return gate / 2 * (1 + (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)).tanh()) * up
+    assert spec.activation == "swigluoai", f"the kits' references do not know the activation {spec.activation!r}"
+    return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
+
+
+def dequantized(weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return matrices of `ExpertWeights` as numbers."""
+    return weight.to(dtype) if scales is None else weight.to(dtype) * scales.to(dtype)[..., None]
+
+
+def expected_output(case: MoeCase, spec: MoeSpec) -> torch.Tensor:
+    """Return every expert's output on every token in float64, on the CPU; experts that were not chosen count nothing."""
+    check_fields(spec)
+    check_fields(case.weights)
+    given = {name: tensor.cpu() for name, tensor in case.tensors().items()}
+    x, ids = given["x"].double(), given["topk_ids"]
+    of_gate, of_down = (
+        dequantized(given[name], given.get(f"{name}_scales"), torch.float64) for name in ("gate_up", "down")
+    )
+    hidden = torch.einsum("th,enh->etn", x, of_gate)
+    if "gate_up_bias" in given:
+        hidden += given["gate_up_bias"].double()[:, None]
+    gate, up = hidden.chunk(2, dim=-1)
+    outputs = torch.einsum("etn,ehn->eth", activated(gate, up, spec), of_down)
+    if "down_bias" in given:
+        outputs += given["down_bias"].double()[:, None]
+    share = torch.zeros(len(x), len(of_gate), dtype=torch.float64)
+    return torch.einsum("te,eth->th", share.scatter_(1, ids, given["topk_weights"].double()), outputs)
+
+
+def expected_routing(
+    logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return each expert's weight for each token, float64 [T, E]; 0 for those that are not chosen. One token at a time."""
+    check_fields(spec)
+    size = logits.shape[1] // spec.num_groups
+    weights = torch.zeros(logits.shape, dtype=torch.float64)
+    for token, row in enumerate(logits.cpu().double()):
+        scores = (row.softmax(0) if spec.scoring == "softmax" else 1 / (1 + (-row).exp())).tolist()
+        bias = [0.0] * len(scores) if correction_bias is None else correction_bias.cpu().double().tolist()
+        choice = [score + each for score, each in zip(scores, bias, strict=True)]
+        groups = [range(start, start + size) for start in range(0, len(scores), size)]
+        groups.sort(key=lambda group: sum(sorted((choice[i] for i in group), reverse=True)[:2]), reverse=True)
+        allowed = [i for group in groups[: spec.topk_groups] for i in group]
+        chosen = sorted(allowed, key=choice.__getitem__, reverse=True)[: spec.top_k]
+        total = sum(scores[i] for i in chosen) if spec.renormalize else 1.0
+        for i in chosen:
+            weights[token, i] = scores[i] / total * spec.scaling_factor
+    return weights
+
+
+ROUTING_SPECS: dict[str, tuple[int, RoutingSpec, bool]] = {
+    "softmax": (128, RoutingSpec(8, False), False),
+    "renormalized softmax": (128, RoutingSpec(8, True), False),
+    "softmax over few": (6, RoutingSpec(3, False), False),
+    "renormalized softmax over few": (60, RoutingSpec(4, True), False),
+    "one expert": (1, RoutingSpec(1, True), False),
+    "scaled softmax": (60, RoutingSpec(4, True, scaling_factor=2.5), False),
+    "biased softmax": (60, RoutingSpec(4, False), True),
+    "grouped softmax": (64, RoutingSpec(6, False, num_groups=8, topk_groups=3), False),
+    "sigmoid": (60, RoutingSpec(4, False, "sigmoid"), False),
+    "renormalized sigmoid": (60, RoutingSpec(4, True, "sigmoid"), False),
+    "biased sigmoid": (60, RoutingSpec(4, True, "sigmoid"), True),
+    "grouped sigmoid": (64, RoutingSpec(6, False, "sigmoid", 8, 3), False),
+    "DeepSeek-V3": (256, RoutingSpec(8, True, "sigmoid", 8, 4, 2.5), True),
+    "groups of one": (12, RoutingSpec(2, True, "sigmoid", 12, 5), True),
+    "all of the best groups": (12, RoutingSpec(6, True, "sigmoid", 4, 2), True),
+}
+"""By name: number of experts, routing, and whether the choice has a bias."""
+
+
+def routing_cases(
+    num_experts: int, has_bias: bool, dtype: torch.dtype, device: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yield logits without ties, [T, E], and the correction bias: of either sign, and so low that all choices are below 0."""
+    random = torch.Generator().manual_seed(num_experts)
+    order = torch.stack([torch.randperm(num_experts, generator=random) for _ in range(9)])
+    logits = (order / max(4, num_experts / 8) - 3).to(device, dtype)  # sigmoids far from 1, where float32 has ties
+    if not has_bias:
+        yield logits, None
+        return
+    bias = torch.rand(num_experts, generator=random) - 0.5
+    yield logits, bias.to(device)
+    yield logits, (bias - 3).to(device)
