@@ -1,4 +1,4 @@
-"""Ruling tokens out by packed masks, in place."""
+"""Token bitmasks (grammars) applied to logits, in place."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Sampling in two passes over the logits, without a sort and without a probability tensor.
 
-Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens; over ranks, C of each and A of all.
+Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens. Over several ranks, each rank has C of all A chunks.
 
-The first pass reduces each chunk to its largest logit, and where that is, or, for random requests, its sum of exponentials. The
-second finds, from the sums, the chunk in which the cumulative distribution crosses the target, and reads that chunk again to
-find the token. Where each rank has a part of the vocabulary, they exchange what the first pass finds, and the rank that has the
-chunk tells the others the token.
+The first pass reduces each chunk to its largest logit and the index of that (greedy requests) or the sum of exponentials
+(sampled requests). From the sums, the second pass finds the chunk in which the cumulative distribution crosses the target. It
+reads that chunk again to find the token. With a vocabulary-parallel LM head, the ranks all-reduce the statistics of the first
+pass. Then the rank that owns the chunk broadcasts the token.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "place", "sums"])
 def _reduce(logits, temperature, largest, place, sums, V, A, stride, begin, BLOCK: tl.constexpr):
-    """V: of this rank's columns, those that are real; its first token is `begin`. The chunks' statistics are [N, A]."""
+    """Reduce a chunk. V counts this rank's columns without padding, `begin` is its first token; statistics are [N, A]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(temperature + row)
     values = tl.load(logits + row * stride + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-    # As torch has it, NaN is the largest; it equals nothing, and a row without a largest logit would lead outside.
+    # NaN counts as the largest, as in torch. It is not equal to itself, and the index of the largest would be out of bounds.
     values = tl.where(values == values, values, float("inf"))
     top = tl.max(values, 0)
     tl.store(largest + row * A + chunk, top)
@@ -48,7 +48,7 @@ def _find(
     logits, temperature, uniform, largest, place, sums, out, V, C, A, stride, first_chunk, begin,
     BLOCK: tl.constexpr, A_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the token where this rank has it, else 0; chunks ``[first_chunk, first_chunk + C)`` are this rank's."""
+    """Store the token if this rank owns its chunk, else 0; this rank owns chunks ``[first_chunk, first_chunk + C)``."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, A_BLOCK)
     in_range = chunks < A
@@ -67,7 +67,7 @@ def _find(
         mass = tl.where(tops == float("-inf"), 0.0, mass)
         cumulative = tl.cumsum(mass, 0)
         target = tl.load(uniform + row) * tl.sum(mass, 0)
-        # The first chunk that crosses the target, or, where rounding lets none, the last with any mass.
+        # The first chunk that crosses the target or, if none does because of rounding, the last chunk with probability mass.
         last = tl.max(tl.where(mass > 0, chunks, 0), 0)
         chunk = tl.minimum(tl.min(tl.where((cumulative > target) & (mass > 0), chunks, A_BLOCK), 0), last)
         before = tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
@@ -106,13 +106,14 @@ def sample_shard(
 ) -> torch.Tensor:
     """See `minisgl_core.contracts.ops.SamplingOps.sample_shard`; rows of `logits` are contiguous.
 
-    What the ranks exchange are sums, to which all but one add zeros, since short sums are what communicators are good at.
+    The ranks exchange their results by all-reduces in which all but one rank add zeros, since communicators have low latency
+    for small all-reduces.
     """
     (num_rows, size), group = logits.shape, shard.communicator
     num_chunks, begin = triton.cdiv(size, BLOCK), group.rank * size
     num_all, first_chunk, num_real = num_chunks * group.size, num_chunks * group.rank, shard.vocab_size - begin
     sizes = max(min(num_real, size), 0), logits.stride(0)
-    # Integers up to 2 ** 24 are float32 too. Rows are rounded up, as some communicators take whole words of 16 bytes.
+    # Float32 holds integers up to 2 ** 24 exactly. Rows are padded, since some communicators need multiples of 16 bytes.
     statistics = torch.zeros(3, -(-num_rows // 4) * 4, num_all, dtype=torch.float32, device=logits.device)
     found = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
     if num_rows:

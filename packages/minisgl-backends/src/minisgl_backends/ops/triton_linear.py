@@ -13,10 +13,10 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import quantize, skinny_linear
+        from minisgl_backends.kernels import quantize, small_m_gemm
 
-        self._skinny, self._quantize = skinny_linear, quantize
-        self._split_scratch = skinny_linear.SplitScratch(device)
+        self._skinny, self._quantize = small_m_gemm, quantize
+        self._split_scratch = small_m_gemm.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
@@ -67,7 +67,7 @@ class TritonLinear(TritonProvider, LinearOps):
     ) -> LinearOp:
         if self.dtype != torch.bfloat16 or not self._skinny.fits(weight):
             return large
-        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated, scales=scales)
+        skinny = self._skinny.SmallMGemm(weight, bias, self._split_scratch, gated=gated, scales=scales)
         max_rows, quantize_rows = self._skinny.MAX_ROWS, self._quantize.quantize_rows
         return lambda x: skinny(*quantize_rows(x)) if len(x) <= max_rows else large(x)
 
@@ -76,7 +76,7 @@ class TritonLinear(TritonProvider, LinearOps):
     ) -> LinearOp:
         if not self._skinny.fits(weight):
             return large
-        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated)
+        skinny = self._skinny.SmallMGemm(weight, bias, self._split_scratch, gated=gated)
         max_rows = self._skinny.MAX_ROWS
         return lambda x: skinny(x) if len(x) <= max_rows else large(x)
 
