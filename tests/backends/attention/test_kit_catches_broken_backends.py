@@ -1,4 +1,4 @@
-"""Each class makes one mistake, and the kit must notice it. The file is long because it holds all mistakes in attention backends."""
+"""Each class makes one mistake, and the kit must notice it. The file is long because it holds all of these mistakes."""
 
 from __future__ import annotations
 

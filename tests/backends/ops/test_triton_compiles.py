@@ -50,8 +50,8 @@ compiled(_scatter, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK
 
 # Sampling, on one rank and over several.
 of_row = dict.fromkeys(("temperature", "uniform", "largest", "sums"), "*fp32") | {"logits": "*bf16"}
-for place, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
-    kinds = of_row | {"place": place, "out": out}
+for argmax, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
+    kinds = of_row | {"argmax": argmax, "out": out}
     compiled(_reduce, dict(kinds), {"BLOCK": 4096}, num_warps=4)
     compiled(_find, dict(kinds), {"BLOCK": 4096, "A_BLOCK": 64}, num_warps=8)
 

@@ -20,8 +20,8 @@ BLOCK = 4096
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "place", "sums"])
-def _reduce(logits, temperature, largest, place, sums, V, A, stride, begin, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "argmax", "sums"])
+def _reduce(logits, temperature, largest, argmax, sums, V, A, stride, begin, BLOCK: tl.constexpr):
     """Reduce a chunk. V counts this rank's columns without padding, `begin` is its first token; statistics are [N, A]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
@@ -36,16 +36,16 @@ def _reduce(logits, temperature, largest, place, sums, V, A, stride, begin, BLOC
         safe = tl.where(top == float("-inf"), 0.0, top)
         tl.store(sums + row * A + chunk, tl.sum(tl.exp2((values - safe) * scale), 0))
     else:
-        found = begin + tl.min(tl.where(values == top, columns, V), 0)
-        tl.store(place + row * A + chunk, found.to(place.dtype.element_ty))
+        tokens = begin + tl.min(tl.where(values == top, columns, V), 0)
+        tl.store(argmax + row * A + chunk, tokens.to(argmax.dtype.element_ty))
 
 
 @triton.jit(
     do_not_specialize=["first_chunk", "begin"],
-    do_not_specialize_on_alignment=["temperature", "uniform", "place", "sums"],
+    do_not_specialize_on_alignment=["temperature", "uniform", "argmax", "sums"],
 )
 def _find(
-    logits, temperature, uniform, largest, place, sums, out, V, C, A, stride, first_chunk, begin,
+    logits, temperature, uniform, largest, argmax, sums, out, V, C, A, stride, first_chunk, begin,
     BLOCK: tl.constexpr, A_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Store the token if this rank owns its chunk, else 0; this rank owns chunks ``[first_chunk, first_chunk + C)``."""
@@ -59,9 +59,9 @@ def _find(
     if t <= 0:
         is_top = in_range & (tops == top)
         chunk = tl.min(tl.where(is_top, chunks, A_BLOCK), 0)
-        places = tl.load(place + row * A + chunks, mask=chunks == chunk, other=0).to(tl.int64)
+        argmaxes = tl.load(argmax + row * A + chunks, mask=chunks == chunk, other=0).to(tl.int64)
         is_own = (chunk >= first_chunk) & (chunk < first_chunk + C)
-        tl.store(out + row, tl.where(is_own, tl.sum(places, 0), 0).to(out.dtype.element_ty))
+        tl.store(out + row, tl.where(is_own, tl.sum(argmaxes, 0), 0).to(out.dtype.element_ty))
     else:
         mass = tl.load(sums + row * A + chunks, mask=in_range, other=0.0) * tl.exp((tops - top) * scale)
         mass = tl.where(tops == float("-inf"), 0.0, mass)
@@ -80,8 +80,8 @@ def _find(
         crossing = (inside > target - before) & (weights > 0)
         token = tl.min(tl.where(crossing, columns, V), 0)
         fallback = tl.max(tl.where(weights > 0, columns, 0), 0)
-        found = begin + tl.where(token < V, token, fallback)
-        tl.store(out + row, tl.where(is_own, found, 0).to(out.dtype.element_ty))
+        tokens = begin + tl.where(token < V, token, fallback)
+        tl.store(out + row, tl.where(is_own, tokens, 0).to(out.dtype.element_ty))
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, BLOCK)
     largest = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    sums, place = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)
+    sums, argmax = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         sizes = vocab_size, num_chunks, logits.stride(0)
-        _reduce[(num_rows, num_chunks)](logits, temperature, largest, place, sums, *sizes, 0, BLOCK=BLOCK, num_warps=4)
+        _reduce[(num_rows, num_chunks)](logits, temperature, largest, argmax, sums, *sizes, 0, BLOCK=BLOCK, num_warps=4)
         _find[(num_rows,)](
-            logits, temperature, uniform, largest, place, sums, out, vocab_size, num_chunks, *sizes[1:], 0, 0,
+            logits, temperature, uniform, largest, argmax, sums, out, vocab_size, num_chunks, *sizes[1:], 0, 0,
             BLOCK=BLOCK, A_BLOCK=triton.next_power_of_2(num_chunks), num_warps=8,
         )  # fmt: skip
     return out
@@ -115,16 +115,16 @@ def sample_shard(
     sizes = max(min(num_real, size), 0), logits.stride(0)
     # Float32 holds integers up to 2 ** 24 exactly. Rows are padded, since some communicators need multiples of 16 bytes.
     statistics = torch.zeros(3, -(-num_rows // 4) * 4, num_all, dtype=torch.float32, device=logits.device)
-    found = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
+    tokens = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
     if num_rows:
-        largest, place, sums = (each[:, first_chunk:] for each in statistics.unbind(0))
+        largest, argmax, sums = (each[:, first_chunk:] for each in statistics.unbind(0))
         _reduce[(num_rows, num_chunks)](
-            logits, temperature, largest, place, sums, sizes[0], num_all, sizes[1], begin, BLOCK=BLOCK, num_warps=4
+            logits, temperature, largest, argmax, sums, sizes[0], num_all, sizes[1], begin, BLOCK=BLOCK, num_warps=4
         )
         statistics = group.all_reduce(statistics)
         _find[(num_rows,)](
-            logits, temperature, uniform, *statistics.unbind(0), found, sizes[0], num_chunks, num_all, sizes[1],
+            logits, temperature, uniform, *statistics.unbind(0), tokens, sizes[0], num_chunks, num_all, sizes[1],
             first_chunk, begin, BLOCK=BLOCK, A_BLOCK=triton.next_power_of_2(num_all), num_warps=8,
         )  # fmt: skip
-        found = group.all_reduce(found)
-    return found[:num_rows].long()
+        tokens = group.all_reduce(tokens)
+    return tokens[:num_rows].long()
