@@ -3,7 +3,7 @@
     python scripts/kernel_energy.py [--matrix 34816x5120] [--rows 8 --rows 128 --rows 8192] [--decode 240x640] [--heads 40]
 
 A GPU that would draw more than its limit lowers its clock, so that where all kernels do, what they take together is their energy
-over that limit. Reading memory, decode attention, and the products of a gated MLP, each repeated for some seconds after a pause
+over that limit. Reading memory, decode attention, and the GEMMs of a gated MLP, each repeated for some seconds after a pause
 in which the clock falls to what it keeps; microseconds, watts, MHz and millijoules of a call, by NVML's counters.
 """
 
@@ -19,8 +19,8 @@ from statistics import mean
 import click
 import torch
 
-from minisgl_backends.cuda.gated import GatedProduct
-from minisgl_backends.cuda.product import HopperProduct, StreamScratch
+from minisgl_backends.cuda.gated_gemm import HopperGatedGemm
+from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.attention.cases import Case, spread_lengths
@@ -111,20 +111,20 @@ def measure_decode(meter: Meter, num_requests: int, length: int, heads: int) -> 
     return True
 
 
-def measure_products(meter: Meter, shape: tuple[int, int], all_rows: tuple[int, ...]) -> bool:
+def measure_gemms(meter: Meter, shape: tuple[int, int], all_rows: tuple[int, ...]) -> bool:
     """Gate and up with the activation; False where one is wrong."""
     weight, right = torch.randn(shape, **MADE) / shape[1] ** 0.5, True
-    few, many = HopperProduct(weight, None, StreamScratch(weight.device), gated=True), GatedProduct(weight)
+    few, many = HopperSmallMGemm(weight, None, StreamKWorkspace(weight.device), gated=True), HopperGatedGemm(weight)
     for rows in all_rows:
         x = torch.randn(rows, shape[1], **MADE)
         own = few if few.takes(x) else many
-        for kind, product in (("own", own), ("cuBLAS", lambda x: activated(x, weight))):
+        for kind, gemm in (("own", own), ("cuBLAS", lambda x: activated(x, weight))):
             name = f"{shape[0]}x{shape[1]} gated, {rows} rows, {kind}"
-            if reason := wrong(product, x, weight, gated=True):
+            if reason := wrong(gemm, x, weight, gated=True):
                 print(f"WRONG: {name}: {reason}", flush=True)
                 right = False
             else:
-                measure(meter, name, partial(product, x), weight.nbytes, 2 * rows * weight.numel())
+                measure(meter, name, partial(gemm, x), weight.nbytes, 2 * rows * weight.numel())
     return right
 
 
@@ -146,7 +146,7 @@ def main(matrix: list[tuple[int, int]], rows: tuple[int, ...], decode: list[tupl
     meter = Meter()
     measure_reading(meter)
     right = [measure_decode(meter, *each, heads) for each in decode]
-    right += [measure_products(meter, shape, rows) for shape in matrix]
+    right += [measure_gemms(meter, shape, rows) for shape in matrix]
     sys.exit(0 if all(right) else 1)
 
 

@@ -25,11 +25,11 @@ from minisgl_core import LLM, SamplingParams
 from minisgl_core.scheduler.planner import Chunk
 
 KINDS = {
-    "sums over ranks": r"nccl|all_?reduce|one_shot|two_shot|_sum_add_norm",
-    "experts": r"_gate_up_silu|_weighted_down",
+    "all-reduce": r"nccl|all_?reduce|one_shot|two_shot",
+    "experts": r"_gate_up_|_weighted_down",
     "routing": r"^_route|^_sort|_sum_choices",
     "attention": r"flash|_decode\b|_merge\b|_prefill\b|^decode|Decode|Prefill|[aA]ttention|[cC]ombine|prepare_varlen|fmha",
-    "matrix products": r"^_linear|product$|gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
+    "GEMM": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
     "rotary, store": r"rotary|store_kv",
     "activation": r"silu",

@@ -1,10 +1,11 @@
-"""Products on a Hopper GPU: of few rows every way to cut them, right first, then timed beside cuBLAS.
+"""GEMMs on a Hopper GPU: checks every tiling of small-M GEMMs, then times it beside cuBLAS.
 
     python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128 --rows 8192]
 
-Microseconds of one product among many in a CUDA graph, its weights not in the cache: by cuBLAS (and the activation's kernel), by
-what `minisgl_backends.cuda.cut.cut` chooses, and by the fastest three ways. Launches overlap, as in a decode step. Of more rows,
-those of a gated MLP, repeated for 0.4 s, since the GPU lowers its clock where it draws too much power.
+Prints the microseconds of one GEMM among many in a CUDA graph, with weights outside of the cache: by cuBLAS (and the activation's
+kernel), by the tiling of `minisgl_backends.cuda.gemm_tiling.choose_tiling`, and by the three fastest tilings. Launches overlap
+(PDL), as in a decode step. GEMMs of a gated MLP with more rows are repeated for 0.4 s, since the GPU lowers its clock when it
+draws too much power.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ import torch
 import torch.nn.functional as F
 from triton.testing import do_bench_cudagraph
 
-from minisgl_backends.cuda.cut import MAX_ROWS, Cut, cut
-from minisgl_backends.cuda.gated import GatedProduct, worthwhile
-from minisgl_backends.cuda.product import ROW_SIZES, HopperProduct, StreamScratch, fits
+from minisgl_backends.cuda.gated_gemm import HopperGatedGemm, worthwhile
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling, choose_tiling
+from minisgl_backends.cuda.small_m_gemm import ROW_SIZES, HopperSmallMGemm, StreamKWorkspace, fits
 from minisgl_backends.kernels.activation import silu_and_mul
 
 MATRICES = ((7168, 5120), (5120, 5120), (5120, 17408), (4096, 1024), (1024, 2048), (1024, 3072))
@@ -31,55 +32,53 @@ COLD_BYTES = 600 << 20
 """Of copies of a matrix, ten times what the L2 cache holds."""
 
 
-def ways(num_rows: int, matrix_rows: int, num_inputs: int, processors: int) -> Iterator[Cut]:
-    """All that make sense; `num_rows` is what a kernel is compiled for."""
+def tilings(num_rows: int, matrix_rows: int, num_inputs: int, processors: int) -> Iterator[GemmTiling]:
+    """Yield all useful tilings; `num_rows` is the number of rows that the kernel is compiled for."""
     for outputs in (64, 128):
         tiles = -(-matrix_rows // outputs)
-        yield Cut(outputs)
-        yield Cut(outputs, cluster=2)
-        yield Cut(outputs, cluster=4)
+        yield GemmTiling(outputs)
+        yield GemmTiling(outputs, cluster=2)
+        yield GemmTiling(outputs, cluster=4)
         for row_parts in (1, 2, 4):
             blocks = tiles * row_parts
             if row_parts > 1:
-                yield Cut(outputs, row_parts=row_parts)
+                yield GemmTiling(outputs, row_parts=row_parts)
             if blocks <= processors:
                 yield from (
-                    Cut(outputs, row_parts=row_parts, num_blocks=count)
+                    GemmTiling(outputs, row_parts=row_parts, num_blocks=count)
                     for count in {blocks, processors // blocks * blocks}
                 )
             for splits in (2, 3, 4, 5, 6, 8):
                 if 40 <= blocks * splits <= processors and row_parts * splits <= 8 and splits <= num_inputs // 64:
-                    yield Cut(outputs, splits=splits, row_parts=row_parts)
+                    yield GemmTiling(outputs, splits=splits, row_parts=row_parts)
 
 
-def wrong(
-    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, *, gated: bool
-) -> str:
-    """What is wrong with a product, or nothing; against float64."""
+def wrong(gemm: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, weight: torch.Tensor, *, gated: bool) -> str:
+    """Return how a GEMM differs from float64, or an empty string."""
     expected = (x.double() @ weight.double().T).bfloat16()
     if gated:
         gate, up = expected.float().chunk(2, -1)
         expected = (F.silu(gate).bfloat16().float() * up).bfloat16()
-    first, second = product(x), product(x)
+    first, second = gemm(x), gemm(x)
     error = float((first.double() - expected.double()).norm() / expected.double().norm())
     if not error < 5e-3:
         return f"off by {error:.1e}"
-    return "" if torch.equal(first, second) else "not the same twice"
+    return "" if torch.equal(first, second) else "not deterministic"
 
 
 def activated(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A gated MLP's first half, by cuBLAS."""
+    """Compute a gated MLP's gate and up GEMM by cuBLAS, and the activation."""
     return silu_and_mul(F.linear(x, weight))
 
 
 def microseconds(calls: list[Callable[[], torch.Tensor]], *, seconds: float = 0.2) -> float:
-    """Of one call, the median, repeated for so long: ten graphs of a tenth."""
+    """Return the median of one call in microseconds, over ten graph replays that take `seconds` together."""
     found = do_bench_cudagraph(lambda: [call() for call in calls], rep=int(seconds * 100), return_mode="median")
     return float(found) * 1000 / len(calls)
 
 
-def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:
-    """Print a line for each number of rows; False where a product is wrong."""
+def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamKWorkspace, *, gated: bool) -> bool:
+    """Print a line per number of rows; return False if a GEMM is wrong."""
     count = max(3, COLD_BYTES // (2 * shape[0] * shape[1]))
     weights = [torch.randn(shape, **MADE) / shape[1] ** 0.5 for _ in range(count)]
     if not fits(weights[0], None, gated=gated):
@@ -90,52 +89,54 @@ def measure(shape: tuple[int, int], all_rows: tuple[int, ...], scratch: StreamSc
 
 
 def measure_many(weights: list[torch.Tensor], all_rows: list[int]) -> bool:
-    """Of a gated MLP."""
+    """Measure a gated MLP's GEMM with more than MAX_ROWS rows."""
     shape, all_right = weights[0].shape, True
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    products = [GatedProduct(weight) for weight in weights]
+    gemms = [HopperGatedGemm(weight) for weight in weights]
     for rows in all_rows:
         x = torch.randn(rows, shape[1], **MADE)
-        if reason := wrong(products[0], x, weights[0], gated=True):
+        if reason := wrong(gemms[0], x, weights[0], gated=True):
             print(f"WRONG: {tuple(shape)}, {rows} rows: {reason}", flush=True)
             all_right = False
             continue
         cublas = microseconds([partial(activated, x, weight) for weight in weights], seconds=0.4)
-        own = microseconds([partial(product, x) for product in products], seconds=0.4)
+        own = microseconds([partial(gemm, x) for gemm in gemms], seconds=0.4)
         taken = worthwhile(rows, shape[0] // 2, shape[1], processors)
         name = f"{shape[0]}x{shape[1]} gated"
         print(f"{name:18} {rows:4} rows: cuBLAS {cublas:6.1f}  own {own:6.1f}{', taken' if taken else ''}", flush=True)
     return all_right
 
 
-def measure_few(weights: list[torch.Tensor], all_rows: tuple[int, ...], scratch: StreamScratch, *, gated: bool) -> bool:
-    """Of at most MAX_ROWS."""
+def measure_few(
+    weights: list[torch.Tensor], all_rows: tuple[int, ...], scratch: StreamKWorkspace, *, gated: bool
+) -> bool:
+    """Measure GEMMs with at most MAX_ROWS rows."""
     shape = (weights[0].shape[0], weights[0].shape[1])
     processors = torch.cuda.get_device_properties(0).multi_processor_count
-    chosen = {size: cut(size, *shape, processors) for size in ROW_SIZES}
+    chosen = {size: choose_tiling(size, *shape, processors) for size in ROW_SIZES}
     possible = [size for size in ROW_SIZES if size % chosen[size].row_multiple == 0]
     made_for = {rows: next(size for size in possible if size >= rows) for rows in all_rows}
-    found: dict[int, dict[Cut, list[HopperProduct]]] = {}
-    for rows, size in made_for.items():  # all at once, since they are compiled beside each other
+    found: dict[int, dict[GemmTiling, list[HopperSmallMGemm]]] = {}
+    for rows, size in made_for.items():  # all first, since they are compiled in parallel
         found[rows] = {}
-        for way in dict.fromkeys([chosen[size], *ways(size, *shape, processors)]):
-            if size % way.row_multiple:
+        for tiling in dict.fromkeys([chosen[size], *tilings(size, *shape, processors)]):
+            if size % tiling.row_multiple:
                 continue
-            options = {"gated": gated, "row_sizes": [size], "choose": lambda *_, way=way: way}
-            found[rows][way] = [HopperProduct(weight, None, scratch, **options) for weight in weights]
+            options = {"gated": gated, "row_sizes": [size], "choose": lambda *_, tiling=tiling: tiling}
+            found[rows][tiling] = [HopperSmallMGemm(weight, None, scratch, **options) for weight in weights]
     all_right = True
-    for rows, products_of in found.items():
+    for rows, gemms_of in found.items():
         x = torch.randn(rows, shape[1], **MADE)
         cublas = [partial(activated if gated else F.linear, x, weight) for weight in weights]
         times = []
-        for way, products in products_of.items():
-            if reason := wrong(products[0], x, weights[0], gated=gated):
-                print(f"WRONG: {shape}, {rows} rows, {way}: {reason}", flush=True)
+        for tiling, gemms in gemms_of.items():
+            if reason := wrong(gemms[0], x, weights[0], gated=gated):
+                print(f"WRONG: {shape}, {rows} rows, {tiling}: {reason}", flush=True)
                 all_right = False
             else:
-                times.append((microseconds([partial(product, x) for product in products]), str(way)))
-        own = next((time for time, way in times if way == str(chosen[made_for[rows]])), float("nan"))
-        best = "; ".join(f"{time:.1f} {way}" for time, way in sorted(times)[:3])
+                times.append((microseconds([partial(gemm, x) for gemm in gemms]), str(tiling)))
+        own = next((time for time, tiling in times if tiling == str(chosen[made_for[rows]])), float("nan"))
+        best = "; ".join(f"{time:.1f} {tiling}" for time, tiling in sorted(times)[:3])
         name = f"{shape[0]}x{shape[1]}{' gated' if gated else ''}"
         print(
             f"{name:18} {rows:4} rows: cuBLAS {microseconds(cublas):6.1f}  chosen {own:6.1f}  best {best}", flush=True
@@ -153,13 +154,13 @@ def shape_of(_context: click.Context, _parameter: click.Parameter, values: tuple
 
 @click.command()
 @click.option("--matrix", multiple=True, callback=shape_of, help="Outputs x inputs; those of Qwen3-14B and 0.6B.")
-@click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate above up.")
+@click.option("--gated", multiple=True, callback=shape_of, help="The same of a gated MLP's matrix, gate before up.")
 @click.option("--rows", multiple=True, type=click.IntRange(1, 16_384), default=(16, 64, 128, 192, MAX_ROWS, 8192))
 def main(matrix: list[tuple[int, int]], gated: list[tuple[int, int]], rows: tuple[int, ...]) -> None:
     """Check and time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise click.UsageError("this needs a Hopper GPU")
-    scratch = StreamScratch(torch.device("cuda"))
+    scratch = StreamKWorkspace(torch.device("cuda"))
     plain = matrix or ([] if gated else MATRICES)
     paired = gated or ([] if matrix else GATED)
     right = [measure(shape, rows, scratch, gated=False) for shape in plain]

@@ -1,4 +1,4 @@
-"""CUDA C++ through nvcc, which needs no GPU."""
+"""Compilation of CUDA C++ by nvcc, which needs no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def compile_by_nvcc(source: str, folder: Path) -> str:
-    """What ptxas says of a program for Hopper; fails where it does not compile."""
+    """Compile a program for Hopper and return the log of ptxas."""
     (folder / "kernel.cu").write_text(source)
     command = [
         "nvcc",

@@ -1,4 +1,4 @@
-"""Whether there is a Hopper GPU, and what products in CUDA C++ for it are compared with."""
+"""Reference for the CUDA C++ GEMMs, and a flag for a Hopper GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HAS_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0]
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
-    """In float64, rounded where the product rounds."""
+    """Compute the GEMM in float64, rounded where the kernel rounds."""
     out = x.double() @ weight.double().T
     out = (out if bias is None else out + bias.double()).bfloat16()
     if not gated:

@@ -1,4 +1,4 @@
-"""What becomes of a CUDA program, with a compiler that only notes what it is given."""
+"""Compilation and caching of CUDA programs, with a fake NVRTC that records its sources."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ CUBIN, LOG = b"\x7fELF of a kernel", b'kernel.cu(1): warning: dull\nkernel.cu(2)
 
 
 class Nvrtc:
-    """As NVRTC's library.
+    """Fake of NVRTC's library.
 
     Attributes:
-        sources: what was compiled.
-        version: of the library.
+        sources: compiled sources.
+        version: the library's major version.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ def nvrtc(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Nvrtc:
     return fake
 
 
-def test_a_program_is_compiled_once_a_compiler(nvrtc: Nvrtc) -> None:
+def test_a_program_is_compiled_once_per_compiler_version(nvrtc: Nvrtc) -> None:
     assert [compile_for_hopper(source) for source in ("one", "two", "one")] == [CUBIN] * 3
     assert nvrtc.sources == [b"one", b"two"]
     nvrtc.version = 14
@@ -76,14 +76,14 @@ def test_a_program_is_compiled_once_a_compiler(nvrtc: Nvrtc) -> None:
     assert nvrtc.sources == [b"one", b"two", b"one"]
 
 
-def test_an_error_names_the_lines_and_is_not_kept(nvrtc: Nvrtc) -> None:
+def test_an_error_names_the_lines_and_is_not_cached(nvrtc: Nvrtc) -> None:
     for _ in range(2):
-        with pytest.raises(CudaBuildError, match=r'ended with 6: kernel.cu\(2\): error: identifier "x".*--ops triton'):
+        with pytest.raises(CudaBuildError, match=r'failed with 6: kernel.cu\(2\): error: identifier "x".*--ops triton'):
             compile_for_hopper("broken")
     assert len(nvrtc.sources) == 2
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(
+def test_programs_compile_without_a_writable_cache(
     nvrtc: Nvrtc, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*arguments: Any) -> None:
@@ -92,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         assert compile_for_hopper("one") == CUBIN
-    assert f"not kept in {tmp_path}" in caplog.text
+    assert f"not cached in {tmp_path}" in caplog.text
     assert list((tmp_path / "minisgl" / "cuda").iterdir()) == []
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made there
@@ -100,7 +100,7 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     assert nvrtc.sources == [b"one", b"one"]
 
 
-def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_nvrtc_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> Any:
         raise OSError("libnvrtc.so.13: cannot open shared object file")
 
@@ -109,7 +109,7 @@ def test_without_a_compiler_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         compile_for_hopper("one")
 
 
-def test_the_compiler_is_found_in_packages_of_nvidia(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvrtc_is_found_in_nvidias_python_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "nvidia" / "cuda_nvrtc" / "lib"
     folder.mkdir(parents=True)
     (folder / "libnvrtc-builtins.so.99.0").touch()

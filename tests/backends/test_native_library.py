@@ -1,4 +1,4 @@
-"""How the C kernels are compiled, kept and refused."""
+"""Compilation, caching and refusal of the C kernels."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def program(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_processes_that_compile_at_once_share_the_result(cache: Path) -> None:
+def test_concurrent_compilations_leave_one_cached_library(cache: Path) -> None:
     command = [sys.executable, "-c", ASK]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [process.communicate()[0] for process in processes] == ["[]\n", "[]\n"]
@@ -77,13 +77,13 @@ def test_processes_that_compile_at_once_share_the_result(cache: Path) -> None:
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
-def test_what_is_kept_is_not_compiled_again(quick: Path) -> None:
+def test_a_cached_library_is_not_compiled_again(quick: Path) -> None:
     for _ in range(2):
         assert library.unsupported(CPU, torch.float32) == []
     assert (quick.parent / "calls").read_text().count("kernels.c") == 1
 
 
-def test_what_is_kept_and_does_not_load_is_compiled_again(
+def test_a_cached_library_that_does_not_load_is_recompiled(
     quick: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library.load(torch.float32)
@@ -98,14 +98,14 @@ def test_what_is_kept_and_does_not_load_is_compiled_again(
     assert (quick.parent / "calls").read_text().count("kernels.c") == 2
 
 
-def test_a_compiler_may_have_arguments(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cc_may_have_arguments(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", f"{quick} -pipe '-DA=b c'")
     assert library.unsupported(CPU, torch.float32) == []
     assert "-pipe -DA=b c -O3" in (quick.parent / "calls").read_text()
 
 
 @pytest.mark.parametrize("named", ["", " "])
-def test_an_empty_name_is_no_name(quick: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_cc_means_gcc(quick: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", named)
     monkeypatch.setenv("PATH", str(quick.parent), prepend=os.pathsep)
     assert library.unsupported(CPU, torch.float32) == []
@@ -113,35 +113,35 @@ def test_an_empty_name_is_no_name(quick: Path, named: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("text", ["#!/bin/sh\necho 'x.c:1: error: no such thing' >&2\nexit 1\n", "#!/bin/sh\n"])
-def test_a_compiler_that_makes_nothing_is_a_reason(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler_is_reported(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", program(tmp_path / "broken", text))
     assert str(tmp_path / "broken") in refused()
     assert ("no such thing" in text) == ("no such thing" in refused())
 
 
-def test_a_compiler_that_does_not_run_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", program(tmp_path / "junk", "\x7fELF"))
     assert f"CC='{tmp_path}/junk' in the environment" in refused()
     assert os.strerror(errno.ENOEXEC) in refused()
 
 
-def test_no_compiler_is_a_reason_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_reported_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     assert "install gcc" in refused()
 
 
 @pytest.mark.parametrize(
-    ("named", "why"), [("ccache-gcc -pipe", "names no program"), ("gcc '", "No closing quotation")]
+    ("named", "why"), [("ccache-gcc -pipe", "is not an installed program"), ("gcc '", "No closing quotation")]
 )
-def test_a_wrong_name_of_a_compiler_is_said(named: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_cc_is_reported(named: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", named)
     assert f"CC={named!r} in the environment" in refused()
     assert why in refused()
     assert "unset it" in refused()
 
 
-def test_a_cache_that_cannot_be_used_is_no_obstacle(quick: Path, tmp_path: Path) -> None:
+def test_kernels_load_without_a_usable_cache(quick: Path, tmp_path: Path) -> None:
     (tmp_path / "minisgl").write_text("a file where the folder should be")
     assert library.unsupported(CPU, torch.float32) == []
 
@@ -163,7 +163,7 @@ def test_a_cache_that_others_may_write_is_not_used(
     folder.chmod(mode)
     library.load(torch.float32)
     assert (quick.parent / "calls").read_text().count("kernels.c") == 2
-    assert f"{words} {folder}: correct that (chown, chmod go-w)" in caplog.text
+    assert f"{words} {folder}: correct the owner or mode (chown, chmod go-w)" in caplog.text
     assert "XDG_CACHE_HOME" in caplog.text
     folder.chmod(0o700)
     library.load(torch.float32)
@@ -172,7 +172,7 @@ def test_a_cache_that_others_may_write_is_not_used(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
 @pytest.mark.parametrize("name", ["", "minisgl", "minisgl/native"])
-def test_a_cache_of_another_user_is_not_used(
+def test_a_cache_owned_by_another_user_is_not_used(
     quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     library.load(torch.float32)
@@ -182,18 +182,16 @@ def test_a_cache_of_another_user_is_not_used(
     assert f"{tmp_path / name} belongs to the user 4711, not to 0" in caplog.text
 
 
-def test_a_cache_folder_that_is_a_link_is_not_used(
-    quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_symlinked_cache_folder_is_not_used(quick: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "elsewhere").mkdir(0o700)
     (tmp_path / "minisgl").symlink_to(tmp_path / "elsewhere")
     library.load(torch.float32)
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert f"{tmp_path / 'minisgl'} is a link" in caplog.text
+    assert f"{tmp_path / 'minisgl'} is a symbolic link" in caplog.text
 
 
 @pytest.mark.parametrize("fault", ["mode", "link"])
-def test_a_kept_file_that_others_may_have_written_is_replaced(
+def test_a_cached_file_that_others_can_write_is_replaced(
     quick: Path, cache: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, fault: str
 ) -> None:
     library.load(torch.float32)
@@ -205,13 +203,13 @@ def test_a_kept_file_that_others_may_have_written_is_replaced(
         kept.symlink_to(kept.rename(tmp_path / "planted.so"))
     library.load(torch.float32)
     assert (quick.parent / "calls").read_text().count("kernels.c") == 2
-    assert f"compiled anew, since {'others may write ' if fault == 'mode' else ''}{kept}" in caplog.text
+    assert f"recompiled, since {'others may write ' if fault == 'mode' else ''}{kept}" in caplog.text
     assert stat.S_IMODE(kept.lstat().st_mode) == 0o600
     library.load(torch.float32)
     assert (quick.parent / "calls").read_text().count("kernels.c") == 2
 
 
-def test_folders_of_the_cache_are_private_whatever_the_umask(quick: Path, tmp_path: Path) -> None:
+def test_cache_folders_are_private_for_any_umask(quick: Path, tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         library.load(torch.float32)
@@ -221,7 +219,7 @@ def test_folders_of_the_cache_are_private_whatever_the_umask(quick: Path, tmp_pa
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_user_without_a_home_is_no_obstacle(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_load_without_a_home_directory(quick: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
@@ -230,7 +228,7 @@ def test_a_user_without_a_home_is_no_obstacle(quick: Path, monkeypatch: pytest.M
     assert library.unsupported(CPU, torch.float32) == []
 
 
-def test_a_full_disk_is_an_obstacle_only_where_it_compiles(
+def test_a_full_disk_fails_only_while_compiling(
     quick: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -242,11 +240,11 @@ def test_a_full_disk_is_an_obstacle_only_where_it_compiles(
         patch.setattr(os, "fsync", fail)
         assert library.unsupported(CPU, torch.float32) == []
     assert list(cache.iterdir()) == []
-    assert f"not kept in {cache}" in caplog.text
+    assert f"not cached in {cache}" in caplog.text
     monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
     assert os.strerror(errno.ENOSPC) in refused()
 
 
-def test_what_it_is_not_for() -> None:
-    assert "for CPUs" in library.unsupported(torch.device("cuda"), torch.bfloat16)[0]
+def test_unsupported_devices_and_dtypes_are_named() -> None:
+    assert "run on CPUs" in library.unsupported(torch.device("cuda"), torch.bfloat16)[0]
     assert "float16" in library.unsupported(CPU, torch.float16)[0]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backends.cuda.cut import cut
+from minisgl_backends.cuda.gemm_tiling import choose_tiling
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.plugins.registry import Registry
@@ -26,7 +26,7 @@ ROUNDED_TIE = 0.15
 
 @pytest.fixture(scope="module", params=["llama", "qwen3"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random checkpoint; its matrices are cut in all the ways that `--ops hopper` has, see `test_the_model_needs_every_cut`."""
+    """A random checkpoint whose matrices need all tilings of `--ops hopper`, see `test_the_model_needs_every_tiling`."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -161,11 +161,11 @@ class TestOnOneGpu:
         assert (whole - pieces).abs().mean() < 0.05
 
 
-def test_the_model_needs_every_cut() -> None:
-    """Tiles of either size, whole and cut by Stream-K; clusters that share x, and those that share a tile by inputs and rows."""
+def test_the_model_needs_every_tiling() -> None:
+    """Both tile sizes, Stream-K or not; clusters that share x, and clusters that split a tile by inputs and rows."""
     qkv, both = (HEADS + 2 * KV_HEADS) * 64, 2 * INNER
     matrices = ((qkv, HIDDEN), (HIDDEN, HEADS * 64), (both, HIDDEN), (HIDDEN, INNER))
-    ways = {cut(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
+    ways = {choose_tiling(rows, *matrix, 132) for rows in COUNTS for matrix in matrices}
     assert {way.outputs for way in ways} == {64, 128}
     assert {way.cluster for way in ways} == {1, 2}
     assert max(way.splits for way in ways) > 1

@@ -202,7 +202,7 @@ class TestQwen3MoeByTheShippedKernel(TestQwen3Moe):
 
 
 class TestQwen3MoeWithWindow(TestQwen3Moe):
-    """In every layer, whatever max_window_layers says."""
+    """Every layer has the window, regardless of max_window_layers."""
 
     changes: ClassVar = {
         **TestQwen3Moe.experts,

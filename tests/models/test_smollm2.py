@@ -79,7 +79,7 @@ def test_likelihood_and_greedy_tokens_equal_transformers(model: Model, reference
     assert "Paris" in tokenizer.decode(output)
 
 
-def test_special_tokens_are_the_files(tokenizer: Any, source: GgufWeights) -> None:
+def test_special_tokens_are_those_of_the_file(tokenizer: Any, source: GgufWeights) -> None:
     config = model_config(source.config, source.generation_config)
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     assert config.bos_token_id == tokenizer.bos_token_id == 1
@@ -88,7 +88,7 @@ def test_special_tokens_are_the_files(tokenizer: Any, source: GgufWeights) -> No
     assert tokenizer.model_max_length == config.max_position == 8192
 
 
-def test_texts_survive_a_round_trip(tokenizer: Any) -> None:
+def test_encoded_texts_decode_to_themselves(tokenizer: Any) -> None:
     for text in (
         TEXT,
         "naïve 你好 👩‍👩‍👧 \t\n  x  ",
@@ -109,7 +109,7 @@ def test_tokens_equal_transformers_conversion(tokenizer: Any, smollm2_tokenizer:
 
 
 def test_digits_are_split_before_spaces(tokenizer: Any) -> None:
-    """As in the model's own tokenizer.json; transformers' conversion takes one of the spaces along with the digit."""
+    """The model's tokenizer.json does so; transformers' conversion merges one of the spaces with the digit."""
     assert tokenizer.convert_ids_to_tokens(tokenizer("a   12")["input_ids"]) == ["a", "ĠĠĠ", "1", "2"]
 
 

@@ -56,7 +56,9 @@ class TestTriton(OnGpu):
             ((64, 1, 64), 1, torch.bfloat16),
         ],
     )
-    def test_other_sizes(self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype, is_fp8: bool) -> None:
+    def test_other_sizes_match_the_reference(
+        self, shape: tuple[int, int, int], page_size: int, dtype: torch.dtype, is_fp8: bool
+    ) -> None:
         spec = replace(self.spec(shape, page_size, dtype), kv_dtype=FP8 if is_fp8 else dtype)
         self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
 
@@ -69,7 +71,7 @@ class TestHopper(OnGpu):
         ("shape", "page_size"),
         [((9, 3, 64), 256), ((5, 1, 64), 8), ((40, 8, 128), 64), ((64, 8, 128), 32), ((14, 2, 128), 128)],
     )
-    def test_other_sizes(self, shape: tuple[int, int, int], page_size: int) -> None:
+    def test_other_sizes_match_the_reference(self, shape: tuple[int, int, int], page_size: int) -> None:
         spec = self.spec(shape, page_size, torch.bfloat16)
         self.run(spec, decodes=[1, 3000, 257], prefills=[(0, 300), (700, 3)])
         self.run(spec, decodes=[1 + 37 * i % 900 for i in range(100)])
@@ -147,7 +149,7 @@ EACH_BACKEND = pytest.mark.parametrize(
 
 
 @EACH_BACKEND
-def test_no_step_waits_for_the_device(backend: type[AttentionBackend]) -> None:
+def test_plan_and_forward_never_synchronize(backend: type[AttentionBackend]) -> None:
     kit = OnGpu()
     spec = kit.spec((16, 8, 128), 16, torch.bfloat16)
     if reasons := backend.unsupported(spec):
@@ -167,7 +169,7 @@ def test_no_step_waits_for_the_device(backend: type[AttentionBackend]) -> None:
 
 
 @EACH_BACKEND
-def test_pools_of_more_than_two_billion_elements(backend: type[AttentionBackend]) -> None:
+def test_offsets_beyond_32_bits(backend: type[AttentionBackend]) -> None:
     kit = OnGpu()
     spec = kit.spec((16, 8, 128), 16, torch.bfloat16)
     if reasons := backend.unsupported(spec):

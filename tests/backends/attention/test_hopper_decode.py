@@ -1,4 +1,4 @@
-"""Decode attention in CUDA C++: what it takes, that it compiles, and on a Hopper GPU that it is right in long batches."""
+"""Decode attention in CUDA C++: requirements, compilation, and on a Hopper GPU its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compile_cuda import compile_by_nvcc
 from hopper_reference import HAS_HOPPER
 
 from minisgl_backends.attention.hopper_backend import HopperAttention
-from minisgl_backends.cuda.decode import BLOCKS, HopperDecode, Unrotated, Variant
+from minisgl_backends.cuda.decode import BLOCKS_PER_SM, HopperDecode, RopeAndStore, Variant
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.kv_cache import KVPoolSpec
@@ -26,32 +26,32 @@ SHAPES = [(group, dim, page_size) for group in (1, 2, 5, 8) for dim in (64, 128)
 
 
 @pytest.mark.parametrize(("group", "dim", "page_size"), SHAPES)
-def test_two_thread_blocks_fit_on_a_processor(group: int, dim: int, page_size: int) -> None:
+def test_two_thread_blocks_fit_on_an_sm(group: int, dim: int, page_size: int) -> None:
     variant = Variant(group, dim, page_size)
     assert variant.stages >= 3
-    assert BLOCKS * (variant.shared_bytes + 1024) <= 228 * 1024
+    assert BLOCKS_PER_SM * (variant.shared_bytes + 1024) <= 228 * 1024
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @pytest.mark.parametrize(("group", "dim", "page_size"), [(8, 128, 64), (5, 128, 16), (1, 64, 8)])
-@pytest.mark.parametrize("ways", [(False, False), (True, False), (True, True)], ids=["plain", "rotates", "normalises"])
-def test_it_compiles_without_spilling(
-    group: int, dim: int, page_size: int, ways: tuple[bool, bool], tmp_path: Path
+@pytest.mark.parametrize("fused", [(False, False), (True, False), (True, True)], ids=["plain", "rope", "norm and rope"])
+def test_variants_compile_without_spilling(
+    group: int, dim: int, page_size: int, fused: tuple[bool, bool], tmp_path: Path
 ) -> None:
-    assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, dim, page_size, *ways).source(), tmp_path)
+    assert "0 bytes spill stores" in compile_by_nvcc(Variant(group, dim, page_size, *fused).source(), tmp_path)
 
 
-def test_it_says_what_it_needs() -> None:
+def test_a_missing_hopper_gpu_is_named() -> None:
     spec = AttentionBackendTests().spec((4, 2, 64), 16, torch.bfloat16)
-    assert HopperAttention.unsupported(spec) == ["it is for Hopper GPUs, not for cpu"]
+    assert HopperAttention.unsupported(spec) == ["it needs a Hopper GPU, not cpu"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.parametrize("num_requests", [1, 3, 64, 256])
 @pytest.mark.parametrize("longest", [40, 1500, 9000])
-def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
-    """Against float64, over a pool that is NaN where no request's tokens are; again and again by one kernel, in two layers."""
+def test_mixed_lengths_match_a_float64_reference(num_requests: int, longest: int) -> None:
+    """Slots of the pool outside of all requests are NaN. One kernel object serves repeated calls in two layers."""
     draw = random.Random(num_requests * longest)
     lengths = torch.tensor([draw.randint(1, longest) for _ in range(num_requests)], device="cuda", dtype=torch.int32)
     size, heads, group, dim, device = 64, 2, 5, 128, torch.device("cuda")
@@ -79,8 +79,8 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
         results.append(torch.full_like(q, float("nan")))
         decode(q, layer, dim**-0.5, table, rows, lengths, results[-1])
     assert all(torch.equal(result, results[0]) for result in results)
-    assert (decode._letters == -1).all()
-    for layer in range(2):  # of fewer requests, which are shared out anew
+    assert (decode._partials == -1).all()
+    for layer in range(2):  # fewer requests have other partitions
         few = torch.full_like(q[::2], float("nan"))
         decode(q[::2].contiguous(), layer, dim**-0.5, table, rows[::2].contiguous(), lengths[::2].contiguous(), few)
         torch.testing.assert_close(few, results[0][::2], atol=TOLERANCES[torch.bfloat16], rtol=0)
@@ -95,7 +95,7 @@ def test_batches_of_many_lengths(num_requests: int, longest: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
-def test_rotating_takes_any_strides() -> None:
+def test_fused_rope_accepts_any_strides() -> None:
     spec = replace(AttentionBackendTests().spec((4, 2, 64), 16, torch.bfloat16), device=torch.device("cuda"))
     spec = replace(spec, max_seq_len=64, max_batch=3)
     outs = []
@@ -117,8 +117,8 @@ def test_rotating_takes_any_strides() -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("group", [1, 5, 8])
 @pytest.mark.parametrize("has_norms", [True, False])
-def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool) -> None:
-    """Against Triton's kernel and this one without it. Rounding differs in few places, where a sum's order does."""
+def test_fused_rope_matches_separate_rope_and_store(dim: int, group: int, has_norms: bool) -> None:
+    """The reference is Triton's RoPE kernel and this kernel without RoPE; few values differ by rounding of reordered sums."""
     draw, device, heads, size = random.Random(dim * group), torch.device("cuda"), 2, 16
     lengths = [draw.randint(1, 400) for _ in range(40)] + [1, 16, 17, 64, 65]
     counts = [-(-length // size) for length in lengths]
@@ -133,7 +133,7 @@ def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool
     pools = [KVPool(KVPoolSpec(1, sum(counts) + 1, size, heads, dim, torch.bfloat16, device)) for _ in range(2)]
     pools[0].data.normal_()
     pools[1].data.copy_(pools[0].data)
-    for pool in pools:  # where a step's key goes, anything may lie
+    for pool in pools:  # the slot of a step's key may hold stale data
         pool.kv(0).flatten(1, 2)[:, slots] = float("nan")
     fused = torch.randn(len(lengths), heads * (group + 2), dim, device=device, dtype=torch.bfloat16)
     angles = 100 * torch.randn(len(lengths), dim // 2, device=device)
@@ -149,7 +149,7 @@ def test_rotating_is_what_others_do_before(dim: int, group: int, has_norms: bool
     HopperDecode(pools[0], heads * group)(turned, 0, dim**-0.5, *requests, seq_lens, outs[0])
     decode = HopperDecode(pools[1], heads * group)
     assert decode.rotates(rotation)
-    decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], Unrotated(k, v, rotation, slots))
+    decode(q, 0, dim**-0.5, *requests, seq_lens, outs[1], RopeAndStore(k, v, rotation, slots))
     torch.testing.assert_close(outs[1], outs[0], atol=2e-2, rtol=2e-2)
     new = [pool.kv(0).flatten(1, 2)[:, slots] for pool in pools]
     torch.testing.assert_close(new[1], new[0], atol=2**-6, rtol=2**-7)

@@ -1,4 +1,4 @@
-"""Each class makes one mistake; the kit must notice every one of them."""
+"""Each class makes one mistake, and the kit must notice it. The file is long because it holds all of these mistakes."""
 
 from __future__ import annotations
 
@@ -576,7 +576,7 @@ class LosesLargeOnes(TorchAttention):
 
 
 class AttendsWithoutScales(ScalesWhatItStores):
-    """Where others have stored."""
+    """The mistake is in attention over K and V that another kernel has stored."""
 
     def attend_stored(self, q, layer: AttentionLayer, plan, out) -> None:
         super().attend_stored(q, replace(layer, kv_scales=(1.0, 1.0)), plan, out)

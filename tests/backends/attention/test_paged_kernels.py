@@ -9,7 +9,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.parametrize(
     ("heads", "dim", "dtype"), [(3, 40, torch.float32), (8, 64, torch.bfloat16), (1, 128, torch.float16)]
 )
-def test_store_writes_both_to_their_slots_and_nothing_else(heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_store_writes_k_and_v_to_their_slots_only(heads: int, dim: int, dtype: torch.dtype) -> None:
     from minisgl_backends.kernels.paged import store_kv
 
     fused = torch.randn(5, 2 * heads + 4, dim, device=DEVICE).to(dtype)
@@ -24,7 +24,7 @@ def test_store_writes_both_to_their_slots_and_nothing_else(heads: int, dim: int,
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_pages_are_listed_request_after_request(page_size: int) -> None:
+def test_pages_are_listed_in_request_order(page_size: int) -> None:
     from minisgl_backends.kernels.paged import list_pages
 
     table = torch.randint(10**6, (9, 1500), dtype=torch.int32, device=DEVICE)

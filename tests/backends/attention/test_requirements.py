@@ -1,4 +1,4 @@
-"""What the backends for GPUs say where something is missing, asked on any machine."""
+"""Reasons by which the backends for GPUs refuse a spec, tested on any machine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def install(monkeypatch: pytest.MonkeyPatch, folder: Path, *files: str) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_cpu_will_not_do(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_is_refused(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     reasons = backend.unsupported(replace(SPEC, device=torch.device("cpu")))
     assert any("needs an NVIDIA GPU, not cpu" in reason for reason in reasons)
@@ -48,7 +48,7 @@ def test_a_cpu_will_not_do(backend: type[AttentionBackend], monkeypatch: pytest.
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.usefixtures("hopper")
-def test_dtypes_and_heads(backend: type[AttentionBackend]) -> None:
+def test_unsupported_dtypes_and_head_dims_are_named(backend: type[AttentionBackend]) -> None:
     base = set(backend.unsupported(SPEC))
     no_fp8 = [] if backend in FP8_POOLS else ["KV pool must hold bfloat16, not float8_e4m3fn"]
     for change, said in (
@@ -64,14 +64,16 @@ def test_dtypes_and_heads(backend: type[AttentionBackend]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_old_gpus(backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+def test_gpus_below_the_needed_capability_are_named(
+    backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None
+) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     oldest = "10.0" if backend is TrtllmAttention else "8.0"
     assert any(f"{oldest} or later" in reason and "7.5" in reason for reason in backend.unsupported(SPEC))
 
 
 @pytest.mark.parametrize("backend", FP8_POOLS)
-def test_fp8_pools_need_a_gpu_with_fp8(
+def test_fp8_pools_need_compute_capability_8_9(
     backend: type[AttentionBackend], monkeypatch: pytest.MonkeyPatch, hopper: None
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
@@ -91,14 +93,14 @@ def test_fp8_pools_need_a_gpu_with_fp8(
     ],
 )
 @pytest.mark.usefixtures("hopper")
-def test_the_remedy_for_a_missing_package(
+def test_a_missing_package_is_named_with_its_remedy(
     backend: type[AttentionBackend], command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert any("pip install" in reason and command in reason for reason in backend.unsupported(SPEC))
 
 
-def test_asking_imports_none_of_them() -> None:
+def test_unsupported_imports_no_backend_package() -> None:
     code = """
 import sys, torch
 from minisgl_backends.attention import flash_backend, flashinfer_backend, triton_backend, trtllm_backend
@@ -126,7 +128,7 @@ assert not {"triton", "flashinfer", "flash_attn", "vllm"} & set(sys.modules)
     ],
 )
 @pytest.mark.skipif(any(version.is_installed() for version in VERSIONS), reason="FlashAttention is installed")
-def test_installed_versions_are_told_by_their_files(
+def test_installed_versions_are_detected_by_their_files(
     files: list[str], expected: set[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     install(monkeypatch, tmp_path, *files)
@@ -137,7 +139,7 @@ def test_installed_versions_are_told_by_their_files(
     ("capability", "page_size", "picked"),
     [((9, 0), 16, 3), ((9, 0), 256, 3), ((10, 0), 16, 4), ((8, 0), 256, 2), ((12, 0), 512, 2)],
 )
-def test_the_version_follows_the_gpu(
+def test_the_version_is_selected_by_gpu_and_page_size(
     capability: tuple[int, int],
     page_size: int,
     picked: int,
@@ -148,14 +150,14 @@ def test_the_version_follows_the_gpu(
     install(monkeypatch, tmp_path, "flash_attn_interface.py", "flash_attn/cute/paged_kv.py")
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    found, reasons = FlashAttention._pick(replace(SPEC, page_size=page_size))
+    selected, reasons = FlashAttention._select(replace(SPEC, page_size=page_size))
     assert reasons == []
-    assert found is not None
-    assert found.number == picked
+    assert selected is not None
+    assert selected.number == picked
 
 
 @pytest.mark.usefixtures("hopper")
-def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unsupported_page_size_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # version 3 is for 9.0
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
@@ -170,12 +172,12 @@ def test_a_page_size_that_no_installed_version_takes(monkeypatch: pytest.MonkeyP
         ((10, 0), 16, []),
         ((10, 3), 64, []),
         ((9, 0), 16, ["10.0 or later, and this GPU has 9.0"]),
-        ((12, 0), 16, ["10.x alone"]),
+        ((12, 0), 16, ["10.x only"]),
         ((10, 0), 128, ["pages of 16, 32, 64 tokens, not 128"]),
         ((9, 0), 1, ["10.0 or later", "not 1"]),
     ],
 )
-def test_trtllm_needs_a_blackwell_gpu_and_its_page_sizes(
+def test_trtllm_needs_blackwell_and_one_of_its_page_sizes(
     capability: tuple[int, int],
     page_size: int,
     said: list[str],

@@ -18,7 +18,7 @@ class TestTriton(AttentionBackendTests):
     dtypes = (torch.float32, torch.bfloat16) if torch.cuda.is_available() else (torch.float32,)
 
 
-def test_bfloat16_and_a_long_sequence_split_many_times() -> None:
+def test_a_sequence_in_many_partitions_matches_the_reference() -> None:
     """Too much for the whole kit under the interpreter."""
     kit = TestTriton()
     spec = kit.spec((4, 2, 64), 16, torch.bfloat16)

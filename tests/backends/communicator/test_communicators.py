@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -49,7 +51,7 @@ def test_nccl_names_a_device_that_it_does_not_serve(provider: type[NcclCommunica
 
 
 def test_torch_leaves_the_default_group_alone(tmp_path) -> None:
-    spec = CommunicatorSpec(0, 1, torch.device("cpu"), f"file://{tmp_path}/meeting")
+    spec = CommunicatorSpec(0, 1, torch.device("cpu"), f"file://{tmp_path}/rendezvous")
     group = TorchCommunicator(spec)
     assert group.all_reduce(torch.ones(2)).tolist() == [1, 1]
     assert not dist.is_initialized()
@@ -63,19 +65,21 @@ def test_torch_names_a_device_that_it_does_not_serve() -> None:
 
 
 class OneShotOfOneRank(OneShotCommunicator):
-    """Without a device: its sum over one rank is what it is given, and its kernel notes what it is called with."""
+    """A communicator without a device: the all-reduce over one rank is the identity, and the fused kernel records its calls."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.taken = 0, 1, []
         self._one_shot_bytes, self._row_words, self._peers, self._state = 1 << 20, 1 << 20, None, None
         self._comm = object()
-        self._takes_rows = lambda hidden_size, size: True
-        self._sum = lambda *args, **kwargs: None
-        self._sum_add_norm = lambda *args, **kwargs: self.taken.append(args[:3])
+        self._kernels = SimpleNamespace(
+            supports_hidden_size=lambda hidden_size, size: True,
+            all_reduce=lambda *args, **kwargs: None,
+            all_reduce_add_norm=lambda *args, **kwargs: self.taken.append(args[:3]),
+        )
 
 
 @pytest.mark.parametrize("wide", ["residual", "weight"])
-def test_oneshot_adds_and_normalises_tensors_of_one_dtype_in_its_kernel(wide: str) -> None:
+def test_oneshot_fuses_the_norm_for_tensors_of_one_dtype(wide: str) -> None:
     group, ops = OneShotOfOneRank(), NormOps(torch.device("cpu"), torch.bfloat16)
     tensors = {"x": torch.ones(2, 8), "residual": torch.ones(2, 8), "weight": torch.ones(8)}
     tensors = {name: tensor.bfloat16() for name, tensor in tensors.items()}
@@ -90,8 +94,8 @@ def test_oneshot_adds_and_normalises_tensors_of_one_dtype_in_its_kernel(wide: st
 
 
 @pytest.mark.parametrize("place", ["between other columns", "two bytes further"])
-def test_oneshot_takes_sums_of_one_shape_alike_wherever_they_lie(place: str) -> None:
-    """Else one of a model's norms would go without rows that its kernel left to other ranks."""
+def test_oneshot_fuses_the_norm_for_any_strides_and_alignment(place: str) -> None:
+    """Otherwise a norm would lack rows of the residual that a fused kernel has updated on other ranks only."""
     group = OneShotOfOneRank()
     x = torch.ones(2, 16).bfloat16()[:, :8] if place == "between other columns" else torch.ones(17).bfloat16()[1:]
     x, residual, weight = x.reshape(2, 8) if x.ndim == 1 else x, torch.ones(2, 8).bfloat16(), torch.ones(8).bfloat16()

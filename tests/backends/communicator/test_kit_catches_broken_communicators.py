@@ -118,7 +118,7 @@ class AbortsBetweenCollectives(TorchCommunicator):
 
 
 class AbortsTogether(TorchCommunicator):
-    """As if the ranks that are left did so at the same time."""
+    """The abort waits as if the remaining ranks aborted at the same time."""
 
     def abort(self) -> None:
         self.all_reduce(torch.zeros(1))

@@ -15,7 +15,7 @@ class TestLlguidance(GrammarTests):
     provider = LlguidanceGrammar
 
 
-def test_as_many_choices_as_are_allowed() -> None:
+def test_the_largest_number_of_choices_compiles() -> None:
     tokenizer = byte_tokenizer()
     choices = json.dumps([f"a{number}b" for number in range(MAX_CHOICES)])
     state = LlguidanceGrammar(tokenizer, VOCAB_SIZE, EOS).compile("choice", choices, "it")
@@ -35,7 +35,7 @@ def test_as_many_choices_as_are_allowed() -> None:
     ],
 )
 def test_a_grammar_may_name_special_tokens(text: str) -> None:
-    """In llguidance's own notation: a name is the token, and a text that reads like it is not."""
+    """In llguidance's notation, a name stands for the special token; a string with the same text does not."""
     state = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile("grammar", text, "it")
     call = byte_tokenizer().convert_tokens_to_ids("<|call|>")
     for letter in "<|call|>":

@@ -1,4 +1,4 @@
-"""Kernels whose launches overlap wait before they touch what earlier ones may. Compiles for a GPU, needs none."""
+"""Kernels launched with PDL wait before they access memory of earlier kernels. Compiles for a GPU, but needs none."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.activation import _silu_and_mul
 from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
-from minisgl_backends.kernels.peer_reduce import _one_shot, _sum_add_norm, _two_shots
+from minisgl_backends.kernels.one_shot_all_reduce import _all_reduce_add_norm, _one_shot_all_reduce, _two_shot_all_reduce
 from minisgl_backends.kernels.rotary import _rotary
 
 found = {}
@@ -52,10 +52,11 @@ for norm, store in ((True, True), (False, False)):
 
 words = dict.fromkeys(("x", "residual", "weight", "all_state"), "*i32") | {"peers": "*i64"}
 sizes = {"SIZE": 4, "ROW": 4096, "DTYPE": triton.language.bfloat16, "BLOCK": 512}
-compiled("one_shot", _one_shot, words, sizes)
-compiled("two_shots", _two_shots, words, sizes)
-for shared in (False, True):
-    compiled(f"sum_add_norm_{shared}", _sum_add_norm, words, sizes | {"WIDTH": 1024, "SHARED": shared}, num_warps=8)
+compiled("one_shot", _one_shot_all_reduce, words, sizes)
+compiled("two_shot", _two_shot_all_reduce, words, sizes)
+for two_shot in (False, True):
+    constants = sizes | {"WIDTH": 1024, "TWO_SHOT": two_shot}
+    compiled(f"all_reduce_add_norm_{two_shot}", _all_reduce_add_norm, words, constants, num_warps=8)
 
 print(json.dumps(found))
 """
@@ -68,17 +69,17 @@ READ_AHEAD = {
     "rotary_True_True": set(),
     "rotary_False_False": set(),
     "one_shot": set(),
-    "two_shots": set(),
-    "sum_add_norm_False": set(),
-    "sum_add_norm_True": set(),
+    "two_shot": set(),
+    "all_reduce_add_norm_False": set(),
+    "all_reduce_add_norm_True": set(),
 }
-"""What each kernel reads before it waits."""
+"""Parameters whose memory each kernel reads before it waits."""
 WAIT, TRIGGER = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
 
 
 @pytest.fixture(scope="module")
 def kernels() -> dict[str, Any]:
-    """Compiled in a process of its own: where Triton interprets kernels, it compiles none."""
+    """Compile in another process, since Triton compiles nothing where it interprets kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -87,16 +88,16 @@ def kernels() -> dict[str, Any]:
 
 
 def read_before_wait(ptx: str, params: list[str]) -> set[str]:
-    """Parameters whose memory is read before the wait; an error where a program can come to another effect or an end first.
+    """Return the parameters whose memory is read before the wait; fail if a write or an exit can come before it.
 
-    Execution starts at the first line. As nothing before the wait jumps past it, what is written before it comes before it.
+    Execution starts at the first line. Since no branch before the wait jumps past it, the text's order is the execution's.
     """
     body = ptx[ptx.index("{", ptx.index(".entry")) :]
     assert body.count(WAIT) == body.count(TRIGGER) == 1, "a program waits once and lets the next start once"
     ahead = body[: body.index(WAIT)]
     assert TRIGGER in ahead
     labels = set(re.findall(r"^(\$\w+):", ahead, re.MULTILINE))
-    origins: dict[str, set[str]] = {}  # of each register, the parameters that it was computed from
+    origins: dict[str, set[str]] = {}  # parameters that each register was computed from
 
     def of_registers(text: str) -> set[str]:
         return set().union(*(origins.get(register, set()) for register in re.findall(r"%\w+", text)))
@@ -128,7 +129,7 @@ def read_before_wait(ptx: str, params: list[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("label", READ_AHEAD)
-def test_kernels_wait_before_what_others_may_touch(kernels: dict[str, Any], label: str) -> None:
+def test_kernels_wait_before_they_access_earlier_kernels_data(kernels: dict[str, Any], label: str) -> None:
     assert read_before_wait(**kernels[label]) == READ_AHEAD[label]
 
 
@@ -136,12 +137,12 @@ def test_without_overlap_nothing_waits(kernels: dict[str, Any]) -> None:
     assert "griddepcontrol" not in kernels["without"]["ptx"]
 
 
-def test_all_that_is_compiled_is_checked(kernels: dict[str, Any]) -> None:
+def test_every_compiled_kernel_has_an_expectation(kernels: dict[str, Any]) -> None:
     assert kernels.keys() == READ_AHEAD.keys() | {"without"}
 
 
 @pytest.mark.parametrize("label", READ_AHEAD)
-def test_a_wait_that_is_dropped_or_late_is_found(kernels: dict[str, Any], label: str) -> None:
+def test_the_check_finds_a_missing_or_late_wait(kernels: dict[str, Any], label: str) -> None:
     ptx, params = kernels[label].values()
     dropped = ptx.replace(WAIT, "")
     with pytest.raises(AssertionError, match="waits once"):
@@ -152,9 +153,9 @@ def test_a_wait_that_is_dropped_or_late_is_found(kernels: dict[str, Any], label:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
-    """The attribute without the wait would be a race, the wait without the attribute gains nothing."""
-    from minisgl_backends.kernels import activation, norm, peer_reduce, rotary
+def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.MonkeyPatch, overlap: bool) -> None:
+    """The attribute without the wait would be a race; the wait without the attribute gains nothing."""
+    from minisgl_backends.kernels import activation, norm, one_shot_all_reduce, rotary
     from minisgl_core.contracts.ops import Rotation
 
     launched = {}
@@ -162,7 +163,7 @@ def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch,
         norm: ("_rms_norm", "_add_rms_norm"),
         activation: ("_silu_and_mul",),
         rotary: ("_rotary",),
-        peer_reduce: ("_one_shot", "_two_shots", "_sum_add_norm"),
+        one_shot_all_reduce: ("_one_shot_all_reduce", "_two_shot_all_reduce", "_all_reduce_add_norm"),
     }.items():
         for name in names:
             launched[name] = MagicMock()
@@ -175,10 +176,10 @@ def test_every_launch_says_what_the_kernel_does(monkeypatch: pytest.MonkeyPatch,
     heads = x.view(4, 2, 32)
     rotary.rotate(heads, heads, Rotation(x[:, :16], x[:, :16]), overlap=overlap)
     group = torch.zeros(3, dtype=torch.int64), torch.zeros(1, 4, dtype=torch.int32), 0, 4096
-    for two_shots in (False, True):
-        peer_reduce.sum_over_peers(x, *group, two_shots=two_shots, overlap=overlap)
+    for two_shot in (False, True):
+        one_shot_all_reduce.all_reduce(x, *group, two_shot=two_shot, overlap=overlap)
     x = x.bfloat16()
-    peer_reduce.sum_add_norm(x, x, x[0], 1e-6, *group, shared=False, overlap=overlap)
+    one_shot_all_reduce.all_reduce_add_norm(x, x, x[0], 1e-6, *group, two_shot=False, overlap=overlap)
 
     for name, kernel in launched.items():
         launch = kernel.__getitem__.return_value

@@ -21,7 +21,7 @@ from minisgl_backends.kernels.paged_prefill import _prefill
 from minisgl_backends.kernels.quantize import _quantize_rows
 from minisgl_backends.kernels.rotary import _rotary
 from minisgl_backends.kernels.sample import _find, _reduce
-from minisgl_backends.kernels.skinny_linear import _linear
+from minisgl_backends.kernels.small_m_gemm import _small_m_gemm
 from minisgl_backends.moe.triton_grouped import _gate_up_activation, _weighted_down
 
 def compiled(kernel, kinds, constants, **options):
@@ -50,8 +50,8 @@ compiled(_scatter, {"table": "*i32", "index": "*i32", "values": "*i64"}, {"BLOCK
 
 # Sampling, on one rank and over several.
 of_row = dict.fromkeys(("temperature", "uniform", "largest", "sums"), "*fp32") | {"logits": "*bf16"}
-for place, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
-    kinds = of_row | {"place": place, "out": out}
+for argmax, out in (("*i32", "*i64"), ("*fp32", "*fp32")):
+    kinds = of_row | {"argmax": argmax, "out": out}
     compiled(_reduce, dict(kinds), {"BLOCK": 4096}, num_warps=4)
     compiled(_find, dict(kinds), {"BLOCK": 4096, "A_BLOCK": 64}, num_warps=8)
 
@@ -72,8 +72,8 @@ compiled(_quantize_rows, kinds, {"LARGEST": 448.0, "LEAST": 1e-12, "BLOCK": 1024
 kinds = {"x": "*fp8e4nv", "weight": "*fp8e4nv", "bias": "*bf16", "out": "*bf16", "arrived": "*i32"}
 kinds |= dict.fromkeys(("row_scales", "scales", "parts"), "*fp32")
 common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": False}
-compiled(_linear, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
-compiled(_linear, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
+compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
+compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):

@@ -211,7 +211,7 @@ class ComparesAsFloats(LooksAtChangedTokens):
 
 
 class ComparesChecksums(LooksAtChangedTokens):
-    """Of a page, nothing but its checksum counts."""
+    """Only the checksums of pages are compared."""
 
     checksum = staticmethod(zlib.crc32)
 

@@ -23,7 +23,7 @@ class TestRadix(PrefixCacheTests):
         assert cache.evict(3).tolist() == [7, 8, 9]
         assert cache.match(tokens).pages.tolist() == list(range(7))
 
-    def test_a_handle_of_what_was_evicted_is_refused(self) -> None:
+    def test_handles_of_evicted_prefixes_are_refused(self) -> None:
         cache = RadixPrefixCache(1)
         handle = cache.insert(np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int32)).handle
         cache.evict(1)

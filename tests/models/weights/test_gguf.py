@@ -40,7 +40,7 @@ EXPERTS = {
 
 
 def as_llama_cpp_permutes(matrix: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to query and key rows, row by row."""
+    """Permute query and key rows as llama.cpp's converter does, row by row."""
     dim = len(matrix) // num_heads
     rows = [
         head * dim + half * dim // 2 + pair for head in range(num_heads) for pair in range(dim // 2) for half in (0, 1)
@@ -160,8 +160,8 @@ def write_llama(path: Path, **extra: Any) -> Path:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in Kind if kind in gguf.GGML_QUANT_SIZES], ids=lambda kind: kind.name)
-def test_slices_of_every_type(kind: Kind, tmp_path: Path) -> None:
-    """Of random bytes: the rows and columns read are those of the whole."""
+def test_slices_of_every_type_are_dequantized(kind: Kind, tmp_path: Path) -> None:
+    """Slices of random bytes equal those of the whole tensor."""
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
     rows = np.random.default_rng(0).integers(0, 256, (6, 3 * block_bytes), dtype=np.uint8)
     path = tmp_path / "model.gguf"
@@ -191,7 +191,7 @@ def test_slices_of_every_type(kind: Kind, tmp_path: Path) -> None:
         assert torch.equal(part, whole[row, column])
 
 
-def test_llama3_frequencies_as_factors(tmp_path: Path) -> None:
+def test_rope_factors_equal_llama3_scaling(tmp_path: Path) -> None:
     """llama.cpp stores what each frequency is divided by instead of the rule's parameters."""
     plain = RopeConfig(theta=5000.0, rotary_dim=16)
     rule = RopeConfig(5000.0, 16, "llama3", 8.0, 128, 1.0, 4.0)
@@ -208,7 +208,7 @@ def test_llama3_frequencies_as_factors(tmp_path: Path) -> None:
     assert all("rope" not in name for name, _ in source.tensors(read))
 
 
-def test_yarn(tmp_path: Path) -> None:
+def test_yarn_parameters_are_read(tmp_path: Path) -> None:
     path = write_llama(
         tmp_path / "m.gguf",
         llama__rope__scaling__type="yarn",
@@ -244,18 +244,18 @@ def test_split_files_are_read_together(tmp_path: Path) -> None:
     ("spoil", "message"),
     [
         (lambda data: b"GGUF" + data[4:200], "is not a readable GGUF file"),
-        (lambda data: data[:-2000], "is cut short"),
+        (lambda data: data[:-2000], "is truncated"),
         (lambda data: b"GGUF\x00\x00\x00\x03" + data[8:], "is not supported"),
         (lambda data: data.replace(b"llama", b"gemma"), "'gemma' is not supported"),
     ],
 )
-def test_damage_is_named(spoil: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_reported(spoil: Callable[[bytes], bytes], message: str, tmp_path: Path) -> None:
     path = write_llama(tmp_path / "m.gguf")
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(ModelFormatError, match=message):
         GgufWeights(path)
 
 
-def test_no_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="holds no tokenizer"):
         GgufWeights(write_llama(tmp_path / "m.gguf")).tokenizer()

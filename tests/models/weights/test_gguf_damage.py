@@ -101,30 +101,30 @@ def after(name: bytes, skipped: int, new: bytes) -> Callable[[bytes], bytes]:
 
 
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "2^60 tensors": (with_count(8), "tensors at byte [0-9]+ would lead past the end of the file"),
-    "2^60 keys": (with_count(16), "metadata keys at byte 24 would lead past"),
+    "2^60 tensors": (with_count(8), "tensors at byte [0-9]+ would exceed the file"),
+    "2^60 keys": (with_count(16), "metadata keys at byte 24 would exceed"),
     "2^60 tokens": (after(b"ggml.tokens", 8, struct.pack("<Q", 2**60)), "array of 1152921504606846976 values"),
     "a long string": (after(b"ggml.model", 4, struct.pack("<Q", 2**40)), "a string of 1099511627776 bytes"),
-    "nested arrays": (after(b"ggml.tokens", 4, struct.pack("<I", 9)), "holds an array of arrays"),
+    "nested arrays": (after(b"ggml.tokens", 4, struct.pack("<I", 9)), "is an array of arrays"),
     "a value of no type": (after(b"ggml.model", 0, struct.pack("<I", 77)), "unknown type 77"),
-    "a key twice": (lambda data: data.replace(b"eos_token_id", b"bos_token_id"), "bos_token_id' is there twice"),
+    "a key twice": (lambda data: data.replace(b"eos_token_id", b"bos_token_id"), "bos_token_id' is defined twice"),
     "no dimensions": (after(b"output.weight", 0, struct.pack("<I", 0)), "has 0 dimensions"),
     "many dimensions": (after(b"output.weight", 0, struct.pack("<I", 2**31)), "has 2147483648 dimensions"),
-    "an absurd dimension": (after(b"output.weight", 4, struct.pack("<Q", 2**62)), "is cut short"),
-    "dimensions that overflow": (after(b"output.weight", 4, struct.pack("<QQ", 2**32, 2**32)), "is cut short"),
-    "an empty dimension": (after(b"output.weight", 4, struct.pack("<Q", 0)), "and so no elements"),
-    "an offset past the end": (after(b"output.weight", 24, struct.pack("<Q", 2**62)), "is cut short"),
-    "an odd offset": (after(b"output.weight", 24, struct.pack("<Q", 33)), "begins at 33, no multiple of 32"),
-    "a tensor twice": (lambda data: data.replace(b"attn_k.weight", b"attn_v.weight"), "is there twice"),
+    "an absurd dimension": (after(b"output.weight", 4, struct.pack("<Q", 2**62)), "is truncated"),
+    "dimensions that overflow": (after(b"output.weight", 4, struct.pack("<QQ", 2**32, 2**32)), "is truncated"),
+    "an empty dimension": (after(b"output.weight", 4, struct.pack("<Q", 0)), "without elements"),
+    "an offset past the end": (after(b"output.weight", 24, struct.pack("<Q", 2**62)), "is truncated"),
+    "an odd offset": (after(b"output.weight", 24, struct.pack("<Q", 33)), "has offset 33, not a multiple of 32"),
+    "a tensor twice": (lambda data: data.replace(b"attn_k.weight", b"attn_v.weight"), "is defined twice"),
     "another name": (
         lambda data: data.replace(b"blk.0.attn_k.weight", b"blk.0-attn_k+weight"),
-        "the file holds tensors of 2 blocks",
+        "the file has tensors of 2 blocks",
     ),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_of_the_header_is_named(name: str, tmp_path: Path) -> None:
+def test_a_damaged_header_is_reported(name: str, tmp_path: Path) -> None:
     spoil, message = DAMAGE[name]
     path = tmp_path / "m.gguf"
     path.write_bytes(spoil(write(path)))
@@ -137,7 +137,7 @@ def test_damage_of_the_header_is_named(name: str, tmp_path: Path) -> None:
     [
         ("general.alignment", np.uint32(0), "general.alignment=0 is not a power of two"),
         ("general.alignment", "x", "general.alignment=x is not a power of two"),
-        ("llama.block_count", np.uint32(2**31), "block_count=2147483648, but the file holds tensors of 1 blocks"),
+        ("llama.block_count", np.uint32(2**31), "block_count=2147483648, but the file has tensors of 1 blocks"),
         ("llama.embedding_length", np.uint32(2**31), r"token_embd.weight has the shape \(8, 32\)"),
         ("llama.attention.head_count", np.uint32(2**30), "attn_q.weight has the shape"),
         ("llama.attention.head_count", "two", "head_count='two' must be an integer of at least 1"),
@@ -146,7 +146,7 @@ def test_damage_of_the_header_is_named(name: str, tmp_path: Path) -> None:
         ("llama.rope.freq_base", float("nan"), "freq_base=nan must be a number above 1"),
         ("tokenizer.ggml.tokens", [1, 2], r"tokens=\[1, 2\] must be an array of strings"),
         ("tokenizer.ggml.token_type", [1], "token_type has 1 entries for 8 tokens"),
-        ("tokenizer.ggml.merges", ["ab"], "merges holds 'ab', not two tokens"),
+        ("tokenizer.ggml.merges", ["ab"], "merges has 'ab', not two tokens"),
         ("tokenizer.ggml.merges", ["a z"], "tokenizer cannot be built"),
         ("tokenizer.ggml.merges", "a b", "merges='a b' must be an array of strings"),
         ("tokenizer.ggml.bos_token_id", np.uint32(99), "bos_token_id=99 is not below the 8 tokens"),
@@ -155,7 +155,7 @@ def test_damage_of_the_header_is_named(name: str, tmp_path: Path) -> None:
         ("tokenizer.chat_template", True, "chat_template=True must be a string"),
     ],
 )
-def test_wrong_metadata_are_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_metadata_is_reported(key: str, value: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     if key == "general.alignment":  # the writer uses it itself
         data = write(path)

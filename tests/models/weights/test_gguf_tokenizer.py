@@ -56,13 +56,13 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["gpt-2", "smollm", "llama-bpe", "qwen2", "tekken"])
-def test_every_text_survives(kind: str, tmp_path: Path) -> None:
+def test_encoded_texts_decode_to_themselves(kind: str, tmp_path: Path) -> None:
     tokenizer = byte_level(tmp_path, kind)
     for text in ("he he  he", "it's 1234 o'clock\r\n\n  ok", "naïve 你好 👩‍👩‍👧", "<|eos|><think>"):
         assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
 
 
-def test_kinds_split_text_in_their_own_way(tmp_path: Path) -> None:
+def test_pre_tokenizers_split_as_their_kind_says(tmp_path: Path) -> None:
     assert pieces(byte_level(tmp_path, "gpt-2"), "12") == ["12"]
     assert pieces(byte_level(tmp_path, "llama-bpe"), "12") == ["12"]
     for kind in ("smollm", "qwen2", "tekken"):
@@ -72,7 +72,7 @@ def test_kinds_split_text_in_their_own_way(tmp_path: Path) -> None:
     assert pieces(byte_level(tmp_path, "gpt-2"), "  1") == ["Ġ", "Ġ", "1"]
 
 
-def test_qwen_normalises_unicode(tmp_path: Path) -> None:
+def test_qwen_normalizes_unicode(tmp_path: Path) -> None:
     assert pieces(byte_level(tmp_path, "qwen2"), "e\u0301") == pieces(byte_level(tmp_path, "qwen2"), "é")
     assert pieces(byte_level(tmp_path, "gpt-2"), "e\u0301") != pieces(byte_level(tmp_path, "gpt-2"), "é")
 
@@ -94,13 +94,13 @@ def test_special_tokens(tmp_path: Path) -> None:
         ("qwen2", {"add_bos_token": True, "add_eos_token": True}, [260, 256, 261]),
     ],
 )
-def test_bos_and_eos_are_added_as_the_file_says(
+def test_bos_and_eos_are_added_as_the_metadata_says(
     kind: str, keys: dict[str, Any], expected: list[int], tmp_path: Path
 ) -> None:
     assert byte_level(tmp_path, kind, **keys)("he")["input_ids"] == expected
 
 
-def test_sentencepiece_vocabularies_go_through_transformers(tmp_path: Path) -> None:
+def test_transformers_converts_sentencepiece_vocabularies(tmp_path: Path) -> None:
     words = ["▁he", "he", "▁", "h", "e", "l", "o", "llo", "ll", "lo"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words)]

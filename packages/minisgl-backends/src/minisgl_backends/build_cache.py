@@ -1,4 +1,4 @@
-"""Cache of what is compiled at run time. It is loaded as code, so nobody else may have written it."""
+"""Cache of kernels compiled at run time. Its files are loaded as code, so only the user may be able to write them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from functools import cache
 from pathlib import Path
 
 _LOG = logging.getLogger(__name__)
-_REMEDY = "correct that (chown, chmod go-w), or have XDG_CACHE_HOME name a private folder"
+_REMEDY = "correct the owner or mode (chown, chmod go-w), or set XDG_CACHE_HOME to a private folder"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def cache_dir(kind: str) -> Path | None:
-    """Return the user's folder for builds of a kind; None where there is none that is private and can be written.
+    """Return the user's cache folder for builds of a kind, or None if there is no private and writable one.
 
-    It and the folder ``minisgl`` around it must belong to the user, and nobody else may be able to write them. The folders
-    above must belong to the user or root; others may write them only where the sticky bit keeps entries apart, as in /tmp.
+    The folder and its parent ``minisgl`` must belong to the user, and nobody else may be able to write them. The folders above
+    must belong to the user or root. Others may write those only if the sticky bit is set, as in /tmp.
     """
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -34,58 +34,58 @@ def cache_dir(kind: str) -> Path | None:
     except (OSError, RuntimeError):
         return None
     if reason is not None:
-        _warn(f"compiled kernels are not kept but compiled at each start, since {reason}: {_REMEDY}")
+        _warn(f"compiled kernels are not cached but compiled at each start, since {reason}: {_REMEDY}")
         return None
     return path if os.access(path, os.W_OK | os.X_OK) else None
 
 
-def is_kept(path: Path) -> bool:
-    """Return if a file is in the cache and only the user can have written it."""
+def is_cached(path: Path) -> bool:
+    """Return if a file is in the cache and only the user could have written it."""
     if not path.exists():
         return False
     reason = _unsafe(path, stat.S_IFREG)
     if reason is not None:
-        _warn(f"kernels are compiled anew, since {reason}")
+        _warn(f"kernels are recompiled, since {reason}")
     return reason is None
 
 
-def keep(data: bytes, path: Path) -> None:
-    """Put a file into the cache, in one piece: several processes may do so at once.
+def write_atomically(data: bytes, path: Path) -> None:
+    """Write a file of the cache. Several processes may write the same file at once.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         copy = Path(folder, path.name)
         with open(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())  # where a power cut leaves a part of it, loading it would end the process
+            os.fsync(file.fileno())  # loading a file that a power cut truncated would crash the process
         try:
             os.replace(copy, path)
         except OSError:
-            if not path.exists():  # gVisor's may fail where another process does the same at the same time
+            if not path.exists():  # in gVisor, os.replace may fail if another process does the same at once
                 raise
 
 
 @cache
 def _warn(message: str) -> None:
-    """Log once: one start looks for many kernels."""
+    """Log a warning once, since one start looks up many kernels."""
     _LOG.warning(message)
 
 
 def _unsafe(path: Path, kind: int) -> str | None:
-    """Reason against trusting a folder or file of the cache itself."""
+    """Return the reason not to trust a folder or file of the cache."""
     found = path.lstat()
     if stat.S_IFMT(found.st_mode) != kind:
-        return f"{path} is a link or no {'folder' if kind == stat.S_IFDIR else 'file'}"
+        return f"{path} is a symbolic link or not a {'folder' if kind == stat.S_IFDIR else 'regular file'}"
     if found.st_uid != os.geteuid():
         return f"{path} belongs to the user {found.st_uid}, not to {os.geteuid()}"
     return f"others may write {path}" if found.st_mode & _OTHERS_WRITE else None
 
 
 def _unsafe_above(path: Path) -> str | None:
-    """Reason against trusting a folder around the cache."""
+    """Return the reason not to trust a folder above the cache."""
     found = path.stat()
     if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to the user {found.st_uid}, not to {os.geteuid()} or root"

@@ -6,4 +6,4 @@ from minisgl_models.llama import LlamaForCausalLM
 
 
 class MistralForCausalLM(LlamaForCausalLM):
-    """`LlamaForCausalLM`; the windows are `ModelConfig.sliding_windows`."""
+    """`LlamaForCausalLM` with the sliding windows of `ModelConfig.sliding_windows`."""

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): Llama with biases on q, k and v, and sliding windows in the last layers."""
+"""Qwen2 and Qwen2.5 (arXiv 2407.10671, 2412.15115): Llama with q, k and v biases, and sliding windows in the last layers."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from minisgl_models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
-    """`LlamaForCausalLM`; the biases are `ModelConfig.qkv_bias`, the windows `ModelConfig.sliding_windows`."""
+    """`LlamaForCausalLM` with `ModelConfig.qkv_bias` and the sliding windows of `ModelConfig.sliding_windows`."""

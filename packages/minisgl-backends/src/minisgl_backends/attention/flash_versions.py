@@ -1,4 +1,4 @@
-"""The FlashAttention packages, each behind one call. Nothing of them is imported before `FlashVersion.load`."""
+"""The packages that provide FlashAttention, behind one signature. `FlashVersion.load` imports the selected one."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, Protocol
 
 import torch
 
-from minisgl_backends.attention.gathered_rows import RowInputs
+from minisgl_backends.attention.gather_attention import AttentionMetadata
 from minisgl_core.contracts.attention import AttentionSpec
 
 
 class FlashKernel(Protocol):
-    """See `GatheredRowsAttention.attend`."""
+    """Causal varlen attention over paged K and V; see `GatherAttention.attend`."""
 
     def __call__(
         self,
         q: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        inputs: RowInputs,
+        metadata: AttentionMetadata,
         scale: float,
         window: int | None,
         out: torch.Tensor,
@@ -34,22 +34,28 @@ def _version_2(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(
-        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
     ) -> None:
-        found = flash_attn_varlen_func(
+        result = flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            cu_seqlens_k=inputs.cu_seqlens_k,
-            max_seqlen_q=inputs.max_q,
-            max_seqlen_k=inputs.max_k,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            cu_seqlens_k=metadata.cu_seqlens_k,
+            max_seqlen_q=metadata.max_seqlen_q,
+            max_seqlen_k=metadata.max_seqlen_k,
             softmax_scale=scale,
             causal=True,
-            window_size=_before_and_after(window),
-            block_table=inputs.pages,
+            window_size=_window_size(window),
+            block_table=metadata.page_table,
         )
-        out.copy_(found)
+        out.copy_(result)
 
     return run
 
@@ -58,43 +64,55 @@ def _version_3(module: Any) -> FlashKernel:
     flash_attn_with_kvcache = module.flash_attn_with_kvcache
 
     def run(
-        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
     ) -> None:
-        found = flash_attn_with_kvcache(
+        result = flash_attn_with_kvcache(
             q,
             k_pages,
             v_pages,
-            cache_seqlens=inputs.seq_lens,
-            page_table=inputs.pages,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            max_seqlen_q=inputs.max_q,
+            cache_seqlens=metadata.seq_lens,
+            page_table=metadata.page_table,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_seqlen_q,
             softmax_scale=scale,
             causal=True,
-            window_size=_before_and_after(window),
+            window_size=_window_size(window),
         )
-        out.copy_(found)
+        out.copy_(result)
 
     return run
 
 
-def _version_3_of_vllm(module: Any) -> FlashKernel:
+def _vllm_version_3(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(
-        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
     ) -> None:
         flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            max_seqlen_q=inputs.max_q,
-            seqused_k=inputs.seq_lens,
-            max_seqlen_k=inputs.max_k,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_seqlen_q,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seqlen_k,
             softmax_scale=scale,
             causal=True,
-            window_size=list(_before_and_after(window)),
-            block_table=inputs.pages,
+            window_size=list(_window_size(window)),
+            block_table=metadata.page_table,
             out=out,
             fa_version=3,
         )
@@ -106,43 +124,49 @@ def _version_4(module: Any) -> FlashKernel:
     flash_attn_varlen_func = module.flash_attn_varlen_func
 
     def run(
-        q: Any, k_pages: Any, v_pages: Any, inputs: RowInputs, scale: float, window: int | None, out: torch.Tensor
+        q: Any,
+        k_pages: Any,
+        v_pages: Any,
+        metadata: AttentionMetadata,
+        scale: float,
+        window: int | None,
+        out: torch.Tensor,
     ) -> None:
-        found, _ = flash_attn_varlen_func(
+        result, _ = flash_attn_varlen_func(
             q,
             k_pages,
             v_pages,
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            max_seqlen_q=inputs.max_q,
-            seqused_k=inputs.seq_lens,
-            max_seqlen_k=inputs.max_k,
-            page_table=inputs.pages,
+            cu_seqlens_q=metadata.cu_seqlens_q,
+            max_seqlen_q=metadata.max_seqlen_q,
+            seqused_k=metadata.seq_lens,
+            max_seqlen_k=metadata.max_seqlen_k,
+            page_table=metadata.page_table,
             softmax_scale=scale,
             causal=True,
             window_size=(None, None) if window is None else (window - 1, 0),
         )
-        out.copy_(found)
+        out.copy_(result)
 
     return run
 
 
-def _before_and_after(window: int | None) -> tuple[int, int]:
-    """How many tokens before and after its own a query attends to; -1 for any number."""
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Return FlashAttention's ``window_size``: tokens to the left and to the right of a query; -1 for all."""
     return (-1, -1) if window is None else (window - 1, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class FlashVersion:
-    """One package.
+    """A package that provides FlashAttention.
 
     Attributes:
         number: FlashAttention's major version.
-        module: what is imported.
-        file: part of a file's name that tells that the module is there.
-        majors: of the compute capabilities that it has kernels for.
-        wrap: makes its functions one.
-        page_multiple: what page sizes must be a multiple of.
-        needs_cu_seqlens_k: see `RowInputs`.
+        module: module to import.
+        file: glob pattern of a file that exists if the module is installed.
+        majors: major compute capabilities that it has kernels for.
+        wrap: adapts the module's function to `FlashKernel`.
+        page_multiple: page sizes must be a multiple of this.
+        needs_cu_seqlens_k: see `AttentionMetadata`.
     """
 
     number: int
@@ -157,7 +181,7 @@ class FlashVersion:
         return f"{self.number} ({self.module})"
 
     def is_installed(self) -> bool:
-        """Whether its files are there. Parents are not imported: `flash_attn` and `vllm` load all they have."""
+        """Return if the module's files exist. No parent package is imported: `flash_attn` and `vllm` are slow to load."""
         top, *inner = self.module.split(".")
         found = importlib.util.find_spec(top)
         if found is None:
@@ -166,11 +190,11 @@ class FlashVersion:
         return any(next(Path(folder, *inner).glob(self.file), None) for folder in folders)
 
     def load(self) -> FlashKernel:
-        """Import it."""
+        """Import the module and return its kernel."""
         return self.wrap(importlib.import_module(self.module))
 
     def unsupported(self, spec: AttentionSpec, major: int) -> list[str]:
-        """Why it cannot serve a spec on a GPU of this compute capability."""
+        """Return why this version cannot serve `spec` on a GPU of compute capability ``major``.x."""
         reasons = []
         if major not in self.majors:
             reasons.append(f"version {self} has no kernels for compute capability {major}.x")
@@ -181,8 +205,10 @@ class FlashVersion:
 
 VERSIONS = (
     FlashVersion(3, "flash_attn_interface", "flash_attn_interface.py", (9,), _version_3),
-    FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _version_3_of_vllm),
-    FlashVersion(4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _version_4),  # flash-attn brings a draft without it
+    FlashVersion(3, "vllm.vllm_flash_attn", "_vllm_fa3_C*", (9,), _vllm_version_3),
+    FlashVersion(
+        4, "flash_attn.cute", "paged_kv.py", (9, 10, 11), _version_4
+    ),  # flash-attn ships a draft of flash_attn.cute without paged_kv.py
     FlashVersion(2, "flash_attn", "flash_attn_interface.py", (8, 9, 10, 11, 12), _version_2, 256, True),
 )
-"""The fastest first, where several have kernels for a GPU."""
+"""Versions by preference: where several have kernels for a GPU, the fastest comes first."""

@@ -1,9 +1,9 @@
-"""FlashInfer: paged decodes on tensor cores, paged prefills by its FlashAttention 2 or, on Hopper and without fp8, 3.
+"""FlashInfer: paged decode on tensor cores, paged prefill with its FlashAttention 2 kernels or, on Hopper without FP8, 3.
 
-FlashInfer wants a batch's pages as one list, and plans its work on the host. The host knows all lengths, and the device
-makes the list from its own page table, so nothing is waited for.
+FlashInfer takes a batch's pages as one list (``paged_kv_indices``) and plans on the CPU. A kernel builds the list from the page
+table on the device. The lengths are known on the CPU, so planning never waits for the device.
 
-Shape legend: B requests, S tokens a page, M columns of the page table, Hq and Hkv heads, D head dimension.
+Shape legend: B requests, S tokens per page, M columns of the page table, Hq and Hkv heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_backends.attention.fused_store import FusedStoreAttention
 from minisgl_backends.attention.requirements import (
     dtypes_unsupported,
     fp8_conversion_missing,
@@ -22,7 +23,6 @@ from minisgl_backends.attention.requirements import (
     head_dim_unsupported,
     package_missing,
 )
-from minisgl_backends.attention.storing import StoringAttention
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -31,12 +31,12 @@ _HEAD_DIMS = (64, 128, 256)
 _INT_WORKSPACE_BYTES = 8 * 2**20  # FlashInfer's own default
 
 Wrappers = dict[int | None, Any]
-"""One of FlashInfer's wrappers for every sliding window: a wrapper's plan is for one window."""
+"""FlashInfer's wrappers by sliding window, since a wrapper's plan is made for one window."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step: its wrappers are planned; None where it has no such requests."""
+    """The planned wrappers of a step; None for decodes or prefills that the step lacks."""
 
     num_decodes: int
     slots: torch.Tensor
@@ -44,14 +44,14 @@ class _Plan:
     prefills: Wrappers | None
 
 
-class FlashInferAttention(StoringAttention):
-    """Two calls a layer where a batch has both decodes and prefills, one else. Modules compile when first used."""
+class FlashInferAttention(FusedStoreAttention):
+    """Attention by FlashInfer: one call per layer for decodes and one for prefills. Its modules compile at first use."""
 
     capabilities = AttentionCapabilities(fused_kv_store=True, cuda_graphs=True, fp8_kv=True, sliding_windows=True)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Names what is missing of flashinfer, a GPU, a dtype and a head dimension; does not import flashinfer."""
+        """Name a missing flashinfer or GPU, and an unsupported dtype or head dimension. flashinfer is not imported."""
         return [
             *super().unsupported(spec),
             *package_missing("flashinfer", "minisgl-backends[fi]"),
@@ -63,7 +63,7 @@ class FlashInferAttention(StoringAttention):
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        import flashinfer  # here: asking must not need it
+        import flashinfer  # here, since `unsupported` must work without it
 
         from minisgl_backends.kernels import paged
 
@@ -91,31 +91,31 @@ class FlashInferAttention(StoringAttention):
         return _Plan(n, batch.slots, decodes, prefills)
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """Wrappers of their own for each batch size: FlashInfer fixes a graph's launches by it."""
+        """Make wrappers for this batch size, which FlashInfer needs to fix the launches of a CUDA graph."""
         size = batch.num_requests
         if self._graph_pages is None:
-            most_pages = self.spec.max_batch * self.page_table.shape[1]
-            self._graph_pages = torch.zeros(most_pages, dtype=torch.int32, device=self.spec.device)
+            max_pages = self.spec.max_batch * self.page_table.shape[1]
+            self._graph_pages = torch.zeros(max_pages, dtype=torch.int32, device=self.spec.device)
         if size not in self._graphs:
             self._graphs[size] = {window: self._decode_wrapper(size, self._decodes[window]) for window in self._windows}
         self.plan_replay(batch)
         return _Plan(size, batch.slots, self._graphs[size], None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
-        """Plan anew, into the buffers that the graph reads."""
+        """Plan into the buffers that the graph reads."""
         self._plans_copied.synchronize()
         self._plan_decodes(batch, self._graphs[batch.num_requests], self._graph_pages)
         self._plans_copied.record()
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend.kv_slots`."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend.attend_stored`."""
         pages = (self.pool.k(layer.index), self.pool.v(layer.index))
         n = plan.num_decodes
-        # Planned with a scale of 1, which this factor on the keys turns into the layer's own.
+        # Layers with other scales share one plan: it has sm_scale=1, and the layer's scale goes into k_scale.
         k_scale, v_scale = layer.scale * layer.kv_scales[0], layer.kv_scales[1]
         if plan.decodes is not None:
             plan.decodes[layer.sliding_window].run(q[:n], pages, out=out[:n], k_scale=k_scale, v_scale=v_scale)
@@ -123,37 +123,42 @@ class FlashInferAttention(StoringAttention):
             plan.prefills[layer.sliding_window].run(q[n:], pages, out=out[n:], k_scale=k_scale, v_scale=v_scale)
 
     def _plan_decodes(self, batch: AttentionBatch, wrappers: Wrappers, pages: torch.Tensor | None = None) -> None:
-        starts, pages, last_lens = self._lay_out(batch, pages)
+        indptr, pages, last_page_lens = self._paged_kv(batch, pages)
         for window, wrapper in wrappers.items():
-            wrapper.plan(starts, pages, last_lens, *self._shape, **self._options(window))
+            wrapper.plan(indptr, pages, last_page_lens, *self._shape, **self._options(window))
 
     def _plan_prefills(self, batch: AttentionBatch, wrappers: Wrappers) -> None:
-        starts, pages, last_lens = self._lay_out(batch)
-        query_starts = torch.from_numpy(_starts(batch.q_lens_host))
+        indptr, pages, last_page_lens = self._paged_kv(batch)
+        q_indptr = torch.from_numpy(_indptr(batch.q_lens_host))
         for window, wrapper in wrappers.items():
             options = self._options(window)
-            wrapper.plan(query_starts, starts, pages, last_lens, *self._shape, causal=True, **options)
+            wrapper.plan(q_indptr, indptr, pages, last_page_lens, *self._shape, causal=True, **options)
 
-    def _lay_out(
+    def _paged_kv(
         self, batch: AttentionBatch, pages: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where each request's pages start, int32 [B + 1], host; all pages, device; tokens in the last one, [B], host."""
+        """Return FlashInfer's description of the requests' pages.
+
+        Returns:
+            Cumulative page counts, int32 [B + 1], on the CPU; all pages, on the device; tokens in each last page, int32 [B],
+            on the CPU.
+        """
         size = self.spec.page_size
         num_pages = -(-batch.seq_lens_host // size)
-        starts = _starts(num_pages)
-        total = int(starts[-1])
+        indptr = _indptr(num_pages)
+        total = int(indptr[-1])
         if pages is None:
             pages = torch.empty(total, dtype=torch.int32, device=self.spec.device)
         self._paged.list_pages(self.page_table, batch.rows, batch.seq_lens, size, int(num_pages.max()), pages)
-        last_lens = batch.seq_lens_host - (num_pages - 1) * size
-        return torch.from_numpy(starts), pages[:total], torch.from_numpy(last_lens.astype(np.int32))
+        last_page_lens = batch.seq_lens_host - (num_pages - 1) * size
+        return torch.from_numpy(indptr), pages[:total], torch.from_numpy(last_page_lens.astype(np.int32))
 
     @property
     def _shape(self) -> tuple[int, int, int, int]:
         return self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.page_size
 
     def _options(self, window: int | None) -> dict[str, Any]:
-        left = -1 if window is None else window - 1  # FlashInfer counts the tokens before a query
+        left = -1 if window is None else window - 1  # FlashInfer does not count the query's own token
         return {
             "window_left": left,
             "sm_scale": 1.0,
@@ -162,22 +167,27 @@ class FlashInferAttention(StoringAttention):
         }
 
     def _decode_wrapper(self, graph_size: int = 0, eager: Any = None) -> Any:
-        """A wrapper for any batch; or for a graph of this many requests, sharing the plan buffers of an eager one."""
+        """Return a decode wrapper for eager steps, or one for a CUDA graph that shares the plan buffers of `eager`.
+
+        Args:
+            graph_size: requests of the graph; 0 for an eager wrapper.
+            eager: the eager wrapper for the same window.
+        """
         make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
         if not graph_size:
             return make(self._workspace, "NHD", use_tensor_cores=True, backend="fa2")
-        starts = torch.zeros(graph_size + 1, dtype=torch.int32, device=self.spec.device)
+        indptr = torch.zeros(graph_size + 1, dtype=torch.int32, device=self.spec.device)
         wrapper = make(
             self._workspace,
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=starts,
+            paged_kv_indptr_buffer=indptr,
             paged_kv_indices_buffer=self._graph_pages,
-            paged_kv_last_page_len_buffer=starts[:graph_size].clone(),
+            paged_kv_last_page_len_buffer=indptr[:graph_size].clone(),
             backend="fa2",
         )
-        # Only one of them is planned a step. 16 MiB for each of dozens of graphs would add up.
+        # One wrapper is planned per step, so they can share: 16 MiB for each of dozens of graphs would add up.
         wrapper._int_workspace_buffer = eager._int_workspace_buffer
         wrapper._pin_memory_int_workspace_buffer = eager._pin_memory_int_workspace_buffer
         return wrapper
@@ -186,17 +196,17 @@ class FlashInferAttention(StoringAttention):
         return self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend="auto")
 
 
-def _starts(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    starts = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    return starts
+def _indptr(counts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    return indptr
 
 
 def _workspace_bytes(spec: AttentionSpec) -> int:
-    """Room for the partial results of split keys, float32 [rows, Hkv, D + 1].
+    """Return the size of FlashInfer's float workspace for split-KV partial outputs, float32 [rows, Hkv, D + 1].
 
-    FlashInfer launches two blocks a processor, or a tile of queries each where that is more. A decode's tile holds 16 to 128
-    query heads of one KV head, a prefill's up to 128 pairs of query and head.
+    FlashInfer launches two thread blocks per SM, or one per tile of queries if there are more tiles. A decode's tile holds 16
+    to 128 query heads of one KV head, a prefill's up to 128 (query, head) pairs.
     """
     blocks = 2 * torch.cuda.get_device_properties(spec.device).multi_processor_count // spec.num_kv_heads
     group = spec.num_q_heads // spec.num_kv_heads

@@ -1,4 +1,4 @@
-"""Groups the requests of a batch so that each group can be computed as one padded block with little waste."""
+"""Grouping of a batch's requests, so that each group is computed as one padded tensor with little waste."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import numpy.typing as npt
 Int32 = npt.NDArray[np.int32]
 
 MAX_WASTE = 2.0
-"""A group's padded size over the sum of its members' sizes; beyond it, another group is opened."""
+"""Largest ratio of a group's padded size to the sum of its members' sizes; beyond it, a new group is opened."""
 
 
 def group_by_size(q_lens: Int32, seq_lens: Int32) -> list[npt.NDArray[np.int64]]:
     """Split requests into groups of similar shape.
 
     Args:
-        q_lens: queries of each request, [B].
-        seq_lens: keys of each request, [B].
+        q_lens: queries per request, [B].
+        seq_lens: keys per request, [B].
 
     Returns:
-        Indices of each group's members, [B_g]; ascending in one group alone, by size otherwise. Every request is in one.
+        Request indices per group, [B_g]: ascending if there is one group, else sorted by size. Each request is in one group.
     """
-    everyone = np.arange(len(q_lens))
+    all_requests = np.arange(len(q_lens))
     sizes = q_lens.astype(np.int64) * seq_lens
     if len(q_lens) * int(q_lens.max()) * int(seq_lens.max()) <= MAX_WASTE * sizes.sum():
-        return [everyone]
+        return [all_requests]
     order = np.lexsort((seq_lens, q_lens))
     groups: list[list[int]] = []
     widest = longest = total = 0

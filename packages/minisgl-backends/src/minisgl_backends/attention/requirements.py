@@ -1,4 +1,4 @@
-"""What backends need, as reasons why it is not there: one sentence each, empty where nothing is missing."""
+"""Checks of the requirements of backends. Each returns the reasons against a spec, one sentence each; empty if met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_core.fp8 import FP8
 
 
 def package_missing(module: str, requirement: str) -> list[str]:
-    """Whether a top-level module can be found; `requirement` is what pip installs it by. Imports nothing."""
+    """Return why a top-level module cannot be imported, without importing it; `requirement` is pip's name for it."""
     if importlib.util.find_spec(module) is not None:
         return []
     command = f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
@@ -20,7 +20,7 @@ def package_missing(module: str, requirement: str) -> list[str]:
 
 
 def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> list[str]:
-    """Whether `device` is an NVIDIA GPU of this compute capability or a later one."""
+    """Return why `device` is not an NVIDIA GPU of compute capability `min_capability` or later."""
     if device.type != "cuda":
         return [f"it needs an NVIDIA GPU, not {device.type}"]
     if not torch.cuda.is_available():
@@ -33,24 +33,24 @@ def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) 
 
 
 def dtypes_unsupported(spec: AttentionSpec, allowed: Sequence[torch.dtype]) -> list[str]:
-    """Return why queries are not of an allowed dtype."""
+    """Return why the model's dtype is not one of `allowed`."""
     if spec.dtype in allowed:
         return []
     return [f"it computes in {' or '.join(map(_name, allowed))}, not {_name(spec.dtype)}"]
 
 
 def fp8_conversion_missing(spec: AttentionSpec) -> list[str]:
-    """Whether the GPU converts from and to the pool's dtype, where that is fp8."""
+    """Return why the GPU cannot convert to and from an FP8 KV pool; nothing if the pool is of another dtype."""
     if spec.kv_dtype != FP8 or spec.device.type != "cuda" or not torch.cuda.is_available():
         return []
-    return [f"an fp8 KV pool: {reason}" for reason in gpu_missing(spec.device, (8, 9))]
+    return [f"for an fp8 KV pool, {reason}" for reason in gpu_missing(spec.device, (8, 9))]
 
 
 def head_dim_unsupported(spec: AttentionSpec, allowed: Sequence[int]) -> list[str]:
-    """Whether the head dimension is one of these."""
+    """Return why the head dimension is not one of `allowed`."""
     if spec.head_dim in allowed:
         return []
-    return [f"it has kernels for heads of {', '.join(map(str, allowed))}, not {spec.head_dim}"]
+    return [f"it has kernels for head dimensions {', '.join(map(str, allowed))}, not {spec.head_dim}"]
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,11 +1,11 @@
 """Paged attention in plain torch: the reference, on any device.
 
-Shape legend: T tokens, B requests of a group, Q and L the most queries and keys of one of them, N pages that hold L tokens,
-Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens a page, C queries of a block.
+Shape legend: T tokens, B requests of a group, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page.
+Q and L are the largest numbers of queries and keys of a request in the group. N pages hold L tokens. A block has C queries.
 
-Requests of similar shape form a group. A group's pages are gathered into padded K and V, one copy each a layer, and attended
-to block by block of queries; no Python loop runs over requests. The G query heads of a KV head are rows of one matrix
-product, so that K and V are never repeated.
+Requests of similar shape form a group. A group's pages are gathered into padded K and V, with one copy of each per layer.
+Attention runs over blocks of queries, and no Python loop runs over requests. The G query heads of a KV head are rows of one
+GEMM, so that K and V are never repeated.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.fp8 import FP8
 
 _BLOCK = 128
-"""Queries of a block; a block sees no key past its last query, which halves the work of a long prefill."""
+"""Queries per block. A block reads no key past its last query, which halves the work of a long prefill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class _Block:
     """Queries ``[start, stop)`` of a group.
 
     Attributes:
-        num_keys: keys that any of them may see.
-        masked_from: keys before it are seen by all of them.
-        mask: what is added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from], of
-            single queries repeated for all heads, [B, Hkv, G, 1, num_keys]; None where nothing is hidden.
+        num_keys: keys that are visible to any of them.
+        masked_from: keys before this one are visible to all of them.
+        mask: added to the scores of the keys from `masked_from` on, [B, 1, 1, C, num_keys - masked_from]. For single queries
+            it is repeated for all heads, [B, Hkv, G, 1, num_keys]. None if nothing is masked.
     """
 
     start: int
@@ -51,21 +51,21 @@ class _Block:
 
 @dataclass(slots=True)
 class GatheredGroup:
-    """Requests that are computed together.
+    """Requests that are computed as one padded tensor.
 
     Attributes:
         num_requests: B.
         num_queries: Q.
         num_keys: L, a multiple of S.
-        tokens: place in the batch of each query, int64 [B * Q], padding repeats a request's last; None where the group is
-            the whole batch, unpadded.
-        kept: places in ``[0, B * Q)`` that are no padding; None where all are.
+        tokens: index of each query in the batch, int64 [B * Q]; padding repeats a request's last query. None if the group is
+            the whole batch without padding.
+        kept: indices in ``[0, B * Q)`` that are not padding; None if none is padding.
         gather: rows of the pool that hold K and then V, int64 [2 * B * Hkv * N].
-        past: places in ``[0, B * Hkv * L)`` of gathered keys past their request's end, int64; None where there are none. What
-            lies there is somebody else's, or was: not even a NaN of theirs may get through.
-        first: position of each request's first query, int64 [B], on the host.
-        last: position of its last one, likewise.
-        blocks: by sliding window; the layers share them.
+        past: indices in ``[0, B * Hkv * L)`` of gathered keys past their request's end, int64; None if there are none. These
+            slots hold data of other requests, or stale data, which may be NaN.
+        first: position of each request's first query, int64 [B], on the CPU.
+        last: position of its last query, likewise.
+        blocks: query blocks by sliding window, shared by all layers.
     """
 
     num_requests: int
@@ -87,10 +87,10 @@ class _Plan:
 
 
 class TorchAttention(AttentionBackend):
-    """Gathers pages, then attends with torch's own kernels.
+    """Attention by torch's own kernels over gathered pages.
 
-    K and V of an fp8 pool become the model's dtype when they are gathered. In bfloat16, scores and weights are rounded on
-    their way through memory, as in transformers' eager attention.
+    K and V of an fp8 pool are dequantized when they are gathered. In bfloat16, scores and weights are rounded to bfloat16, as
+    in transformers' eager attention.
     """
 
     capabilities = AttentionCapabilities(
@@ -102,20 +102,20 @@ class TorchAttention(AttentionBackend):
         num_pages, heads, size = pool.spec.num_pages, spec.num_kv_heads, spec.page_size
         rows = [pool.kv(i).view(2 * num_pages * heads, size * spec.head_dim) for i in range(pool.spec.num_layers)]
         is_fp8 = spec.kv_dtype == FP8
-        self._rows = [each.view(torch.uint8) for each in rows] if is_fp8 else rows
+        self._rows = [layer.view(torch.uint8) for layer in rows] if is_fp8 else rows
         self._gather = self._gather_fp8 if is_fp8 else self._gather_plain
-        # Row of the pool: (K or V, page, head).
-        parts = torch.tensor([0, num_pages * heads], device=spec.device)
-        self._offsets = (parts[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
+        # A row of the pool is (K or V, page, head).
+        kv_offsets = torch.tensor([0, num_pages * heads], device=spec.device)
+        self._offsets = (kv_offsets[:, None] + torch.arange(heads, device=spec.device)).view(2, 1, heads, 1)
 
     def plan(self, batch: AttentionBatch) -> _Plan:
-        """Group the requests; the gather indices and masks serve all layers."""
+        """Group the requests. All layers share the gather indices and masks."""
         return _Plan(self.pool.store_index(batch.slots), self.groups(batch))
 
     def groups(self, batch: AttentionBatch) -> list[GatheredGroup]:
-        """Requests of similar shape together."""
-        members = group_by_size(batch.q_lens_host, batch.seq_lens_host)
-        return [self._group(batch, each, len(members) == 1) for each in members]
+        """Group requests of similar shape, and compute each group's gather indices."""
+        groups = group_by_size(batch.q_lens_host, batch.seq_lens_host)
+        return [self._group(batch, members, len(groups) == 1) for members in groups]
 
     def _group(self, batch: AttentionBatch, members: np.ndarray, is_all: bool) -> GatheredGroup:
         device, size = self.spec.device, self.spec.page_size
@@ -126,11 +126,11 @@ class TorchAttention(AttentionBackend):
         is_padded = bool((q_lens != num_queries).any())
         if is_padded or not is_all:
             starts = (np.cumsum(batch.q_lens_host) - batch.q_lens_host)[members]
-            place = np.minimum(np.arange(num_queries), q_lens[:, None] - 1)
-            tokens = torch.from_numpy((starts[:, None] + place).ravel()).to(device)
+            offsets = np.minimum(np.arange(num_queries), q_lens[:, None] - 1)
+            tokens = torch.from_numpy((starts[:, None] + offsets).ravel()).to(device)
         if is_padded:
-            real = np.arange(num_queries) < q_lens[:, None]
-            kept = torch.from_numpy(np.flatnonzero(real)).to(device)
+            is_kept = np.arange(num_queries) < q_lens[:, None]
+            kept = torch.from_numpy(np.flatnonzero(is_kept)).to(device)
         rows = batch.rows if is_all else batch.rows[torch.from_numpy(members).to(device)]
         pages = self.page_table[rows, :num_pages].long() * self.spec.num_kv_heads
         is_past = np.arange(num_pages * size) >= seq_lens[:, None]
@@ -156,43 +156,44 @@ class TorchAttention(AttentionBackend):
         return self.attend_groups(q, layer, plan.groups)
 
     def attend_groups(self, q: torch.Tensor, layer: AttentionLayer, groups: list[GatheredGroup]) -> torch.Tensor:
-        """q [T, Hq, D] of the groups' requests to the same; K and V are stored already."""
+        """Attend to stored K and V; q [T, Hq, D] of the groups' requests to the same shape."""
         if len(groups) == 1 and groups[0].tokens is None:
             return self.attend_group(q, layer, groups[0]).reshape(q.shape)
         out = torch.empty_like(q)
         for group in groups:
             assert group.tokens is not None
-            found = self.attend_group(q.index_select(0, group.tokens), layer, group).reshape(-1, *q.shape[1:])
+            group_out = self.attend_group(q.index_select(0, group.tokens), layer, group).reshape(-1, *q.shape[1:])
             if group.kept is None:
-                out.index_copy_(0, group.tokens, found)
+                out.index_copy_(0, group.tokens, group_out)
             else:
-                out.index_copy_(0, group.tokens[group.kept], found[group.kept])
+                out.index_copy_(0, group.tokens[group.kept], group_out[group.kept])
         return out
 
     def attend_group(self, q: torch.Tensor, layer: AttentionLayer, group: GatheredGroup) -> torch.Tensor:
-        """q [B * Q, Hq, D] to the same."""
+        """Attend in one group; q [B * Q, Hq, D] to the same shape."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
-        pool, window, seen = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
-        is_plain = layer.soft_cap is None and (window is None or seen <= window)
+        pool, window, num_visible = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
+        is_plain = layer.soft_cap is None and (window is None or num_visible <= window)
         if is_plain and num == group.num_queries == 1:
-            both = self._gather(pool, group.gather, layer.kv_scales)
-            k, v = both.view(2, 1, heads, -1, dim)[:, :, :, :seen].unbind(0)
+            kv = self._gather(pool, group.gather, layer.kv_scales)
+            k, v = kv.view(2, 1, heads, -1, dim)[:, :, :, :num_visible].unbind(0)
             return F.scaled_dot_product_attention(q.view(1, heads, -1, dim), k, v, scale=layer.scale).view(q.shape)
         blocks = group.blocks.get(window)
         if blocks is None:
             blocks = group.blocks[window] = self._blocks(group, window)
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
-        of_k, of_v = group.gather.chunk(2)
-        k = self._clean(self._gather(pool, of_k, layer.kv_scales[:1]), group).transpose(1, 2)
+        k_rows, v_rows = group.gather.chunk(2)
+        k = self._zero_past_end(self._gather(pool, k_rows, layer.kv_scales[:1]), group).transpose(1, 2)
         weights = self._weights(q, k, blocks[0], layer.soft_cap)
-        v = self._clean(self._gather(pool, of_v, layer.kv_scales[1:]), group)  # not before: K leaves the cache
-        parts = [self._mix(weights, v, num)]
-        parts += [self._mix(self._weights(q, k, block, layer.soft_cap), v, num) for block in blocks[1:]]
-        out = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        # V is gathered after the first use of K, which it would evict from the processor's cache.
+        v = self._zero_past_end(self._gather(pool, v_rows, layer.kv_scales[1:]), group)
+        outs = [self._weighted_values(weights, v, num)]
+        outs += [self._weighted_values(self._weights(q, k, block, layer.soft_cap), v, num) for block in blocks[1:]]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
 
-    def _clean(self, gathered: torch.Tensor, group: GatheredGroup) -> torch.Tensor:
-        """K or V of a group as [B * Hkv, L, D], with zeros past each request's end: a weight of 0 does not make 0 of a NaN."""
+    def _zero_past_end(self, gathered: torch.Tensor, group: GatheredGroup) -> torch.Tensor:
+        """Return K or V of a group as [B * Hkv, L, D], with zeros past each request's end, since 0 * NaN is NaN."""
         if group.past is not None:
             gathered.view(-1, self.spec.head_dim).index_fill_(0, group.past, 0)
         return gathered.view(group.num_requests * self.spec.num_kv_heads, -1, self.spec.head_dim)
@@ -202,15 +203,15 @@ class TorchAttention(AttentionBackend):
         return rows.index_select(0, index)
 
     def _gather_fp8(self, rows: torch.Tensor, index: torch.Tensor, scales: tuple[float, ...]) -> torch.Tensor:
-        """In the model's dtype; the first half times the first scale, the second times the second, or all times the only."""
-        found = rows.index_select(0, index).view(FP8).float()
-        for part, scale in zip(found.chunk(len(scales)), scales, strict=True):
+        """Gather and dequantize to the model's dtype. Two scales apply to the two halves, one scale to all rows."""
+        gathered = rows.index_select(0, index).view(FP8).float()
+        for part, scale in zip(gathered.chunk(len(scales)), scales, strict=True):
             part.mul_(scale)
-        return found.to(self.spec.dtype)
+        return gathered.to(self.spec.dtype)
 
     @staticmethod
     def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block, soft_cap: float | None) -> torch.Tensor:
-        """q [B, Q, Hkv, G, D] and k [B * Hkv, D, L] to the share that each key has, [B * Hkv, G * C, num_keys]."""
+        """Return softmax weights [B * Hkv, G * C, num_keys] from q [B, Q, Hkv, G, D] and k [B * Hkv, D, L]."""
         rows = q[:, block.start : block.stop].permute(0, 2, 3, 1, 4)
         scores = torch.bmm(rows.reshape(len(k), -1, q.shape[-1]), k[:, :, : block.num_keys])
         if soft_cap is not None:
@@ -219,34 +220,37 @@ class TorchAttention(AttentionBackend):
             scores.view(*rows.shape[:-1], -1)[..., block.masked_from :].add_(block.mask)
         return torch.softmax(scores, dim=-1)
 
-    def _mix(self, weights: torch.Tensor, v: torch.Tensor, num: int) -> torch.Tensor:
-        """Weights of the first keys, [B * Hkv, G * C, num_keys], and v [B * Hkv, L, D] to [B, C, Hkv, G, D]; `num` is B."""
+    def _weighted_values(self, weights: torch.Tensor, v: torch.Tensor, num: int) -> torch.Tensor:
+        """Return ``weights @ v`` as [B, C, Hkv, G, D] from weights [B * Hkv, G * C, num_keys] and v [B * Hkv, L, D].
+
+        The weights are those of the first keys; `num` is B.
+        """
         out = torch.bmm(weights, v[:, : weights.shape[-1]])
         heads = self.spec.num_kv_heads
         return out.view(num, heads, self.spec.num_q_heads // heads, -1, v.shape[-1]).permute(0, 3, 1, 2, 4)
 
     def _blocks(self, group: GatheredGroup, window: int | None) -> list[_Block]:
-        """Cut the queries into blocks, and say what each may see."""
+        """Split the queries into blocks, and build each block's causal and sliding-window mask."""
         heads, lowest, highest = self.spec.num_kv_heads, int(group.first.min()), int(group.first.max())
-        first, last = (torch.from_numpy(each).to(self.spec.device)[:, None, None] for each in (group.first, group.last))
+        first, last = (torch.from_numpy(x).to(self.spec.device)[:, None, None] for x in (group.first, group.last))
         blocks = []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
-            # Fewer keys are less work; but all of them need no copy, which matters more where there is one block.
+            # Fewer keys are less work, but all keys need no copy, which matters more if there is one block.
             num_keys = group.num_keys if group.num_queries <= _BLOCK else min(highest + stop, group.num_keys)
             masked_from = 0 if window is not None else min(lowest + start + 1, num_keys)
             mask = None
             if masked_from < num_keys:
-                if group.num_queries == 1:  # then one flat addition is quicker than a shorter one in pieces
+                if group.num_queries == 1:  # one contiguous addition is faster than a shorter strided one
                     masked_from = 0
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
-                # Queries that fill up repeat the last: one that saw no key would be NaN, and some products spread it.
+                # Padding queries repeat the last query: one without visible keys would be NaN, which some GEMMs spread.
                 positions = torch.minimum(first + torch.arange(start, stop, device=self.spec.device)[:, None], last)
-                hidden = keys > positions
+                is_masked = keys > positions
                 if window is not None:
-                    hidden |= keys <= positions - window
-                mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
-                mask = mask.masked_fill_(hidden, -torch.inf)[:, None, None]
+                    is_masked |= keys <= positions - window
+                mask = torch.zeros(is_masked.shape, dtype=self.spec.dtype, device=self.spec.device)
+                mask = mask.masked_fill_(is_masked, -torch.inf)[:, None, None]
                 if group.num_queries == 1:
                     mask = mask.expand(-1, heads, self.spec.num_q_heads // heads, -1, -1).contiguous()
             blocks.append(_Block(start, stop, num_keys, masked_from, mask))

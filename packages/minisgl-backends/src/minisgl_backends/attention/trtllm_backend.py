@@ -1,10 +1,10 @@
-"""TensorRT-LLM's generated kernels for Blackwell, through FlashInfer."""
+"""TensorRT-LLM's attention kernels for Blackwell (trtllm-gen), through FlashInfer."""
 
 from __future__ import annotations
 
 import torch
 
-from minisgl_backends.attention.gathered_rows import GatheredRowsAttention, RowInputs
+from minisgl_backends.attention.gather_attention import AttentionMetadata, GatherAttention
 from minisgl_backends.attention.requirements import (
     dtypes_unsupported,
     gpu_missing,
@@ -17,20 +17,20 @@ from minisgl_core.contracts.kv_cache import KVPages
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
 _PAGE_SIZES = (16, 32, 64)
-_WORKSPACE_BYTES = 128 * 2**20  # what FlashInfer recommends
+_WORKSPACE_BYTES = 128 * 2**20  # recommended by FlashInfer
 
 
-class TrtllmAttention(GatheredRowsAttention):
-    """Not compiled on this machine: FlashInfer downloads the kernels (cubins) when they are first used."""
+class TrtllmAttention(GatherAttention):
+    """Attention by trtllm-gen kernels, which come as cubins: FlashInfer downloads them at first use."""
 
     needs_cu_seqlens_k = True
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Names what is missing of flashinfer, a Blackwell GPU, a dtype, a head dimension and a page size."""
+        """Name a missing flashinfer or Blackwell GPU, and an unsupported dtype, head dimension or page size."""
         reasons = [*package_missing("flashinfer", "minisgl-backends[fi]"), *gpu_missing(spec.device, (10, 0))]
         if not reasons and torch.cuda.get_device_capability(spec.device)[0] != 10:
-            reasons.append("its kernels are made for compute capability 10.x alone")
+            reasons.append("its kernels run on compute capability 10.x only")
         if spec.page_size not in _PAGE_SIZES:
             reasons.append(f"it takes pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
         reasons = [*super().unsupported(spec), *reasons]
@@ -49,18 +49,18 @@ class TrtllmAttention(GatheredRowsAttention):
         q: torch.Tensor,
         k_pages: torch.Tensor,
         v_pages: torch.Tensor,
-        inputs: RowInputs,
+        metadata: AttentionMetadata,
         scale: float,
         window: int | None,
         out: torch.Tensor,
     ) -> None:
-        """See `GatheredRowsAttention.attend`."""
+        """See `GatherAttention.attend`."""
         options = {
             "query": q.contiguous(),
             "kv_cache": (k_pages, v_pages),
             "workspace_buffer": self._workspace,
-            "block_tables": inputs.pages,
-            "seq_lens": inputs.seq_lens,
+            "block_tables": metadata.page_table,
+            "seq_lens": metadata.seq_lens,
             "bmm1_scale": scale,
             "bmm2_scale": 1.0,
             "window_left": -1 if window is None else window - 1,
@@ -68,14 +68,14 @@ class TrtllmAttention(GatheredRowsAttention):
             "backend": "trtllm-gen",
             "out": out,
         }
-        if inputs.max_q == 1:
-            self._decode(**options, max_seq_len=inputs.max_k)
+        if metadata.max_seqlen_q == 1:
+            self._decode(**options, max_seq_len=metadata.max_seqlen_k)
         else:
             self._prefill(
                 **options,
-                max_q_len=inputs.max_q,
-                max_kv_len=inputs.max_k,
-                batch_size=len(inputs.seq_lens),
-                cum_seq_lens_q=inputs.cu_seqlens_q,
-                cum_seq_lens_kv=inputs.cu_seqlens_k,
+                max_q_len=metadata.max_seqlen_q,
+                max_kv_len=metadata.max_seqlen_k,
+                batch_size=len(metadata.seq_lens),
+                cum_seq_lens_q=metadata.cu_seqlens_q,
+                cum_seq_lens_kv=metadata.cu_seqlens_k,
             )

@@ -1,4 +1,4 @@
-"""NCCL's C functions, by ctypes, from the library that torch itself uses (https://docs.nvidia.com/deeplearning/nccl)."""
+"""ctypes bindings of NCCL's C functions, from the library that torch uses (https://docs.nvidia.com/deeplearning/nccl)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 
 
 class UniqueId(ctypes.Structure):
-    """What the ranks of one group share: made by rank 0, 128 bytes."""
+    """ncclUniqueId: 128 bytes that rank 0 makes and all ranks of a group share."""
 
     _fields_ = (("internal", ctypes.c_byte * 128),)
 
@@ -24,14 +24,14 @@ _PROTOTYPES: Mapping[str, tuple[Any, ...]] = {
     "ncclGetUniqueId": (POINTER(UniqueId),),
     "ncclCommInitRank": (POINTER(c_void_p), c_int, UniqueId, c_int),
     "ncclCommAbort": (c_void_p,),
-    # source, destination, count, dtype, (operation,) communicator, stream
+    # send buffer, receive buffer, count, dtype, (operation,) communicator, stream
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclAllGather": (c_void_p, c_void_p, c_size_t, c_int, c_void_p, c_void_p),
-    # tensor, count, dtype, the other rank, communicator, stream
+    # buffer, count, dtype, peer, communicator, stream
     "ncclSend": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
     "ncclRecv": (c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
-"""Arguments by function; each returns an ncclResult_t, 0 for success."""
+"""Argument types by function. Each function returns an ncclResult_t, 0 for success."""
 
 DTYPES: Mapping[torch.dtype, int] = {
     torch.int8: 0,
@@ -43,23 +43,23 @@ DTYPES: Mapping[torch.dtype, int] = {
     torch.float64: 8,
     torch.bfloat16: 9,
 }
-"""ncclDataType_t."""
+"""ncclDataType_t by torch dtype."""
 SUM = 0
-"""ncclRedOp_t."""
+"""ncclSum of ncclRedOp_t."""
 
 
 class NcclLibrary:
-    """The functions as methods that raise; each releases Python's lock while it runs.
+    """NCCL's functions with errors as exceptions. A call releases the GIL while it runs.
 
     Attributes:
-        version: such as ``2.28.9``.
+        version: NCCL's version, such as ``2.28.9``.
     """
 
     def __init__(self, path: str) -> None:
-        """Load.
+        """Load the library at `path`.
 
         Raises:
-            OSError: it is not there, or not a library.
+            OSError: the file is missing or is not a library.
         """
         self._library = ctypes.CDLL(path)
         self._functions: dict[str, Callable[..., int]] = {}
@@ -73,10 +73,10 @@ class NcclLibrary:
         self.version = f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call one.
+        """Call a function by name.
 
         Raises:
-            RuntimeError: NCCL says no.
+            RuntimeError: NCCL returned an error.
         """
         status = self._functions[name](*arguments)
         if status != 0:
@@ -86,10 +86,10 @@ class NcclLibrary:
 
 @lru_cache
 def load_nccl() -> NcclLibrary:
-    """The library that torch has loaded, or the one of its NCCL package.
+    """Return the library that torch has loaded, or the one of the ``nvidia.nccl`` package.
 
     Raises:
-        OSError: there is none.
+        OSError: NCCL is not installed.
     """
     try:
         return NcclLibrary("libnccl.so.2")

@@ -1,4 +1,4 @@
-"""Device memory that the ranks of one host write into, through NVLink or PCIe."""
+"""Device memory that the ranks of one host share by CUDA IPC, over NVLink or PCIe."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.communicator.meeting import Meeting
-from minisgl_backends.cuda.driver import call, prototypes
+from minisgl_backends.communicator.rendezvous import Rendezvous
+from minisgl_backends.cuda.driver import PROTOTYPES, call
 from minisgl_core.errors import ProviderUnsupportedError
 
 
@@ -19,7 +19,7 @@ class _IpcHandle(ctypes.Structure):
 
 
 _LAZY_PEER_ACCESS = 1
-prototypes |= {
+PROTOTYPES |= {
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
     "cuMemFree_v2": (c_uint64,),
     "cuMemsetD32_v2": (c_uint64, c_uint, c_size_t),
@@ -30,39 +30,39 @@ prototypes |= {
 
 
 class PeerMemory:
-    """As many bytes on each rank's device, each rank's mapped into all of them.
+    """A buffer of equal size on each rank's device, mapped into the processes of all ranks.
 
     Attributes:
-        addresses: where each rank's memory lies in this process, in rank order.
+        addresses: address of each rank's buffer in this process, in rank order.
     """
 
-    def __init__(self, meeting: Meeting, rank: int, device: torch.device, num_words: int, fill: int) -> None:
-        """Allocate and connect; every rank calls it.
+    def __init__(self, rendezvous: Rendezvous, rank: int, device: torch.device, num_words: int, fill: int) -> None:
+        """Allocate this rank's buffer and map the others'. Every rank calls it.
 
         Args:
-            meeting: of the ranks.
-            rank: this one.
-            device: its device, current in this thread.
-            num_words: 4 bytes each.
-            fill: what the words hold before any other rank can write.
+            rendezvous: rendezvous of the ranks.
+            rank: this rank.
+            device: this rank's device, current in this thread.
+            num_words: size in words of 4 bytes.
+            fill: initial value of each word, set before any other rank can write.
 
         Raises:
-            RuntimeError: a rank did not come, or the device has no memory left.
-            ProviderUnsupportedError: CUDA does not let one process have the memory of another.
+            RuntimeError: a rank did not join, or the device is out of memory.
+            ProviderUnsupportedError: CUDA IPC does not work between these processes.
         """
-        self._device, self._meeting = device, meeting
+        self._device, self._rendezvous = device, rendezvous
         self._opened: list[int] = []
-        mine = c_uint64()
-        torch.cuda.synchronize(device)  # gives this thread the device's context
-        call("cuMemAlloc_v2", ctypes.byref(mine), 4 * num_words)
-        self._mine: int | None = mine.value
+        own = c_uint64()
+        torch.cuda.synchronize(device)  # makes the device's context current in this thread
+        call("cuMemAlloc_v2", ctypes.byref(own), 4 * num_words)
+        self._own: int | None = own.value
         try:
-            call("cuMemsetD32_v2", mine, fill, num_words)
+            call("cuMemsetD32_v2", own, fill, num_words)
             torch.cuda.synchronize(device)
-            handles = meeting.gather(self._export(mine).hex())
+            handles = rendezvous.gather(self._export(own).hex())
             self.addresses = [
-                mine.value if other == rank else self._open(bytes.fromhex(shared))
-                for other, shared in enumerate(handles)
+                own.value if other == rank else self._open(bytes.fromhex(handle))
+                for other, handle in enumerate(handles)
             ]
         except BaseException:
             with suppress(RuntimeError):
@@ -71,38 +71,38 @@ class PeerMemory:
 
     def _export(self, memory: c_uint64) -> bytes:
         handle = _IpcHandle()
-        self._share("cuIpcGetMemHandle", ctypes.byref(handle), memory)
+        self._ipc_call("cuIpcGetMemHandle", ctypes.byref(handle), memory)
         return bytes(handle)
 
     def _open(self, handle: bytes) -> int:
         address = c_uint64()
-        self._share(
+        self._ipc_call(
             "cuIpcOpenMemHandle_v2", ctypes.byref(address), _IpcHandle.from_buffer_copy(handle), _LAZY_PEER_ACCESS
         )
         self._opened.append(address.value)
         return address.value
 
-    def _share(self, name: str, *arguments: Any) -> None:
+    def _ipc_call(self, name: str, *arguments: Any) -> None:
         try:
             call(name, *arguments)
         except RuntimeError as error:
-            reason = f"a process cannot have the GPU memory of another ({error}), as in WSL2 and some containers"
+            reason = f"processes cannot share GPU memory by CUDA IPC ({error}), as in WSL2 and some containers"
             raise ProviderUnsupportedError(
                 "communicator", "oneshot", [f"{reason}; use --communicator torch"]
             ) from error
 
-    def close(self, patience_s: float = 0.0) -> None:
-        """Let go of the others' memory and free this rank's, when no kernel uses them. Safe to call twice.
+    def close(self, timeout_s: float = 0.0) -> None:
+        """Unmap the other ranks' buffers and free this rank's, once no kernel uses them. Safe to call twice.
 
         Args:
-            patience_s: how long to wait, before it is freed, for the others to let go of it, which CUDA asks for.
+            timeout_s: wait so long for the other ranks to unmap the buffer before it is freed, as CUDA requires.
         """
-        mine, self._mine = self._mine, None
-        if mine is None:
+        own, self._own = self._own, None
+        if own is None:
             return
         torch.cuda.synchronize(self._device)
         for address in self._opened:
             call("cuIpcCloseMemHandle", address)
-        if patience_s:
-            self._meeting.part(patience_s)
-        call("cuMemFree_v2", mine)
+        if timeout_s:
+            self._rendezvous.final_barrier(timeout_s)
+        call("cuMemFree_v2", own)

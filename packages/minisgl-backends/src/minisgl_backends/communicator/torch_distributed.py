@@ -1,4 +1,4 @@
-"""Collectives by torch.distributed's backends: NCCL between GPUs, Gloo between CPUs."""
+"""Collectives by torch.distributed's backends: NCCL for GPUs, Gloo for CPUs."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, PrefixStore
 
-from minisgl_backends.communicator.meeting import Meeting
+from minisgl_backends.communicator.rendezvous import Rendezvous
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec
 
 _BACKENDS = {"cuda": ("NCCL", dist.is_nccl_available), "cpu": ("Gloo", dist.is_gloo_available)}
 
 
 class TorchCommunicator(Communicator):
-    """A group of its own, made from a store and a backend without `init_process_group`.
+    """Communicator over a process group of its own, made from a store and a backend without `init_process_group`.
 
-    So torch's default group stays free for whoever embeds the engine, and a process may hold any number of these.
-    `Meeting` says where the ranks meet.
+    torch's default group stays free for the application that embeds the engine, and a process may hold any number of
+    communicators. The ranks meet as `Rendezvous` describes.
 
-    A collective that some rank does not join within ``spec.timeout_s`` raises RuntimeError on CPU. On CUDA, where it is
-    only enqueued, NCCL's watchdog ends the process instead (TORCH_NCCL_ASYNC_ERROR_HANDLING).
+    On CPUs, a collective that a rank does not join within ``spec.timeout_s`` raises RuntimeError. On GPUs it is only enqueued,
+    and NCCL's watchdog ends the process instead (TORCH_NCCL_ASYNC_ERROR_HANDLING).
     """
 
     @classmethod
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
-        """Names the backend that this build of torch lacks for the device."""
+        """Name the backend that this build of torch lacks for the device."""
         if not dist.is_available():
             return ["this build of torch has no torch.distributed"]
         if spec.device.type not in _BACKENDS:
@@ -44,17 +44,17 @@ class TorchCommunicator(Communicator):
             RuntimeError: not all ranks joined within ``spec.timeout_s``.
         """
         super().__init__(spec)
-        self._meeting = Meeting(spec)
-        # NCCL's own connecting waits for ever, so a rank that fails before must not be missed only there.
-        self._meeting.gather(None)
+        self._rendezvous = Rendezvous(spec)
+        # NCCL's initialization has no timeout, so a barrier with one comes first.
+        self._rendezvous.gather(None)
         timeout = timedelta(seconds=spec.timeout_s)
-        self._group: Any = _backend(spec, PrefixStore("collectives", self._meeting.store), timeout)
+        self._group: Any = _backend(spec, PrefixStore("collectives", self._rendezvous.store), timeout)
         self._device, self._lock = spec.device, threading.Lock()
-        # NCCL connects at the first collective: have it here, where an error is still one of start-up.
+        # NCCL connects at the first collective. Here, a failure is still a startup error.
         self.all_reduce(torch.zeros(1, device=spec.device))
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """Sums in `x`'s dtype, in place where `x` is contiguous; every rank gets the same bits."""
+        """Sum in `x`'s dtype, in place if `x` is contiguous. Every rank gets the same bits."""
         x = x.contiguous()
         options = AllreduceOptions()
         options.asyncOp = False
@@ -62,7 +62,7 @@ class TorchCommunicator(Communicator):
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Gathers along a new first dimension, then moves it into place."""
+        """Gather along a new first dimension, then move that to `dim`."""
         dim %= x.ndim
         options = AllgatherOptions()
         options.asyncOp = False
@@ -71,21 +71,21 @@ class TorchCommunicator(Communicator):
         return gathered.movedim(0, dim).flatten(dim, dim + 1)
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Use the backend's own send."""
+        """Send by the backend."""
         _finish(self._open_group().send([x.contiguous()], dst, 0))
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """Use the backend's own receive."""
+        """Receive by the backend."""
         _finish(self._open_group().recv([x], src, 0))
         return x
 
     def broadcast_object(self, value: object) -> object:
-        """Goes through the store as JSON, so tuples arrive as lists, on rank 0 too."""
+        """Broadcast through the store as JSON, so tuples arrive as lists, on rank 0 too."""
         self._open_group()
-        return self._meeting.broadcast(value)
+        return self._rendezvous.broadcast(value)
 
     def abort(self) -> None:
-        """End NCCL's kernels. Gloo has nothing to end: the connection to a rank that is gone breaks."""
+        """Stop NCCL's kernels. With Gloo there is nothing to stop: the connection to a rank that ended breaks."""
         if self._device.type == "cuda":
             with self._lock:
                 group, self._group = self._group, None
@@ -93,7 +93,7 @@ class TorchCommunicator(Communicator):
                 group.abort()
 
     def close(self) -> None:
-        """Leave the group: its connections are closed. NCCL's shutdown would wait for the other ranks to call it, too."""
+        """Close the group's connections. NCCL is aborted instead, since its shutdown would wait for the other ranks."""
         if self._group is None:
             return
         if self._device.type == "cuda":
@@ -105,18 +105,18 @@ class TorchCommunicator(Communicator):
 
     def _open_group(self) -> Any:
         if self._group is None:
-            raise RuntimeError("the communicator is closed, or another rank is gone")
+            raise RuntimeError("the communicator is closed, or another rank has failed")
         return self._group
 
 
 def _finish(work: Any) -> None:
-    """Wait; NCCL returns nothing to wait for when it has put the work on the current stream."""
+    """Wait for `work`; NCCL returns None once the work is on the current stream."""
     if work is not None:
         work.wait()
 
 
 def _backend(spec: CommunicatorSpec, store: PrefixStore, timeout: timedelta) -> Any:
-    # Typed loosely: torch's stubs leave out most of what these classes have.
+    # Any, since torch's stubs lack most attributes of these classes.
     backends: Any = dist
     if spec.device.type == "cuda":
         torch.cuda.set_device(spec.device)
@@ -126,7 +126,7 @@ def _backend(spec: CommunicatorSpec, store: PrefixStore, timeout: timedelta) -> 
     gloo = backends.ProcessGroupGloo._Options()
     gloo._timeout = timeout
     host = urlparse(spec.init_method).hostname or "localhost"
-    if host in ("localhost", "127.0.0.1", "::1"):  # the ranks meet on this host: let nobody outside connect
+    if host in ("localhost", "127.0.0.1", "::1"):  # all ranks are on this host: listen on the loopback interface only
         gloo._devices = [backends.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     else:
         gloo._devices = [backends.ProcessGroupGloo.create_default_device()]

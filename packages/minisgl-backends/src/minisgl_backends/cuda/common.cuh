@@ -1,4 +1,4 @@
-// What the programs of this folder have in common.
+// Primitives that all kernels of this folder share: mbarriers, cache policies, named barriers, PDL, bfloat16 packing.
 
 typedef unsigned short bf16;
 typedef unsigned int u32;
@@ -19,17 +19,17 @@ __device__ __forceinline__ void barrier_wait(u32 at, u32 parity) {
     asm volatile("{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1; @!p bra AGAIN; }"
                  ::"r"(at), "r"(parity) : "memory");
 }
-// How soon what is fetched leaves the L2 cache.
+// L2 cache policies of TMA loads (createpolicy encodings).
 constexpr u64 EVICT_NORMAL = 0x1000000000000000ull, EVICT_FIRST = 0x12F0000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
-// So that the first fetch by it has not to wait for the map itself.
-__device__ __forceinline__ void fetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+// Prefetch a tensor map, so that the first load with it does not wait for the map itself.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) { asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
 template <int THREADS> __device__ __forceinline__ void sync(int id) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(THREADS) : "memory");
 }
 __device__ __forceinline__ void previous_kernel_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Two numbers in bfloat16.
-__device__ __forceinline__ u32 rounded(float low, float high) {
+// Round two floats and pack them into a word.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;

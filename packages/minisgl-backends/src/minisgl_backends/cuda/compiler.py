@@ -1,4 +1,4 @@
-"""CUDA C++ to machine code by NVRTC, which torch brings, once a machine."""
+"""Compilation of CUDA C++ to cubins by NVRTC, which comes with torch. Cubins are cached per machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, is_kept, keep
+from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _PROTOTYPES: dict[str, tuple[Any, ...]] = {
     "nvrtcGetCUBIN": (c_void_p, c_char_p),
     "nvrtcDestroyProgram": (POINTER(c_void_p),),
 }
-"""Arguments by function; each returns an nvrtcResult, 0 for success."""
+"""Argument types by function. Each function returns an nvrtcResult, 0 for success."""
 
 
 class CudaBuildError(MinisglError):
@@ -45,10 +45,10 @@ class CudaBuildError(MinisglError):
 
 @cache
 def load_nvrtc() -> ctypes.CDLL:
-    """NVRTC's library.
+    """Load NVRTC's library.
 
     Raises:
-        OSError: there is none that fits torch's CUDA.
+        OSError: no NVRTC of torch's CUDA version is installed.
     """
     if torch.version.cuda is None:
         raise OSError("this build of torch has no CUDA support")
@@ -60,83 +60,83 @@ def load_nvrtc() -> ctypes.CDLL:
 
 
 def _open(name: str) -> ctypes.CDLL:
-    """A library of CUDA's that the system or NVIDIA's packages for Python have, which torch brings."""
+    """Load a CUDA library from the system or from NVIDIA's Python packages, which torch depends on."""
     try:
         return ctypes.CDLL(name)
     except OSError:
         packages = importlib.util.find_spec("nvidia")
         folders = [] if packages is None else packages.submodule_search_locations or []
-        found = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
-        if not found:
+        paths = [path for folder in folders for path in Path(folder).glob(f"*/lib/{name}")]
+        if not paths:
             raise
-        for part in sorted(found[0].parent.glob("libnvrtc-builtins.so.*")):
-            ctypes.CDLL(str(part))  # which NVRTC asks for by its name alone
-        return ctypes.CDLL(str(found[0]))
+        for builtins in sorted(paths[0].parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(builtins))  # NVRTC loads it by file name alone
+        return ctypes.CDLL(str(paths[0]))
 
 
 @cache
-def _text(name: str) -> str:
-    """Of a file of this folder, with those that it includes."""
+def _with_includes(name: str) -> str:
+    """Return the text of a file of this folder, with its includes expanded."""
     text = files(__package__).joinpath(name).read_text()
-    return _INCLUDE.sub(lambda found: _text(found[1]), text)
+    return _INCLUDE.sub(lambda match: _with_includes(match[1]), text)
 
 
-def program(name: str, defined: Mapping[str, int]) -> str:
-    """One of this folder's programs, after what is to be defined for it."""
-    return "\n".join([*(f"#define {each} {value}" for each, value in defined.items()), _text(name)])
-
-
-@cache
-def compiled_later(source: str) -> Future[bytes]:
-    """The cubin of a program, as `compile_for_hopper` makes it, from a thread beside; the same for all who ask for it."""
-    built: Future[bytes] = Future()
-    _builders().put((source, built))
-    return built
+def program(name: str, macros: Mapping[str, int]) -> str:
+    """Return the source of a program of this folder, after the definitions of its macros."""
+    return "\n".join([*(f"#define {macro} {value}" for macro, value in macros.items()), _with_includes(name)])
 
 
 @cache
-def _builders() -> SimpleQueue[tuple[str, Future[bytes]]]:
-    """What is put in is compiled, by threads that a process does not wait for when it ends."""
+def compile_async(source: str) -> Future[bytes]:
+    """Compile a program by `compile_for_hopper` in a background thread. Calls with the same source share one future."""
+    cubin: Future[bytes] = Future()
+    _compile_queue().put((source, cubin))
+    return cubin
+
+
+@cache
+def _compile_queue() -> SimpleQueue[tuple[str, Future[bytes]]]:
+    """Return the queue of the compiler threads, which are daemons and do not delay the process's exit."""
     queue: SimpleQueue[tuple[str, Future[bytes]]] = SimpleQueue()
     for _ in range(min(16, os.cpu_count() or 1)):
-        Thread(target=_build_all, args=(queue,), name="nvrtc", daemon=True).start()
+        Thread(target=_compile_queued, args=(queue,), name="nvrtc", daemon=True).start()
     return queue
 
 
-def _build_all(queue: SimpleQueue[tuple[str, Future[bytes]]]) -> None:
+def _compile_queued(queue: SimpleQueue[tuple[str, Future[bytes]]]) -> None:
     while True:
-        source, built = queue.get()
+        source, cubin = queue.get()
         try:
-            built.set_result(compile_for_hopper(source))
+            cubin.set_result(compile_for_hopper(source))
         except Exception as error:
-            built.set_exception(error)
+            cubin.set_exception(error)
 
 
 def compile_for_hopper(source: str) -> bytes:
-    """The cubin of a program for compute capability 9.0a, from the cache or compiled now; any thread may call it.
+    """Return the cubin of a program for compute capability 9.0a, from the cache or compiled now. It is thread-safe.
 
     Raises:
-        CudaBuildError: NVRTC is not there, or refuses the program.
+        CudaBuildError: NVRTC is not installed, or reports errors.
     """
     try:
         nvrtc = load_nvrtc()
     except OSError as error:
         raise CudaBuildError(
-            f"CUDA kernels cannot be compiled: {error} (--ops triton and --attn triton need none)"
+            f"CUDA kernels cannot be compiled: {error} (--ops triton and --attn triton do not need NVRTC)"
         ) from error
     version = c_int(), c_int()
     nvrtc.nvrtcVersion(byref(version[0]), byref(version[1]))
     key = repr((source, _FLAGS, [number.value for number in version]))
     folder = cache_dir("cuda")
     path = None if folder is None else folder / f"{hashlib.sha256(key.encode()).hexdigest()[:20]}.cubin"
-    if path is not None and is_kept(path):
+    if path is not None and is_cached(path):
         return path.read_bytes()
     cubin = _compile(nvrtc, source)
     if path is not None:
         try:
-            keep(cubin, path)
+            write_atomically(cubin, path)
         except OSError as error:
-            _LOG.warning("a CUDA kernel is not kept in %s, and compiled at each start: %s", path.parent, error)
+            _LOG.warning("a CUDA kernel is not cached in %s, but compiled at each start: %s", path.parent, error)
     return cubin
 
 
@@ -151,7 +151,7 @@ def _compile(nvrtc: ctypes.CDLL, source: str) -> bytes:
             nvrtc.nvrtcGetProgramLog(program, log)
             errors = [line for line in log.value.decode(errors="replace").splitlines() if "error" in line]
             raise CudaBuildError(
-                f"NVRTC ended with {status}: {'; '.join(errors[:3])} (--ops triton and --attn triton need none of it)"
+                f"NVRTC failed with {status}: {'; '.join(errors[:3])} (--ops triton and --attn triton do not need NVRTC)"
             )
         _check(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
         cubin = ctypes.create_string_buffer(size.value)
@@ -163,4 +163,4 @@ def _compile(nvrtc: ctypes.CDLL, source: str) -> bytes:
 
 def _check(status: int, name: str) -> None:
     if status:
-        raise CudaBuildError(f"{name} ended with {status}")
+        raise CudaBuildError(f"{name} failed with {status}")

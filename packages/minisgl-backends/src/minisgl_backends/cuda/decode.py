@@ -1,4 +1,4 @@
-"""Decode attention by decode.cu: what it is compiled for, and its launch.
+"""Variants and launch of decode.cu, decode attention for Hopper.
 
 Shape legend: as in `kernels.paged_decode`.
 """
@@ -10,40 +10,39 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backends.cuda.compiler import compiled_later, program
+from minisgl_backends.cuda.compiler import compile_async, program
 from minisgl_backends.cuda.driver import Argument, Kernel, TensorMap
 from minisgl_core.contracts.kv_cache import KVPages
 from minisgl_core.contracts.ops import Rotation
 
 HEAD_DIMS = (64, 128)
 MAX_GROUP = 8
-"""Query heads of a KV head: what tensor cores take at once."""
-BLOCKS = 2
-"""Thread blocks that a processor holds."""
+"""Largest number of query heads per KV head: the N dimension of the tensor-core instruction."""
+BLOCKS_PER_SM = 2
 _THREADS = 160
-_BEGINNING = 128
-"""Words that say where a share begins."""
+_START_WORDS = 128
+"""Words per entry of the partition starts; START_WORDS of decode.cu."""
 _KEYS = 64
-"""Of a tile."""
-_SHARED_BYTES = 233_472 // BLOCKS - 1024
-"""A thread block's: CUDA keeps 1,024 of each."""
+"""Keys per tile."""
+_SHARED_BYTES = 233_472 // BLOCKS_PER_SM - 1024
+"""Shared memory of a thread block; CUDA reserves 1,024 bytes of each."""
 
 
-def takes_pages_of(size: int) -> bool:
-    """Whether a page's tokens are cut into boxes without a rest."""
+def supports_page_size(size: int) -> bool:
+    """Return if the pages are divisible into TMA boxes."""
     return size % _KEYS == 0 or size in (8, 16, 32)
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What decode.cu is compiled for.
+    """Compile-time parameters of decode.cu.
 
     Attributes:
-        group: query heads of a KV head.
-        dim: of a head.
-        page_size: tokens of a page.
-        rotates: whether it rotates queries and keys, and stores keys and values.
-        norm: whether it normalises them before.
+        group: query heads per KV head.
+        dim: head dimension.
+        page_size: tokens per page.
+        rotates: apply RoPE to queries and keys, and store keys and values.
+        norm: apply the q/k norms before RoPE.
     """
 
     group: int
@@ -54,40 +53,40 @@ class Variant:
 
     @property
     def stages(self) -> int:
-        """Of the ring, as many as fit."""
+        """Return the pipeline stages: as many as fit into shared memory."""
         return (_SHARED_BYTES - self._other_bytes) // self._stage_bytes
 
     @property
     def shared_bytes(self) -> int:
-        """What a thread block uses."""
+        """Return the dynamic shared memory of a thread block."""
         return self.stages * self._stage_bytes + self._other_bytes
 
     @property
     def _stage_bytes(self) -> int:
-        """K and V of a tile, what is said of it, and two barriers."""
+        """Return the size of a stage: K and V of a tile, its descriptor, and two mbarriers."""
         return 2 * _KEYS * self.dim * 2 + 32 + 16
 
     @property
     def _other_bytes(self) -> int:
-        """Sums and their statistics, of four warps."""
+        """Return the size of the four warps' partial outputs and softmax statistics."""
         return 4 * self.group * ((self.dim + 4) * 4 + 8)
 
     def source(self) -> str:
-        """The program."""
-        defined = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
-        defined |= {"ROTATES": int(self.rotates), "NORM": int(self.norm)}
-        return program("decode.cu", defined)
+        """Return the program's source."""
+        macros = {"GROUP": self.group, "DIM": self.dim, "PAGE": self.page_size, "STAGES": self.stages}
+        macros |= {"ROTATES": int(self.rotates), "NORM": int(self.norm)}
+        return program("decode.cu", macros)
 
 
 @dataclass(frozen=True, slots=True)
-class Unrotated:
-    """What the kernel is to do before it attends: rotate queries and this step's keys, and store keys and values.
+class RopeAndStore:
+    """Arguments of the fused RoPE and KV store: rotate queries and this step's keys, and store keys and values.
 
     Attributes:
-        k: [B, Hkv, D], any strides but the last.
+        k: [B, Hkv, D], contiguous in the last dimension.
         v: like k.
-        rotation: of whole heads.
-        slots: where K and V go, int64 [B].
+        rotation: rotation over whole heads.
+        slots: slots of K and V, int64 [B].
     """
 
     k: torch.Tensor
@@ -97,34 +96,34 @@ class Unrotated:
 
 
 class HopperDecode:
-    """Attention of one query a request to all its tokens, in bfloat16."""
+    """Decode attention in bfloat16: one query per request attends to all its tokens."""
 
     def __init__(self, pool: KVPages, num_q_heads: int) -> None:
-        """Begin to compile for a pool of layout NHD, in bfloat16."""
+        """Start compiling for a bfloat16 pool of layout NHD."""
         spec = pool.spec
         self._pool = pool
         shape = num_q_heads // spec.num_kv_heads, spec.head_dim, spec.page_size
-        self._variants = {ways: Variant(*shape, *ways) for ways in ((False, False), (True, False), (True, True))}
+        self._variants = {fused: Variant(*shape, *fused) for fused in ((False, False), (True, False), (True, True))}
         for variant in self._variants.values():
-            compiled_later(variant.source())
+            compile_async(variant.source())
         self._kernels: dict[Variant, Kernel] = {}
         self._maps: dict[int, tuple[TensorMap, ...]] = {}
-        processors = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self._num_shares = max(processors * BLOCKS // spec.num_kv_heads, 1)
-        size = self._num_shares, num_q_heads, spec.head_dim + 4
-        self._letters = torch.full(size, -1, dtype=torch.int32, device=spec.device)
-        self._beginnings = torch.zeros(self._num_shares, _BEGINNING, dtype=torch.int32, device=spec.device)
-        self.begin()
+        num_sms = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self._num_partitions = max(num_sms * BLOCKS_PER_SM // spec.num_kv_heads, 1)
+        size = self._num_partitions, num_q_heads, spec.head_dim + 4
+        self._partials = torch.full(size, -1, dtype=torch.int32, device=spec.device)
+        self._starts = torch.zeros(self._num_partitions, _START_WORDS, dtype=torch.int32, device=spec.device)
+        self.begin_step()
 
-    def begin(self) -> None:
-        """Have the next call find out how the batch is shared out; so does one of no later layer than the call before it."""
+    def begin_step(self) -> None:
+        """Make the next call compute the partition starts. A call whose layer is not after the last call's does so, too."""
         self._last_layer = self._pool.spec.num_layers
 
     def rotates(self, rotation: Rotation) -> bool:
-        """Whether the kernel does this rotation."""
-        given = (rotation.cos, rotation.sin, *(rotation.norms or ()))
-        whole = 2 * rotation.cos.shape[-1] == self._pool.spec.head_dim
-        return whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in given)
+        """Return if the kernel supports this rotation: over whole heads, contiguous tensors in bfloat16."""
+        tensors = (rotation.cos, rotation.sin, *(rotation.norms or ()))
+        is_whole = 2 * rotation.cos.shape[-1] == self._pool.spec.head_dim
+        return is_whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)
 
     def __call__(
         self,
@@ -135,43 +134,44 @@ class HopperDecode:
         rows: torch.Tensor,
         seq_lens: torch.Tensor,
         out: torch.Tensor,
-        unrotated: Unrotated | None = None,
+        rope_and_store: RopeAndStore | None = None,
     ) -> None:
-        """Enqueue it. One after the other: calls share what thread blocks leave for each other, and a batch's layers, which
-        come in order, how it is shared out.
+        """Enqueue the kernel. Calls must follow each other in one stream, and the layers of a step in order.
+
+        All calls share the buffer of partial outputs, and the layers of a step share the partition starts.
 
         Args:
-            q: [B, Hq, D], any strides but the last.
-            layer: its place in the pool.
-            scale: of the scores.
+            q: [B, Hq, D], contiguous in the last dimension.
+            layer: index in the pool.
+            scale: factor on the scores.
             page_table: int32 [R, M].
             rows: int32 [B].
             seq_lens: int32 [B].
             out: [B, Hq, D], contiguous.
-            unrotated: what is to be rotated and stored, by a rotation that it `rotates`; None where that is done.
+            rope_and_store: arguments of the fused RoPE and KV store, for a rotation that it `rotates`; None if that is done.
         """
         heads = self._pool.spec.num_kv_heads
-        norms = None if unrotated is None else unrotated.rotation.norms
-        kernel = self._kernel(self._variants[unrotated is not None, norms is not None])
+        norms = None if rope_and_store is None else rope_and_store.rotation.norms
+        kernel = self._kernel(self._variants[rope_and_store is not None, norms is not None])
         maps = self._maps_of(layer)
-        arguments = q, page_table, rows, seq_lens, out, self._letters, scale * math.log2(math.e)
+        arguments = q, page_table, rows, seq_lens, out, self._partials, scale * math.log2(math.e)
         sizes = len(q), heads, page_table.stride(0), q.stride(0), q.stride(1)
-        new: tuple[Argument, ...]
-        if unrotated is None:
-            new = q, q, 0, 0, 0, 0, q, q, q, q, 0.0, q, q, q  # the kernel has no use for them
+        rope: tuple[Argument, ...]
+        if rope_and_store is None:
+            rope = q, q, 0, 0, 0, 0, q, q, q, q, 0.0, q, q, q  # placeholders, which the kernel does not read
         else:
-            k, v, rotation = unrotated.k, unrotated.v, unrotated.rotation
-            q_gain, k_gain = norms or (q, q)
-            new = (
-                k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos, rotation.sin, q_gain, k_gain,
-                float(rotation.eps), self._pool.k(layer), self._pool.v(layer), unrotated.slots,
+            k, v, rotation = rope_and_store.k, rope_and_store.v, rope_and_store.rotation
+            q_weight, k_weight = norms or (q, q)
+            rope = (
+                k, v, k.stride(0), k.stride(1), v.stride(0), v.stride(1), rotation.cos, rotation.sin, q_weight, k_weight,
+                float(rotation.eps), self._pool.k(layer), self._pool.v(layer), rope_and_store.slots,
             )  # fmt: skip
         is_first, self._last_layer = layer <= self._last_layer, layer
-        kernel.launch(self._num_shares * heads, (*maps, *arguments, *sizes, *new, self._beginnings, int(is_first)))
+        kernel.launch(self._num_partitions * heads, (*maps, *arguments, *sizes, *rope, self._starts, int(is_first)))
 
     def _kernel(self, variant: Variant) -> Kernel:
         if variant not in self._kernels:
-            cubin, shared = compiled_later(variant.source()).result(), variant.shared_bytes
+            cubin, shared = compile_async(variant.source()).result(), variant.shared_bytes
             self._kernels[variant] = Kernel(cubin, "decode", num_threads=_THREADS, shared_bytes=shared, cluster=1)
         return self._kernels[variant]
 
@@ -182,7 +182,7 @@ class HopperDecode:
             pages = self._pool.k(layer), self._pool.v(layer)
             tokens = [each.view(-1, spec.num_kv_heads * lines, 64) for each in pages]
             boxes = min(spec.page_size, _KEYS), 8
-            # With 256 bytes at once, memory gives 5% less.
+            # L2 promotion to 256 bytes lowers the memory bandwidth by 5%.
             self._maps[layer] = tuple(
                 TensorMap(each, (box, lines, 64), promote=128) for box in boxes for each in tokens
             )

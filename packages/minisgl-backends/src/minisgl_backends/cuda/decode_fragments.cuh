@@ -1,4 +1,4 @@
-// What decode.cu computes with in a warp: fragments of matrices, and sums over threads.
+// Warp-level primitives of decode.cu: ldmatrix and mma fragments, and reductions.
 
 struct Matrix { u32 a, b, c, d; };
 __device__ __forceinline__ Matrix load_matrix(u32 at) {
@@ -7,34 +7,34 @@ __device__ __forceinline__ Matrix load_matrix(u32 at) {
                  : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
     return m;
 }
-__device__ __forceinline__ Matrix load_matrix_exchanged(u32 at) {
+__device__ __forceinline__ Matrix load_matrix_transposed(u32 at) {
     Matrix m;
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m.a), "=r"(m.b), "=r"(m.c), "=r"(m.d) : "r"(at) : "memory");
     return m;
 }
-__device__ __forceinline__ u32 exchanged(u32 x) {
+__device__ __forceinline__ u32 transposed(u32 x) {
     u32 y;
     asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
     return y;
 }
-__device__ __forceinline__ void multiply_add(float (&sums)[4], const Matrix& m, u32 low, u32 high) {
+__device__ __forceinline__ void mma(float (&sums)[4], const Matrix& m, u32 low, u32 high) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
         : "r"(m.a), "r"(m.b), "r"(m.c), "r"(m.d), "r"(low), "r"(high));
 }
-__device__ __forceinline__ float exp2_of(float x) {
+__device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 constexpr u32 ALL = 0xFFFFFFFFu;
-// Over the 8 threads of a warp that have the same queries.
-__device__ __forceinline__ float most(float x) {
+// Reductions over the 8 threads of a warp that hold scores of the same queries.
+__device__ __forceinline__ float max_over_keys(float x) {
     for (int i = 4; i < 32; i *= 2) x = fmaxf(x, __shfl_xor_sync(ALL, x, i));
     return x;
 }
-__device__ __forceinline__ float total(float x) {
+__device__ __forceinline__ float sum_over_keys(float x) {
     for (int i = 4; i < 32; i *= 2) x += __shfl_xor_sync(ALL, x, i);
     return x;
 }

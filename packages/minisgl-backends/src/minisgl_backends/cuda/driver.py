@@ -1,4 +1,4 @@
-"""CUDA's driver functions, by ctypes: what torch has no call for."""
+"""ctypes bindings of CUDA driver functions that torch has no API for: kernel launch with PDL and clusters, TMA maps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import torch
 
-prototypes: dict[str, tuple[Any, ...]] = {}
-"""Arguments by function, for whoever calls one to add to; each returns a CUresult, 0 for success."""
+PROTOTYPES: dict[str, tuple[Any, ...]] = {}
+"""Argument types by function; modules add those that they call. Each function returns a CUresult, 0 for success."""
 
 
 @cache
@@ -24,16 +24,16 @@ def _library() -> ctypes.CDLL:
 @cache
 def _function(name: str) -> Any:
     function = getattr(_library(), name)
-    function.argtypes, function.restype = prototypes[name], c_int
+    function.argtypes, function.restype = PROTOTYPES[name], c_int
     return function
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Call a function of `prototypes`.
+    """Call a function of `PROTOTYPES`.
 
     Raises:
-        RuntimeError: the driver says no.
-        OSError: there is no driver.
+        RuntimeError: the driver returned an error.
+        OSError: no CUDA driver is installed.
     """
     status = _function(name)(*arguments)
     if status != 0:
@@ -59,13 +59,13 @@ class _LaunchConfig(ctypes.Structure):
 
 _CLUSTER_DIMENSION, _DEPENDENT_LAUNCH = 4, 6
 _MAX_DYNAMIC_SHARED_BYTES = 8
-prototypes |= {
+PROTOTYPES |= {
     "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
     "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
     "cuFuncSetAttribute": (c_void_p, c_int, c_int),
     "cuOccupancyMaxActiveClusters": (POINTER(c_int), c_void_p, POINTER(_LaunchConfig)),
     "cuLaunchKernelEx": (POINTER(_LaunchConfig), c_void_p, POINTER(c_void_p), c_void_p),
-    # map, type, rank, address, dimensions, strides, box, element strides, interleave, swizzle, promotion, fill
+    # tensor map, data type, rank, address, dimensions, strides, box, element strides, interleave, swizzle, L2 promotion, fill
     "cuTensorMapEncodeTiled": (
         *(c_void_p, c_int, c_uint32, c_uint64, POINTER(c_uint64), POINTER(c_uint64), POINTER(c_uint32)),
         *(POINTER(c_uint32), c_int, c_int, c_int, c_int),
@@ -74,27 +74,27 @@ prototypes |= {
 
 
 class Kernel:
-    """A function of a cubin, on the current device."""
+    """A kernel of a cubin, loaded on the current device."""
 
     def __init__(self, cubin: bytes, name: str, *, num_threads: int, shared_bytes: int, cluster: int) -> None:
-        """Load it.
+        """Load the kernel.
 
         Args:
-            cubin: machine code, as NVRTC makes it.
-            name: of the function.
-            num_threads: of a thread block.
-            shared_bytes: of dynamic shared memory that a thread block has.
-            cluster: thread blocks of a cluster.
+            cubin: output of NVRTC.
+            name: name of the kernel.
+            num_threads: threads per block.
+            shared_bytes: dynamic shared memory per thread block.
+            cluster: thread blocks per cluster.
         """
-        torch.cuda.current_stream().synchronize()  # gives this thread the device's context
+        torch.cuda.current_stream().synchronize()  # makes the device's context current in this thread
         module, self._function = c_void_p(), c_void_p()
-        call("cuModuleLoadData", ctypes.byref(module), cubin)  # stays loaded as long as the process
+        call("cuModuleLoadData", ctypes.byref(module), cubin)  # never unloaded
         call("cuModuleGetFunction", ctypes.byref(self._function), module, name.encode())
         call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_BYTES, shared_bytes)
         self._num_threads, self._shared_bytes, self._cluster = num_threads, shared_bytes, cluster
 
-    def most_blocks(self) -> int:
-        """Thread blocks that the device holds at once, one a processor."""
+    def max_resident_blocks(self) -> int:
+        """Return the number of thread blocks that the device holds at once, with one per SM."""
         if self._cluster == 1:
             return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
         count, config = c_int(), self._config(self._cluster, 0)
@@ -102,11 +102,11 @@ class Kernel:
         return count.value * self._cluster
 
     def launch(self, num_blocks: int, arguments: Sequence[Argument]) -> None:
-        """Enqueue on the current stream. The kernel may start while the one before it ends, so it waits for that itself.
+        """Enqueue on the current stream with PDL. The kernel may start before the previous one ends, and must wait for it.
 
         Args:
-            num_blocks: a multiple of a cluster's.
-            arguments: numbers are passed as ``int`` or ``float``.
+            num_blocks: a multiple of the cluster size.
+            arguments: numbers become C's ``int`` or ``float``.
         """
         config = self._config(num_blocks, torch.cuda.current_stream().cuda_stream)
         values: list[Any] = [
@@ -116,11 +116,11 @@ class Kernel:
             else each
             for each in arguments
         ]  # fmt: skip
-        places = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
-        call("cuLaunchKernelEx", ctypes.byref(config), self._function, (c_void_p * len(places))(*places), None)
+        pointers = [each.address if isinstance(each, TensorMap) else ctypes.addressof(each) for each in values]
+        call("cuLaunchKernelEx", ctypes.byref(config), self._function, (c_void_p * len(pointers))(*pointers), None)
 
     def _config(self, num_blocks: int, stream: int) -> _LaunchConfig:
-        """The launch; ctypes keeps the attributes as long as it."""
+        """Return the launch configuration, which keeps its attributes alive."""
         attributes = (_Attribute * 2)()
         attributes[0].id, attributes[0].value[0] = _DEPENDENT_LAUNCH, 1
         attributes[1].id, attributes[1].value[:3] = _CLUSTER_DIMENSION, (self._cluster, 1, 1)
@@ -129,22 +129,22 @@ class Kernel:
 
 
 class TensorMap:
-    """How the copy engine of Hopper's processors finds boxes of a tensor of bfloat16; they land swizzled by 128 bytes.
+    """A CUtensorMap: describes a bfloat16 tensor to Hopper's TMA, which loads boxes of it with 128-byte swizzle.
 
     Attributes:
-        address: of the 128 bytes that a kernel takes as an argument.
+        address: address of the 128 bytes that are passed to the kernel.
     """
 
     _BFLOAT16, _SWIZZLE_128 = 9, 3
     _PROMOTIONS: ClassVar = {128: 2, 256: 3}
 
     def __init__(self, tensor: torch.Tensor, box: Sequence[int], *, promote: int = 256) -> None:
-        """What of a box lies outside of the tensor is read as zeros.
+        """Encode the map. Elements of a box outside of the tensor are read as zeros.
 
         Args:
-            tensor: the last dimension contiguous; the others' strides and the address are multiples of 16 bytes.
-            box: how much of each dimension, at most 64 of the last.
-            promote: bytes that the L2 cache fetches at once, 128 or 256.
+            tensor: contiguous in the last dimension; the other strides and the address are multiples of 16 bytes.
+            box: size of a box in each dimension, at most 64 in the last.
+            promote: L2 promotion in bytes, 128 or 256.
         """
         self._bytes = ctypes.create_string_buffer(128 + 64)
         self.address = -(-ctypes.addressof(self._bytes) // 64) * 64
@@ -158,4 +158,4 @@ class TensorMap:
 
 
 Argument = torch.Tensor | TensorMap | int | float
-"""Of a kernel; tensors are passed as their addresses."""
+"""Argument of a kernel; tensors are passed by address."""

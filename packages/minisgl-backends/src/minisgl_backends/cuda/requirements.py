@@ -1,4 +1,4 @@
-"""What kernels in CUDA C++ for Hopper need."""
+"""Requirements of the CUDA C++ kernels for Hopper."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from minisgl_backends.cuda.compiler import load_nvrtc
 
 
 def hopper_missing(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """One sentence for each of a Hopper GPU, bfloat16 and NVRTC that is missing."""
+    """Return why the kernels cannot run: not a Hopper GPU, not bfloat16, or no NVRTC; one sentence per reason."""
     if device.type != "cuda":
-        return [f"it is for Hopper GPUs, not for {device.type}"]
+        return [f"it needs a Hopper GPU, not {device.type}"]
     if not torch.cuda.is_available():
         return ["torch finds no NVIDIA GPU or no driver for it"]
     reasons = []
     major, minor = torch.cuda.get_device_capability(device)
     if major != 9:
-        reasons.append(f"it is for Hopper GPUs (compute capability 9.0), and this one has {major}.{minor}")
+        reasons.append(f"it needs a Hopper GPU (compute capability 9.0), and this GPU has {major}.{minor}")
     if dtype != torch.bfloat16:
         reasons.append(f"it computes in bfloat16, not in {str(dtype).removeprefix('torch.')}")
     try:

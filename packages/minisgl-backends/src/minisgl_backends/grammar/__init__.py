@@ -1,1 +1,1 @@
-"""Grammars of structured outputs."""
+"""Grammar compilers for structured outputs."""

@@ -1,4 +1,4 @@
-"""Grammars by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser walked over a trie of tokens."""
+"""Constrained decoding by llguidance (https://github.com/guidance-ai/llguidance), an Earley parser over a token trie."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _LIMITS = llguidance.LLParserLimits(
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""They bound a mask to about 10 ms and a state to about 30 MB. What compiles does so at the same cost for every vocabulary."""
+"""Limits of about 10 ms per mask and 30 MB per state. The cost of compiling does not depend on the vocabulary."""
 
 
 class LlguidanceState(GrammarState):
-    """A matcher, and how many end tokens it was given when it had stopped already, which it does not count itself."""
+    """A matcher, and the number of EOS tokens accepted after it had stopped, which llguidance does not count."""
 
     __slots__ = ("_grammar", "_matcher", "_num_ends")
 
@@ -35,7 +35,7 @@ class LlguidanceState(GrammarState):
 
     @property
     def matcher(self) -> llguidance.LLMatcher:
-        """llguidance's own."""
+        """llguidance's matcher."""
         return self._matcher
 
     def fill_mask(self, mask: Masks) -> None:
@@ -83,36 +83,38 @@ class LlguidanceState(GrammarState):
 
 
 class LlguidanceGrammar(Grammar):
-    """Compiles within milliseconds; a mask takes microseconds, and many are filled by several threads."""
+    """Grammars by llguidance. Compiling takes milliseconds, a mask microseconds; several masks are filled in parallel."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self.vocab_size, self.eos_token_ids = vocab_size, frozenset(eos_token_ids)
         num_own = max(vocab_size, len(tokenizer))
         self.own_width = 0 if num_own == vocab_size else mask_width(num_own)
-        """W of a matcher's mask where the tokenizer has more tokens than the model, else 0."""
+        """Words of a matcher's mask if the tokenizer has more tokens than the model, else 0."""
         try:
             self._tokenizer = read_tokenizer(tokenizer, num_own, eos_token_ids)
-        except Exception as error:  # its bindings share no base
+        except Exception as error:  # its exceptions have no common base class
             raise ModelFormatError(
                 f"llguidance cannot read the model's tokenizer: {_first_line(str(error))}"
             ) from error
         added = tokenizer.added_tokens_decoder.items()
-        self._special = {token.content: place for place, token in added if self._tokenizer.is_special_token(place)}
-        self._tags = {text: place for text, place in self._special.items() if place not in self.eos_token_ids}
+        self._special = {
+            token.content: token_id for token_id, token in added if self._tokenizer.is_special_token(token_id)
+        }
+        self._tags = {text: token_id for text, token_id in self._special.items() if token_id not in self.eos_token_ids}
         self._executor: llguidance.LLExecutor | None = None
 
     @staticmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """See `Grammar.check`. A schema's keywords that llguidance does not know are faults."""
+        """See `Grammar.check`. Keywords of a schema that llguidance does not support are errors."""
         source = _source(kind, text, name, {}, {})
         if kind == "grammar":
             source = lark.without_tokens(source)
-        _begin(llguidance.LLTokenizer("byte"), source, kind, text, name)
+        _matcher(llguidance.LLTokenizer("byte"), source, kind, text, name)
 
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
         """See `Grammar.compile`."""
         source = _source(kind, text, name, self._tags, self._special)
-        return LlguidanceState(self, _begin(self._tokenizer, source, kind, text, name))
+        return LlguidanceState(self, _matcher(self._tokenizer, source, kind, text, name))
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
         """See `Grammar.fill_masks`."""
@@ -120,21 +122,21 @@ class LlguidanceGrammar(Grammar):
             super().fill_masks(states, masks)
             return
         self._executor = self._executor or llguidance.LLExecutor()
-        matchers = [(cast(LlguidanceState, state).matcher, place) for place, state in enumerate(states)]
+        matchers = [(cast(LlguidanceState, state).matcher, index) for index, state in enumerate(states)]
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.strides[0], len(masks))
 
 
 def _source(kind: GrammarKind, text: str, name: str, tags: lark.Tags, special: lark.Tags) -> str:
-    """The grammar in llguidance's own form; `special` are the tags and the tokens that end outputs."""
+    """Return the grammar in llguidance's notation; `special` holds the tags and the EOS tokens."""
     try:
-        return _written(kind, text, tags, special)
+        return _translate(kind, text, tags, special)
     except RecursionError:
         raise _refusal(kind, text, name, "it is nested too deeply") from None
     except ValueError as error:
         raise _refusal(kind, text, name, str(error)) from None
 
 
-def _written(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) -> str:
+def _translate(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) -> str:
     match kind:
         case "json_object":
             return lark.json_value({"type": "object"})
@@ -143,7 +145,7 @@ def _written(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) 
         case "regex":
             return lark.regex(text)
         case "choice":
-            # As a terminal: a rule takes no more than 2,000.
+            # A terminal, since a rule may have at most 2,000 alternatives.
             return "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(each) for each in _json(text))
         case "grammar":
             return lark.from_grammar(text, special)
@@ -153,10 +155,10 @@ def _written(kind: GrammarKind, text: str, tags: lark.Tags, special: lark.Tags) 
             return lark.structural_tag(StructuralTag.read(text), tags)
 
 
-def _begin(
+def _matcher(
     tokenizer: llguidance.LLTokenizer, source: str, kind: GrammarKind, text: str, name: str
 ) -> llguidance.LLMatcher:
-    """A matcher whose first mask, which a copy fills, allows something."""
+    """Return a matcher. A copy of it computes a first mask, to find grammars that allow nothing."""
     source = llguidance.LLMatcher.grammar_from_lark(source + lark.NO_FORCING)
     matcher = llguidance.LLMatcher(tokenizer, source, log_level=0, limits=_LIMITS)
     first = matcher.deep_copy()
@@ -171,7 +173,7 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"it is not JSON: {error}") from None
+        raise ValueError(f"not valid JSON: {error}") from None
 
 
 def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
@@ -182,7 +184,7 @@ def _refusal(kind: str, text: str, name: str, reason: str) -> InvalidValueError:
         "structural_tag": "a structural tag",
     }
     return InvalidValueError(
-        name, text, f"{wanted.get(kind, kind)} that llguidance takes", f"It says: {_first_line(reason)}"
+        name, text, f"{wanted.get(kind, kind)} that llguidance supports", f"Reason: {_first_line(reason)}"
     )
 
 

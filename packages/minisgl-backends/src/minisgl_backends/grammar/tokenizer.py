@@ -1,4 +1,4 @@
-"""A model's tokenizer as llguidance is to see it."""
+"""Conversion of a model's tokenizer for llguidance."""
 
 from __future__ import annotations
 
@@ -9,39 +9,39 @@ from typing import Any
 
 import llguidance
 
-_UNSPELLED = "\U0010fffd"
-"""A character for private use, which no text has that is to be generated."""
+_PRIVATE_PREFIX = "\U0010fffd"
+"""A private-use character, which no generated text contains."""
 
 
 def read_tokenizer(tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> llguidance.LLTokenizer:
-    """Like `llguidance.hf.from_tokenizer`, but special tokens have other names.
+    """Convert a tokenizer as `llguidance.hf.from_tokenizer` does, but rename its special tokens.
 
-    llguidance has the tokenizer cut the text that a grammar forces into tokens. Text that spells a special token would become
-    that token, which the parser does not take for text.
+    llguidance tokenizes the text that a grammar forces. Text that spells a special token would become that token, which the
+    parser does not treat as text.
 
     Args:
-        tokenizer: a fast one of transformers'.
-        vocab_size: of the tokenizer, or of a model with more tokens.
-        eos_token_ids: that end outputs.
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: size of the tokenizer's vocabulary, or of the model's if that is larger.
+        eos_token_ids: tokens that end an output.
 
     Raises:
-        Exception: llguidance cannot read it; its errors share no base.
+        Exception: llguidance cannot read it; its exceptions have no common base class.
     """
     if getattr(tokenizer, "backend_tokenizer", None) is None:
-        raise ValueError("it is not one of the fast tokenizers")
+        raise ValueError("it is not a fast tokenizer")
     backend = copy(tokenizer.backend_tokenizer)
     backend.no_padding()
     backend.no_truncation()
-    written = json.loads(backend.to_str())
+    serialized = json.loads(backend.to_str())
     names = {}
-    for token in written["added_tokens"]:
+    for token in serialized["added_tokens"]:
         if token["special"]:
-            names[token["content"]] = token["content"] = _UNSPELLED + token["content"]
-    model = written["model"]
+            names[token["content"]] = token["content"] = _PRIVATE_PREFIX + token["content"]
+    model = serialized["model"]
     if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(text, text): place for text, place in model["vocab"].items()}
+        model["vocab"] = {names.get(text, text): token_id for text, token_id in model["vocab"].items()}
     else:
         model["vocab"] = [[names.get(text, text), *rest] for text, *rest in model["vocab"]]
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
-    return llguidance.LLTokenizer(json.dumps(written), n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    return llguidance.LLTokenizer(json.dumps(serialized), n_vocab=vocab_size, eos_token=list(eos_token_ids))

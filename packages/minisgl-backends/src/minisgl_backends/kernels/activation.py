@@ -1,4 +1,4 @@
-"""The activation of gated MLPs."""
+"""SiLU and multiply, the activation of gated MLPs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _silu_and_mul(gate_up, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
-    """``silu(gate) * up`` of [..., gate | up]; `overlap`: whether the launch overlaps others', see `dependent_launch`."""
+    """Return ``silu(gate) * up`` of [..., gate | up]; `overlap` launches with PDL, see `dependent_launch`."""
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     num_rows = out.numel() // size

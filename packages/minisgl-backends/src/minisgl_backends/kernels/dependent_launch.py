@@ -1,20 +1,24 @@
-"""Launches that overlap: programmatic dependent launch, which GPUs have since Hopper.
+"""Programmatic dependent launch (PDL), which GPUs have since Hopper.
 
-It pays beside products that read their weights ahead (`minisgl_backends.cuda.product`); between cuBLAS' it gains nothing.
+PDL gains time beside GEMMs that prefetch their weights (`minisgl_backends.cuda.small_m_gemm`), and none beside cuBLAS.
 
-A kernel that is launched with the attribute may start as soon as every program of the kernel before it in its stream has
-started and said so, or ended; it is there, its arguments read, when that one ends. Nothing but a wait of its own keeps it
-from running ahead of what it depends on. So there is one rule for all kernels that are launched so:
+A kernel that is launched with the attribute may start before the previous kernel in the stream has ended. It starts once every
+program of that kernel has issued ``griddepcontrol.launch_dependents`` or has ended, so its launch latency is hidden. Only its
+own ``griddepcontrol.wait`` orders it after the previous kernel. So all kernels that are launched with PDL follow one rule:
 
-    Each program waits, before it reads or writes anything that an earlier kernel of the stream may write or read, and before
-    it ends: a program that returns early waits first.
+    Each program waits before it reads or writes anything that an earlier kernel of the stream may write or read. It also
+    waits before it ends, even if it returns early.
 
-As all programs wait, a kernel ends after all those before it, and whoever waits for it has waited for them too. That makes
-it safe to let dependents start at once. What may be read before the wait is what was written before the last ordinary launch
-or copy, since that one has waited for whoever wrote it, and this kernel starts no earlier than it ends: weights, and of a
-step what is written before the model runs, which begins by ordinary launches: lengths, rows, page table, K and V of earlier
-steps. Or what was written, and fenced, by a kernel that does not let its dependents start before it has ended (the first layer's
-decode attention in cuda/decode.cu).
+Since all programs wait, a kernel ends after all kernels before it. Waiting for a kernel therefore means waiting for its
+predecessors too, and it is safe to let dependents start at once.
+
+Two kinds of data may be read before the wait:
+
+- Data written before the last ordinary launch or copy, which has waited for that write and has ended before this kernel
+  starts. These are weights, and the inputs of a step, since the model's step begins with ordinary launches: lengths,
+  page-table rows, the page table, K and V of earlier steps.
+- Data written and fenced by a kernel that lets its dependents start only when it has ended. The first layer's decode attention
+  in cuda/decode.cu does so.
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def await_previous(PDL: tl.constexpr):
-    """Let the kernels after this one start, and wait until those before it are done; nothing where PDL is False."""
+    """Let the next kernel start, and wait until all previous kernels have ended; do nothing if PDL is False."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
 
 
 def launch_options(overlap: bool) -> dict[str, bool]:
-    """What the launch of a kernel with a parameter PDL takes: that, and the attribute, which not every device knows."""
+    """Return the launch options of a kernel with a parameter PDL: its value, and the attribute if `overlap`.
+
+    The attribute is left out otherwise, since not every device knows it.
+    """
     return {"PDL": True, "launch_pdl": True} if overlap else {"PDL": False}

@@ -1,4 +1,4 @@
-"""What kernels need to know of a GPU."""
+"""Properties of GPUs that kernels depend on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @cache
 def has_large_shared_memory(device: torch.device) -> bool:
-    """Whether a program can have 200 KB, as on the data centre's GPUs since Hopper; else take 96 KB for what is there."""
+    """Return if a program can use 200 KB of shared memory, as on data-center GPUs since Hopper; else assume 96 KB."""
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

@@ -1,4 +1,4 @@
-"""Conversions to float8_e4m3fn and back, for other kernels."""
+"""Conversions to and from float8_e4m3fn, for other kernels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""Whether Triton's interpreter runs the kernels, as Triton decides when they are imported."""
+"""True if Triton's interpreter runs the kernels, which Triton decides at import."""
 
 
 @triton.jit
 def to_fp8(x):
-    """Float32 x to the nearest float8, even ones where two are as near; what is too large becomes the largest number."""
+    """Round float32 x to float8_e4m3fn, to nearest with ties to even; the conversion saturates."""
     x = tl.clamp(x, -448.0, 448.0)
-    if INTERPRETED:  # its cast forgets what rounding carries, and numbers below the smallest normal one
+    if INTERPRETED:  # the interpreter's cast drops the carry of rounding, and subnormal numbers
         bits = x.to(tl.int32, bitcast=True)
-        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three bits of mantissa are left
+        bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # three mantissa bits remain
         small = x + 24576.0 - 24576.0  # a multiple of 2^-9
         x = tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
     return x.to(tl.float8e4nv)
@@ -25,7 +25,7 @@ def to_fp8(x):
 
 @triton.jit
 def as_stored(x, scale, pool):
-    """x as a KV pool holds it, which is divided by a scale where that is fp8."""
+    """Convert x to the dtype of a KV pool; an FP8 pool holds ``x / scale``."""
     if pool.dtype.element_ty == tl.float8e4nv:
         return to_fp8(x.to(tl.float32) / scale)
     return x.to(pool.dtype.element_ty)
@@ -33,11 +33,12 @@ def as_stored(x, scale, pool):
 
 @triton.jit
 def as_multiplied(q, scale, pages):
-    """Queries in the type of their products, and the scale of these. For an fp8 pool, bfloat16 becomes float16 below 1 in size.
+    """Convert queries to the dtype of the QK dot product, and return them with the scale of the scores.
 
-    To turn float8 into float16 is one instruction for two numbers; into bfloat16, it is five.
+    With an FP8 pool, bfloat16 queries become float16 in [-1, 1]. Converting two float8 numbers to float16 is one instruction,
+    converting them to bfloat16 is five.
     """
-    if pages.dtype.element_ty == tl.float8e4nv:  # noqa: SIM102 (joined, Triton would not decide it when it compiles)
+    if pages.dtype.element_ty == tl.float8e4nv:  # noqa: SIM102 (a joined condition is not evaluated at compile time)
         if q.dtype == tl.bfloat16:
             largest = tl.maximum(tl.max(tl.max(tl.abs(q.to(tl.float32)), 1), 0), 1e-30)
             q = (q.to(tl.float32) / largest).to(tl.float16)
@@ -47,7 +48,7 @@ def as_multiplied(q, scale, pages):
 
 @triton.jit
 def halves_of_pairs(pairs):
-    """Pairs of float8 numbers, each pair in an int16, to the first numbers and the second ones, in float16."""
+    """Unpack pairs of float8 numbers, each pair in an int16, to the first and the second numbers in float16."""
     if INTERPRETED:
         first = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         second = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)

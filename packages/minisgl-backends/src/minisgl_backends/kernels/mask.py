@@ -1,4 +1,4 @@
-"""Ruling tokens out by packed masks, in place."""
+"""Token bitmasks (grammars) applied to logits, in place."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ BLOCK = 4096
 
 @triton.jit
 def _mask(logits, rows, words, V, W, stride, BLOCK: tl.constexpr):
-    place, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    index, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + place * W + columns // 32, mask=columns < V, other=-1)
+    word = tl.load(words + index * W + columns // 32, mask=columns < V, other=-1)
     allowed = (word >> (columns % 32)) & 1
-    row = tl.load(rows + place)
+    row = tl.load(rows + index)
     tl.store(logits + row * stride + columns, float("-inf"), mask=(columns < V) & (allowed == 0))
 
 

@@ -1,6 +1,6 @@
-"""Root-mean-square norms. Row legend: a row is one vector that is normalised, of N elements.
+"""RMSNorm, with and without residual add. A row is one vector of N elements that is normalized.
 
-Products of two bf16 values are taken in float32 and rounded once, as torch does; Triton's interpreter needs it said.
+Two bfloat16 values are multiplied in float32 and rounded once, as in torch. Triton's interpreter needs explicit casts for it.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def _add_rms_norm(x, residual, weight, eps, N: tl.constexpr, BLOCK: tl.constexpr
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False) -> torch.Tensor:
-    """Norm over the last dimension.
+    """Compute RMSNorm over the last dimension.
 
     Args:
-        x: [..., N]; [T, N] and [T, heads, N] are not copied where the last dimension is contiguous.
+        x: [..., N]; [T, N] and [T, heads, N] are not copied if the last dimension is contiguous.
         weight: [N].
         eps: added to the mean square.
-        overlap: whether the launch overlaps others'; see `dependent_launch`.
+        overlap: launch with PDL; see `dependent_launch`.
 
     Returns:
         A new contiguous tensor of x's shape.
@@ -93,7 +93,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(norm of the sum, the sum), both [..., N]; written over `x` and `residual` where those are contiguous."""
+    """Return ``(norm(x + residual), x + residual)``, both [..., N], in place of `x` and `residual` if these are contiguous."""
     x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
     num_rows = x.numel() // size
     if num_rows:

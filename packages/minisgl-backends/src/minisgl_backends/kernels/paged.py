@@ -1,4 +1,4 @@
-"""Keeping the paged KV pool: storing K and V, and reading the page table.
+"""Kernels of the paged KV pool: KV store, and page lists from the page table.
 
 Shape legend: T tokens, Hkv heads, D head dimension, P pages of S tokens, B requests, R rows and M columns of the page table.
 """
@@ -22,10 +22,10 @@ def _store_kv(
     head, column = tl.arange(0, H_BLOCK)[:, None], tl.arange(0, D_BLOCK)[None, :]
     mask = (head < heads) & (column < D)
     target = slot * heads * D + head * D + column
-    found = tl.load(k + token * k_stride_t + head * k_stride_h + column, mask=mask, other=0.0)
-    tl.store(k_pool + target, as_stored(found, k_scale, k_pool), mask=mask)
-    found = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
-    tl.store(v_pool + target, as_stored(found, v_scale, v_pool), mask=mask)
+    values = tl.load(k + token * k_stride_t + head * k_stride_h + column, mask=mask, other=0.0)
+    tl.store(k_pool + target, as_stored(values, k_scale, k_pool), mask=mask)
+    values = tl.load(v + token * v_stride_t + head * v_stride_h + column, mask=mask, other=0.0)
+    tl.store(v_pool + target, as_stored(values, v_scale, v_pool), mask=mask)
 
 
 def store_kv(
@@ -36,15 +36,15 @@ def store_kv(
     slots: torch.Tensor,
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """Write k and v of a layer to their slots, in one launch.
+    """Store K and V of a layer into their slots, in one launch.
 
     Args:
-        k: [T, Hkv, D], any strides but the last.
+        k: [T, Hkv, D], contiguous in the last dimension.
         v: like k.
         k_pages: K of the layer, [P, S, Hkv, D], contiguous.
         v_pages: like k_pages.
         slots: ``page * S + offset`` of each token, int64 [T].
-        scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
+        scales: scales of k and v in FP8 pages; see `AttentionLayer.kv_scales`.
     """
     num_tokens, heads, dim = k.shape
     if num_tokens == 0:
@@ -60,15 +60,15 @@ def _list_pages(
     PAGE_SIZE: tl.constexpr, R_BLOCK: tl.constexpr, C_BLOCK: tl.constexpr,
 ):  # fmt: skip
     request = tl.program_id(0)
-    everyone = tl.arange(0, R_BLOCK)
-    lengths = tl.load(seq_lens + everyone, mask=everyone < num_requests, other=0)
+    requests = tl.arange(0, R_BLOCK)
+    lengths = tl.load(seq_lens + requests, mask=requests < num_requests, other=0)
     num_pages = (lengths + PAGE_SIZE - 1) // PAGE_SIZE
-    start = tl.sum(tl.where(everyone < request, num_pages, 0))
-    mine = tl.sum(tl.where(everyone == request, num_pages, 0))
+    start = tl.sum(tl.where(requests < request, num_pages, 0))
+    own_pages = tl.sum(tl.where(requests == request, num_pages, 0))
     columns = tl.program_id(1) * C_BLOCK + tl.arange(0, C_BLOCK)
     row = tl.load(rows + request).to(tl.int64)
-    pages = tl.load(page_table + row * row_stride + columns, mask=columns < mine, other=0)
-    tl.store(out + start + columns, pages, mask=columns < mine)
+    pages = tl.load(page_table + row * row_stride + columns, mask=columns < own_pages, other=0)
+    tl.store(out + start + columns, pages, mask=columns < own_pages)
 
 
 def list_pages(
@@ -76,20 +76,20 @@ def list_pages(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     page_size: int,
-    most_pages: int,
+    max_pages: int,
     out: torch.Tensor,
 ) -> None:
-    """Write the pages of every request one after the other, as FlashInfer reads them; no copy between host and device.
+    """Concatenate the pages of all requests (FlashInfer's ``paged_kv_indices``), without a copy between CPU and GPU.
 
     Args:
         page_table: int32 [R, M].
-        rows: of each request, int32 [B].
-        seq_lens: tokens of each request, int32 [B].
+        rows: page-table row of each request, int32 [B].
+        seq_lens: tokens per request, int32 [B].
         page_size: S.
-        most_pages: pages of the longest request, as the host knows it.
-        out: int32, room for all requests' pages.
+        max_pages: pages of the longest request, known on the CPU.
+        out: int32, large enough for all requests' pages.
     """
     num_requests = len(rows)
-    grid = (num_requests, triton.cdiv(most_pages, 1024))
+    grid = (num_requests, triton.cdiv(max_pages, 1024))
     blocks = {"PAGE_SIZE": page_size, "R_BLOCK": triton.next_power_of_2(num_requests), "C_BLOCK": 1024}
     _list_pages[grid](page_table, page_table.stride(0), rows, seq_lens, out, num_requests, **blocks)

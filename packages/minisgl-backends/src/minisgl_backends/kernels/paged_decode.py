@@ -1,14 +1,13 @@
-"""Decode attention over the paged KV pool: one query a request, read at the memory's speed.
+"""Split-KV decode attention over the paged KV pool: one query per request, limited by memory bandwidth.
 
-The keys of a batch, in tiles, are cut into shares of equal length, one for each program, however long the requests are; so
-all programs end together (as the work of Stream-K products is cut, arXiv 2301.03598). Softmax runs over tiles as they come
-(arXiv 2205.14135). A request that lies in several shares is merged by its log-sum-exps (Flash-Decoding,
-pytorch.org/blog/flash-decoding), by whichever of its programs ends last. The G query heads of a KV head share a tile, so
-that K and V are read once for all of them; programs of one share and different heads run side by side, as their keys do in
-memory.
+The key tiles of a batch are split into partitions of equal length, one per program, regardless of request boundaries. So all
+programs end together, as in Stream-K GEMMs (arXiv 2301.03598). Softmax is computed online over the tiles (arXiv 2205.14135).
+A request in several partitions is merged by its log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding). The program
+of the request that ends last does that. The G query heads of a KV head share a tile, so that K and V are read once for all
+of them. Programs of one partition and different heads are neighbours in the grid, as their keys are in memory.
 
-Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, R rows and M columns of the
-page table, C shares.
+Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, C split-KV partitions.
+The page table has R rows and M columns.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
 from minisgl_backends.kernels.paged_prefill import LOG2_E
-from minisgl_backends.kernels.product import add_product
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.fp8 import FP8
 
 _TILE_BYTES = 16384
-"""Of the keys of a tile, as they are multiplied. 64 KB of K and V are on their way to a program."""
-_PROGRAMS = 3
-"""That a processor with 200 KB of shared memory holds at once."""
-_LEAST_TILES = 2
-"""Of a share: less is not worth merging."""
+"""Size of a tile's keys in the dtype of the dot product. Up to 64 KB of K and V are in flight per program."""
+_PROGRAMS_PER_SM = 3
+"""Programs that an SM with 200 KB of shared memory holds at once."""
+_MIN_TILES = 2
+"""Smallest partition in tiles; for smaller ones the merge costs more than it gains."""
 
 
 @triton.jit
@@ -40,13 +39,15 @@ def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _weigh(queries, k, inside, scale, top, norm, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr):
-    """(Weights of a tile's keys, what is kept of what was summed up before, running largest score, sum of weights)."""
-    scores = add_product(tl.zeros((G_BLOCK, KEYS), tl.float32), queries, tl.trans(k), WIDEN) * scale
+def _online_softmax(
+    queries, k, inside, scale, top, norm, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr
+):
+    """Return a tile's softmax weights, the factor that rescales earlier sums, the running maximum and the sum of weights."""
+    scores = add_dot(tl.zeros((G_BLOCK, KEYS), tl.float32), queries, tl.trans(k), WIDEN) * scale
     scores = tl.where(inside[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    weights, kept = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
-    return weights, kept, new_top, norm * kept + tl.sum(weights, 1)
+    weights, rescale = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
+    return weights, rescale, new_top, norm * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
@@ -55,13 +56,13 @@ def _attend(
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Let [G_BLOCK, D] queries attend to keys `begin` to `end`, none from `stop` on.
+    """Attend with queries [G_BLOCK, D] to the keys ``[begin, end)`` that lie before `stop`.
 
     Returns the weighted mean of the values, [G_BLOCK, D], and the log-sum-exp of the scores, to base 2.
 
-    The next tile's pages are looked up a tile ahead: looked up where they are used, they would take a stage of the pipeline
-    from the keys. Tensor cores take V with its rows and columns exchanged on the way from shared memory, which processors do
-    to elements of 16 bits; so with PAIRS, fp8 V is read as pairs of columns, and taken apart in registers.
+    Pages are looked up one tile ahead. A lookup in the iteration that uses the pages would take a pipeline stage from the keys.
+    Tensor cores need V transposed on the way from shared memory, which the hardware does for 16-bit elements only. So with
+    PAIRS, FP8 V is read as pairs of columns, which are unpacked in registers.
     """
     key, dim, pair = begin + tl.arange(0, KEYS), tl.arange(0, D), tl.arange(0, D // 2)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
@@ -75,12 +76,14 @@ def _attend(
             next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, kept, top, norm = _weigh(queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN)
+            weights, rescale, top, norm = _online_softmax(
+                queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN
+            )
             pairs = tl.load(v_pairs + row * (D // 2) + pair[None, :], mask=inside, other=0)
             first, second = halves_of_pairs(pairs)
             weights = weights if WIDEN else weights.to(queries.dtype)
-            even = add_product(even * kept[:, None], weights, first.to(queries.dtype), WIDEN)
-            odd = add_product(odd * kept[:, None], weights, second.to(queries.dtype), WIDEN)
+            even = add_dot(even * rescale[:, None], weights, first.to(queries.dtype), WIDEN)
+            odd = add_dot(odd * rescale[:, None], weights, second.to(queries.dtype), WIDEN)
             page, key = next_page, key + KEYS
         total = tl.join(even, odd).reshape(G_BLOCK, D)
     else:
@@ -89,29 +92,34 @@ def _attend(
             next_page = _pages(table, key + KEYS, stop, PAGE_SIZE)
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            weights, kept, top, norm = _weigh(queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN)
+            weights, rescale, top, norm = _online_softmax(
+                queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN
+            )
             v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
-            total = add_product(total * kept[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
+            total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
             page, key = next_page, key + KEYS
     return total / norm[:, None], top + tl.log2(norm)
 
 
 @triton.jit
 def _merge(part, part_lse, head, heads, one, other, G: tl.constexpr, D: tl.constexpr, G_BLOCK: tl.constexpr):
-    """The parts of a request in shares `one` to `other`, weighted; read past the L1 cache, as other processors wrote them."""
+    """Merge a request's partial outputs of the partitions `one` to `other`.
+
+    Loads bypass the L1 cache, since other SMs wrote the partial outputs.
+    """
     member, dim = tl.arange(0, G_BLOCK), tl.arange(0, D)
     total = tl.zeros((G_BLOCK, D), tl.float32)
     top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((G_BLOCK,), tl.float32)
-    for share in tl.range(one, other + 1, loop_unroll_factor=4):
-        place = ((2 * share + (share == one).to(tl.int32)) * heads + head) * G + member
-        lse = tl.load(part_lse + place, mask=member < G, other=0.0, cache_modifier=".cg")
-        values = part + place[:, None] * D + dim[None, :]
+    for partition in tl.range(one, other + 1, loop_unroll_factor=4):
+        index = ((2 * partition + (partition == one).to(tl.int32)) * heads + head) * G + member
+        lse = tl.load(part_lse + index, mask=member < G, other=0.0, cache_modifier=".cg")
+        values = part + index[:, None] * D + dim[None, :]
         values = tl.load(values, mask=(member < G)[:, None], other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, lse)
-        kept, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
-        total = total * kept[:, None] + values * weight[:, None]
-        top, norm = new_top, norm * kept + weight
+        rescale, weight = tl.exp2(top - new_top), tl.exp2(lse - new_top)
+        total = total * rescale[:, None] + values * weight[:, None]
+        top, norm = new_top, norm * rescale + weight
     return total / norm[:, None]
 
 
@@ -122,22 +130,22 @@ def _decode(
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, G_BLOCK: tl.constexpr,
     KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    head, share, num_shares = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    everyone = tl.arange(0, R_BLOCK)
-    lengths = tl.load(seq_lens + everyone, mask=everyone < num_requests, other=0)
+    head, partition, num_partitions = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    requests = tl.arange(0, R_BLOCK)
+    lengths = tl.load(seq_lens + requests, mask=requests < num_requests, other=0)
     if WINDOW > 0:
         lengths = tl.minimum(lengths, WINDOW)
     ends = tl.cumsum(tl.cdiv(lengths, KEYS), 0)
     num_tiles = tl.max(ends, 0)
-    size = tl.maximum(tl.cdiv(num_tiles, num_shares), LEAST)
-    tile = share * size
+    size = tl.maximum(tl.cdiv(num_tiles, num_partitions), LEAST)
+    tile = partition * size
     last = tl.minimum(tile + size, num_tiles)
     if tile >= last:
         return
     request = tl.sum((ends <= tile).to(tl.int32), 0)
-    first = tl.max(tl.where(ends <= tile, ends, 0), 0)  # tile of the request
+    first = tl.max(tl.where(ends <= tile, ends, 0), 0)  # the request's first tile
     member, dim = tl.arange(0, G_BLOCK), tl.arange(0, D)
-    real = (member < G)[:, None]
+    is_head = (member < G)[:, None]
     q_head = head * G + member
     while tile < last:
         stop = tl.load(seq_lens + request)
@@ -147,41 +155,42 @@ def _decode(
             start = tl.maximum(stop - WINDOW, 0)
         after = first + tl.cdiv(stop - start, KEYS)
         until = tl.minimum(after, last)
-        q_place = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
-        queries, factor = as_multiplied(tl.load(q + q_place, mask=real, other=0.0), scale, k_pages)
+        q_index = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
+        queries, factor = as_multiplied(tl.load(q + q_index, mask=is_head, other=0.0), scale, k_pages)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
-        found, lse = _attend(
+        values, lse = _attend(
             queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor,
             D, PAGE_SIZE, G_BLOCK, KEYS, PAIRS, WIDEN,
         )  # fmt: skip
-        found *= v_scale
+        values *= v_scale
         is_last = True
         if (tile > first) | (until < after):
-            place = ((2 * share + (tile == first).to(tl.int32)) * heads + head) * G + member
-            tl.store(part + place[:, None] * D + dim[None, :], found, mask=real)
-            tl.store(part_lse + place, lse, mask=member < G)
-            tl.debug_barrier()  # all of the program's stores come before its arrival
+            index = ((2 * partition + (tile == first).to(tl.int32)) * heads + head) * G + member
+            tl.store(part + index[:, None] * D + dim[None, :], values, mask=is_head)
+            tl.store(part_lse + index, lse, mask=member < G)
+            tl.debug_barrier()  # all stores of the program precede its arrival
             counter = arrived + request * heads + head
             one, other = first // size, (after - 1) // size
             is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == other - one
             if is_last:
                 tl.store(counter, 0)  # for the next layer
-                found = _merge(part, part_lse, head, heads, one, other, G, D, G_BLOCK)
+                values = _merge(part, part_lse, head, heads, one, other, G, D, G_BLOCK)
         if is_last:
             to = (request.to(tl.int64) * heads * G + q_head)[:, None] * D + dim[None, :]
-            tl.store(out + to, found.to(out.dtype.element_ty), mask=real)
+            tl.store(out + to, values.to(out.dtype.element_ty), mask=is_head)
         request += 1
         tile, first = after, after
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeScratch:
-    """Where shares leave what they found of a request that others have more of.
+class SplitKVWorkspace:
+    """Partial outputs of the requests that lie in several partitions.
 
     Attributes:
-        part: weighted means, float32 [C, 2, Hq, D]: of a share's last request, if it begins there, at 1, and of its first at 0.
-        lse: log-sum-exps to base 2, float32 [C, 2, Hq].
-        arrived: how many of a head's shares are done, int32 [B, Hkv]; 0 between launches.
+        part: partial outputs, float32 [C, 2, Hq, D]. Index 1 is for the request that begins in the partition and goes on after
+            it, index 0 for the request that began in an earlier one.
+        lse: their log-sum-exps to base 2, float32 [C, 2, Hq].
+        arrived: partitions of a request that are done, per KV head, int32 [B, Hkv]; 0 between launches.
     """
 
     part: torch.Tensor
@@ -191,20 +200,20 @@ class DecodeScratch:
     @classmethod
     def make(
         cls, batch: int, num_q_heads: int, num_kv_heads: int, dim: int, device: torch.device, programs: int
-    ) -> DecodeScratch:
-        """For B requests, cut for so many programs."""
-        num_shares = max(programs // num_kv_heads, 1)
-        part = torch.empty(num_shares, 2, num_q_heads, dim, dtype=torch.float32, device=device)
+    ) -> SplitKVWorkspace:
+        """Allocate for `batch` requests and a grid of at most `programs` programs."""
+        num_partitions = max(programs // num_kv_heads, 1)
+        part = torch.empty(num_partitions, 2, num_q_heads, dim, dtype=torch.float32, device=device)
         lse = torch.empty(part.shape[:-1], dtype=torch.float32, device=device)
         return cls(part, lse, torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device))
 
 
 def num_programs(device: torch.device) -> int:
-    """As many as a GPU can hold at once."""
+    """Return the number of programs that a GPU holds at once."""
     if device.type != "cuda":
         return 4
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(processors) * (_PROGRAMS if has_large_shared_memory(device) else 1)
+    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+    return int(num_sms) * (_PROGRAMS_PER_SM if has_large_shared_memory(device) else 1)
 
 
 def decode(
@@ -215,36 +224,36 @@ def decode(
     rows: torch.Tensor,
     seq_lens: torch.Tensor,
     out: torch.Tensor,
-    scratch: DecodeScratch,
+    workspace: SplitKVWorkspace,
     layer: AttentionLayer,
-    most_requests: int,
+    max_requests: int,
 ) -> None:
-    """Attention of one query a request to all its tokens.
+    """Attend with one query per request to all its tokens.
 
     Args:
-        q: [B, Hq, D], any strides but the last.
+        q: [B, Hq, D], contiguous in the last dimension.
         k_pages: [P, S, Hkv, D], contiguous, of q's dtype or float8_e4m3fn.
         v_pages: like k_pages.
         page_table: int32 [R, M].
         rows: int32 [B].
         seq_lens: int32 [B].
         out: [B, Hq, D], contiguous.
-        scratch: made for B requests.
-        layer: its scales and window.
-        most_requests: B of the largest batch; kernels are compiled for it.
+        workspace: made for B requests.
+        layer: scales and window.
+        max_requests: B of the largest batch, for which the kernel is compiled.
     """
     num_requests, num_q_heads, dim = q.shape
     heads = k_pages.shape[2]
     group = num_q_heads // heads
     k_scale, v_scale = layer.kv_scales
-    # Pairs are for the shape that they were tested in on a GPU, which most models have.
+    # PAIRS is used for the shapes in which it was tested on a GPU, which are those of most models.
     pairs = k_pages.dtype == FP8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
-    _decode[(heads, len(scratch.part))](
+    _decode[(heads, len(workspace.part))](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
-        scratch.part, scratch.lse, scratch.arrived, layer.scale * k_scale * LOG2_E, v_scale, num_requests, heads,
+        workspace.part, workspace.lse, workspace.arrived, layer.scale * k_scale * LOG2_E, v_scale, num_requests, heads,
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
         G_BLOCK=max(16, triton.next_power_of_2(group)),
-        KEYS=min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128), R_BLOCK=triton.next_power_of_2(most_requests),
-        LEAST=_LEAST_TILES, PAIRS=pairs, WIDEN=not q.is_cuda,
+        KEYS=min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128), R_BLOCK=triton.next_power_of_2(max_requests),
+        LEAST=_MIN_TILES, PAIRS=pairs, WIDEN=not q.is_cuda,
         num_warps=4, num_stages=1 + 2 * q.element_size() // k_pages.element_size(),
     )  # fmt: skip

@@ -1,10 +1,10 @@
-"""Attention of prompts over the paged KV pool.
+"""Prefill attention over the paged KV pool.
 
-Softmax runs over tiles of keys as they come (arXiv 2205.14135). The G query heads of a KV head share a tile, so that K and V
+Softmax is computed online over tiles of keys (arXiv 2205.14135). The G query heads of a KV head share a tile, so that K and V
 are read once for all of them.
 
-Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, R rows and M
-columns of the page table.
+Shape legend: T tokens, B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens.
+The page table has R rows and M columns.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import as_multiplied
-from minisgl_backends.kernels.product import add_product
 from minisgl_core.contracts.attention import AttentionLayer
 
 LOG2_E = 1.4426950408889634
@@ -26,29 +26,29 @@ def _attend_tile(
     D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, N_BLOCK: tl.constexpr,
     MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Let q [rows, D] attend to keys from `start`, where MASKED only to those up to its positions.
+    """Attend with q [rows, D] to the tile of keys at `start`; with MASKED, only to visible ones.
 
-    Returns the running (weighted values, largest score, sum of weights).
+    Returns the running sums of weighted values, maximum scores and sums of weights.
     """
     key = start + tl.arange(0, N_BLOCK)
     inside = key < stop
     page = tl.load(table + key // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     slot = page * PAGE_SIZE + key % PAGE_SIZE
-    place = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
-    k = tl.load(k_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
-    scores = add_product(tl.zeros((q.shape[0], N_BLOCK), tl.float32), q, tl.trans(k), WIDEN) * scale
+    index = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
+    k = tl.load(k_pages + index, mask=inside[:, None], other=0.0).to(q.dtype)
+    scores = add_dot(tl.zeros((q.shape[0], N_BLOCK), tl.float32), q, tl.trans(k), WIDEN) * scale
     if MASKED:
         visible = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (key[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
-    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # where a row has seen no key yet
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # -inf while a row has no visible key
     weights = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(top - base)
-    v = tl.load(v_pages + place, mask=inside[:, None], other=0.0).to(q.dtype)
-    total = add_product(total * kept[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
-    return total, new_top, norm * kept + tl.sum(weights, 1)
+    rescale = tl.exp2(top - base)
+    v = tl.load(v_pages + index, mask=inside[:, None], other=0.0).to(q.dtype)
+    total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
+    return total, new_top, norm * rescale + tl.sum(weights, 1)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "cu_seqlens_q", "seq_lens"])
@@ -58,7 +58,7 @@ def _prefill(
     G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
     M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """A tile holds M_BLOCK of a request's pairs of query and head of the group, heads fastest."""
+    """A tile holds M_BLOCK (query, head of the group) pairs of a request; the head varies fastest."""
     request, first_pair = tl.load(tiles + 2 * tl.program_id(0)), tl.load(tiles + 2 * tl.program_id(0) + 1)
     head = tl.program_id(1)
     begin = tl.load(cu_seqlens_q + request)
@@ -67,9 +67,9 @@ def _prefill(
     table = page_table + tl.load(rows + request).to(tl.int64) * row_stride
     pair, dim = first_pair + tl.arange(0, M_BLOCK), tl.arange(0, D)
     query, q_head = pair // G, head * G + pair % G
-    real = (query < num_queries)[:, None]
+    is_query = (query < num_queries)[:, None]
     token = (begin + query).to(tl.int64)
-    queries = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim[None, :], mask=real, other=0.0)
+    queries = tl.load(q + (token * q_stride_t + q_head * q_stride_h)[:, None] + dim[None, :], mask=is_query, other=0.0)
     queries, scale = as_multiplied(queries, scale, k_pages)
     total = tl.zeros((M_BLOCK, D), tl.float32)
     top = tl.full((M_BLOCK,), float("-inf"), tl.float32)
@@ -93,15 +93,15 @@ def _prefill(
             queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
             D, PAGE_SIZE, WINDOW, N_BLOCK, True, WIDEN,
         )  # fmt: skip
-    total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # 1 at least, but in rows that are padding
-    place = (token * heads * G + q_head)[:, None] * D + dim[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=real)
+    total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # norm is at least 1, except in padding rows
+    to = (token * heads * G + q_head)[:, None] * D + dim[None, :]
+    tl.store(out + to, total.to(out.dtype.element_ty), mask=is_query)
 
 
 def prefill_tile(dim: int, dtype: torch.dtype) -> tuple[int, int]:
-    """How many pairs of query and head `prefill` computes at once, over how many keys.
+    """Return the (query, head) pairs and the keys of a tile of `prefill`.
 
-    They fit into 99 KB of shared memory, which every GPU since Ampere has.
+    A tile fits into 99 KB of shared memory, which every GPU since Ampere has.
     """
     is_wide, is_float32 = dim > 128, dtype == torch.float32
     if is_wide and is_float32:
@@ -121,19 +121,19 @@ def prefill(
     out: torch.Tensor,
     layer: AttentionLayer,
 ) -> None:
-    """Causal attention of each request's last tokens to all its tokens.
+    """Attend causally with each request's last tokens to all its tokens.
 
     Args:
-        q: [T, Hq, D], any strides but the last.
+        q: [T, Hq, D], contiguous in the last dimension.
         k_pages: [P, S, Hkv, D], contiguous, of q's dtype or float8_e4m3fn.
         v_pages: like k_pages.
         page_table: int32 [R, M].
         rows: int32 [B].
-        cu_seqlens_q: int32 [B + 1], into q.
+        cu_seqlens_q: cumulative query counts, int32 [B + 1].
         seq_lens: int32 [B].
-        tiles: (request, first of its ``queries * G`` pairs) of every tile, int32 [tiles, 2].
+        tiles: request and first of its ``queries * G`` pairs, per tile; int32 [tiles, 2].
         out: [T, Hq, D], contiguous.
-        layer: its scales and window.
+        layer: scales and window.
     """
     num_q_heads, dim = q.shape[1:]
     heads = k_pages.shape[2]

@@ -1,4 +1,4 @@
-"""Rows to float8, each with a scale of its own, in one launch."""
+"""Dynamic FP8 quantization with one scale per row, in one launch."""
 
 from __future__ import annotations
 

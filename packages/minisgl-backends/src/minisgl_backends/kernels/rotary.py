@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in one launch: after their norms where the model has them, and on to the KV pool.
+"""Rotary embedding of queries and keys, fused with the q/k norms before it and the KV store after it.
 
 Shape legend: T tokens, Hq and Hkv heads, D head dimension, R half of the rotated dimensions, P pages of S tokens.
 """
@@ -14,13 +14,13 @@ from minisgl_backends.kernels.fp8 import as_stored
 from minisgl_core.contracts.ops import Rotation
 
 _HEADS, _WARPS = 8, 4
-"""Of a program, which has heads of one token: few enough that many programs fit on a processor."""
+"""Heads of one token and warps per program: few enough that many programs fit on an SM."""
 
 
 @triton.jit
-def _gain(normed, gain):
+def _times_weight(normed, weight):
     """Round to the model's dtype, then multiply in it."""
-    return (normed.to(gain.dtype).to(tl.float32) * gain.to(tl.float32)).to(gain.dtype)
+    return (normed.to(weight.dtype).to(tl.float32) * weight.to(tl.float32)).to(weight.dtype)
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _heads(
     x, stride_h, out, out_stride_h, out_scale, cos, sin, weight, eps, head, heads,
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, NORM: tl.constexpr, IN_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """Rotate some of a token's heads."""
+    """Rotate heads of a token."""
     half = tl.arange(0, R_BLOCK)
     mask = (head < heads)[:, None] & (half < R)[None, :]
     start, to = x + head[:, None] * stride_h, out + head[:, None] * out_stride_h
@@ -40,13 +40,13 @@ def _heads(
         whole = tl.load(start + columns[None, :], mask=whole_mask, other=0.0)
         wide = whole.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, 1) / D + eps)[:, None]
-        first_gain = tl.load(weight + half, mask=half < R, other=0.0)[None, :]
-        second_gain = tl.load(weight + R + half, mask=half < R, other=0.0)[None, :]
-        first = _gain(first.to(tl.float32) * scale, first_gain)
-        second = _gain(second.to(tl.float32) * scale, second_gain)
+        first_weight = tl.load(weight + half, mask=half < R, other=0.0)[None, :]
+        second_weight = tl.load(weight + R + half, mask=half < R, other=0.0)[None, :]
+        first = _times_weight(first.to(tl.float32) * scale, first_weight)
+        second = _times_weight(second.to(tl.float32) * scale, second_weight)
         if 2 * R < D:
-            gain = tl.load(weight + columns, mask=columns < D, other=0.0)[None, :]
-            rest = _gain(wide * scale, gain)
+            whole_weight = tl.load(weight + columns, mask=columns < D, other=0.0)[None, :]
+            rest = _times_weight(wide * scale, whole_weight)
             tl.store(
                 to + columns[None, :], as_stored(rest, out_scale, out), mask=whole_mask & (columns >= 2 * R)[None, :]
             )
@@ -67,22 +67,24 @@ def _rotary(
     D: tl.constexpr, R: tl.constexpr, D_BLOCK: tl.constexpr, R_BLOCK: tl.constexpr, H_BLOCK: tl.constexpr,
     NORM: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """H_BLOCK heads of a token: programs of q, then of k. With STORE, k goes to its slot instead of back, and further programs
-    store v."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    q_parts, k_parts = tl.cdiv(q_heads, H_BLOCK), tl.cdiv(k_heads, H_BLOCK)
+    """Rotate H_BLOCK heads of a token per program: first those of q, then those of k.
+
+    With STORE, k is written to its slot instead of in place, and further programs store v.
+    """
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    q_blocks, k_blocks = tl.cdiv(q_heads, H_BLOCK), tl.cdiv(k_heads, H_BLOCK)
     cos += token * R
     sin += token * R
     await_previous(PDL)
-    if part < q_parts:
+    if block < q_blocks:
         q += token * q_stride_t
-        head = part * H_BLOCK + tl.arange(0, H_BLOCK)
+        head = block * H_BLOCK + tl.arange(0, H_BLOCK)
         _heads(
             q, q_stride_h, q, q_stride_h, 1.0, cos, sin, q_weight, eps, head, q_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
         )  # fmt: skip
-    elif part < q_parts + k_parts:
+    elif block < q_blocks + k_blocks:
         k += token * k_stride_t
-        head = (part - q_parts) * H_BLOCK + tl.arange(0, H_BLOCK)
+        head = (block - q_blocks) * H_BLOCK + tl.arange(0, H_BLOCK)
         if STORE:
             to = k_pool + tl.load(slots + token) * k_heads * D
             _heads(
@@ -93,7 +95,7 @@ def _rotary(
                 k, k_stride_h, k, k_stride_h, 1.0, cos, sin, k_weight, eps, head, k_heads, D, R, D_BLOCK, R_BLOCK, NORM, True
             )  # fmt: skip
     elif STORE:
-        head = (part - q_parts - k_parts) * H_BLOCK + tl.arange(0, H_BLOCK)
+        head = (block - q_blocks - k_blocks) * H_BLOCK + tl.arange(0, H_BLOCK)
         column = tl.arange(0, D_BLOCK)[None, :]
         mask = (head < k_heads)[:, None] & (column < D)
         values = tl.load(v + token * v_stride_t + head[:, None] * v_stride_h + column, mask=mask, other=0.0)
@@ -113,15 +115,15 @@ def rotate(
     *,
     overlap: bool = False,
 ) -> None:
-    """Rotate in place, or k on its way to the pool.
+    """Rotate q and k in place; with `store`, write the rotated k and v to the KV pool instead.
 
     Args:
-        q: [T, Hq, D], any strides but the last.
+        q: [T, Hq, D], contiguous in the last dimension.
         k: [T, Hkv, D], like q.
-        rotation: of the tokens.
+        rotation: cos and sin of the tokens' positions, and the q/k norms.
         store: v [T, Hkv, D]; K and V of a layer, [P, S, Hkv, D], contiguous; the slot of each token, int64 [T].
-        scales: of k and v in fp8 pages; see `AttentionLayer.kv_scales`.
-        overlap: whether the launch overlaps others'; see `dependent_launch`.
+        scales: scales of k and v in FP8 pages; see `AttentionLayer.kv_scales`.
+        overlap: launch with PDL; see `dependent_launch`.
     """
     if not len(q):
         return
@@ -129,8 +131,8 @@ def rotate(
     q_weight, k_weight = rotation.norms or (q, q)
     v, k_pages, v_pages, slots = store or (k, k, k, k)
     block = min(_HEADS, triton.next_power_of_2(max(q.shape[1], k.shape[1])))
-    q_parts, k_parts = triton.cdiv(q.shape[1], block), triton.cdiv(k.shape[1], block)
-    _rotary[(len(q), q_parts + (k_parts if store is None else 2 * k_parts))](
+    q_blocks, k_blocks = triton.cdiv(q.shape[1], block), triton.cdiv(k.shape[1], block)
+    _rotary[(len(q), q_blocks + (k_blocks if store is None else 2 * k_blocks))](
         q, k, v, q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         rotation.cos.contiguous(), rotation.sin.contiguous(), q_weight, k_weight, rotation.eps, k_pages, v_pages, slots, *scales,
         q.shape[1], k.shape[1],

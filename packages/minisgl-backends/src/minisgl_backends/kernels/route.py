@@ -1,6 +1,6 @@
-"""Routing to experts: softmax, the best K, their weights, in one launch.
+"""MoE routing in one launch: softmax, top-k, and the weights of the selected experts.
 
-Shape legend: T tokens, E experts, K experts a token.
+Shape legend: T tokens, E experts, K experts per token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _route(
     best, chosen = tl.zeros((K_BLOCK,), tl.float32), tl.zeros((K_BLOCK,), tl.int64)
     for k in tl.static_range(K):
         most = tl.max(left, 0)
-        found = tl.min(tl.where(left == most, expert, num_experts - 1), 0)  # NaN must not lead outside
+        found = tl.min(tl.where(left == most, expert, num_experts - 1), 0)  # in bounds even if logits are NaN
         best, chosen = tl.where(place == k, most, best), tl.where(place == k, found.to(tl.int64), chosen)
         left = tl.where(expert == found, -1.0, left)
     if NORMALIZE:

@@ -1,11 +1,11 @@
 """Sampling in two passes over the logits, without a sort and without a probability tensor.
 
-Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens; over ranks, C of each and A of all.
+Shape legend: N requests, V vocabulary, C chunks of `BLOCK` tokens. Over several ranks, each rank has C of all A chunks.
 
-The first pass reduces each chunk to its largest logit, and where that is, or, for random requests, its sum of exponentials. The
-second finds, from the sums, the chunk in which the cumulative distribution crosses the target, and reads that chunk again to
-find the token. Where each rank has a part of the vocabulary, they exchange what the first pass finds, and the rank that has the
-chunk tells the others the token.
+The first pass reduces each chunk to its largest logit and the index of that (greedy requests) or the sum of exponentials
+(sampled requests). From the sums, the second pass finds the chunk in which the cumulative distribution crosses the target. It
+reads that chunk again to find the token. With a vocabulary-parallel LM head, the ranks all-reduce the statistics of the first
+pass. Then the rank that owns the chunk broadcasts the token.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ BLOCK = 4096
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "place", "sums"])
-def _reduce(logits, temperature, largest, place, sums, V, A, stride, begin, BLOCK: tl.constexpr):
-    """V: of this rank's columns, those that are real; its first token is `begin`. The chunks' statistics are [N, A]."""
+@triton.jit(do_not_specialize=["begin"], do_not_specialize_on_alignment=["temperature", "largest", "argmax", "sums"])
+def _reduce(logits, temperature, largest, argmax, sums, V, A, stride, begin, BLOCK: tl.constexpr):
+    """Reduce a chunk. V counts this rank's columns without padding, `begin` is its first token; statistics are [N, A]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     columns = chunk * BLOCK + tl.arange(0, BLOCK)
     t = tl.load(temperature + row)
     values = tl.load(logits + row * stride + columns, mask=columns < V, other=float("-inf")).to(tl.float32)
-    # As torch has it, NaN is the largest; it equals nothing, and a row without a largest logit would lead outside.
+    # NaN counts as the largest, as in torch. It is not equal to itself, and the index of the largest would be out of bounds.
     values = tl.where(values == values, values, float("inf"))
     top = tl.max(values, 0)
     tl.store(largest + row * A + chunk, top)
@@ -36,19 +36,19 @@ def _reduce(logits, temperature, largest, place, sums, V, A, stride, begin, BLOC
         safe = tl.where(top == float("-inf"), 0.0, top)
         tl.store(sums + row * A + chunk, tl.sum(tl.exp2((values - safe) * scale), 0))
     else:
-        found = begin + tl.min(tl.where(values == top, columns, V), 0)
-        tl.store(place + row * A + chunk, found.to(place.dtype.element_ty))
+        tokens = begin + tl.min(tl.where(values == top, columns, V), 0)
+        tl.store(argmax + row * A + chunk, tokens.to(argmax.dtype.element_ty))
 
 
 @triton.jit(
     do_not_specialize=["first_chunk", "begin"],
-    do_not_specialize_on_alignment=["temperature", "uniform", "place", "sums"],
+    do_not_specialize_on_alignment=["temperature", "uniform", "argmax", "sums"],
 )
 def _find(
-    logits, temperature, uniform, largest, place, sums, out, V, C, A, stride, first_chunk, begin,
+    logits, temperature, uniform, largest, argmax, sums, out, V, C, A, stride, first_chunk, begin,
     BLOCK: tl.constexpr, A_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the token where this rank has it, else 0; chunks ``[first_chunk, first_chunk + C)`` are this rank's."""
+    """Store the token if this rank owns its chunk, else 0; this rank owns chunks ``[first_chunk, first_chunk + C)``."""
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, A_BLOCK)
     in_range = chunks < A
@@ -59,15 +59,15 @@ def _find(
     if t <= 0:
         is_top = in_range & (tops == top)
         chunk = tl.min(tl.where(is_top, chunks, A_BLOCK), 0)
-        places = tl.load(place + row * A + chunks, mask=chunks == chunk, other=0).to(tl.int64)
+        argmaxes = tl.load(argmax + row * A + chunks, mask=chunks == chunk, other=0).to(tl.int64)
         is_own = (chunk >= first_chunk) & (chunk < first_chunk + C)
-        tl.store(out + row, tl.where(is_own, tl.sum(places, 0), 0).to(out.dtype.element_ty))
+        tl.store(out + row, tl.where(is_own, tl.sum(argmaxes, 0), 0).to(out.dtype.element_ty))
     else:
         mass = tl.load(sums + row * A + chunks, mask=in_range, other=0.0) * tl.exp((tops - top) * scale)
         mass = tl.where(tops == float("-inf"), 0.0, mass)
         cumulative = tl.cumsum(mass, 0)
         target = tl.load(uniform + row) * tl.sum(mass, 0)
-        # The first chunk that crosses the target, or, where rounding lets none, the last with any mass.
+        # The first chunk that crosses the target or, if none does because of rounding, the last chunk with probability mass.
         last = tl.max(tl.where(mass > 0, chunks, 0), 0)
         chunk = tl.minimum(tl.min(tl.where((cumulative > target) & (mass > 0), chunks, A_BLOCK), 0), last)
         before = tl.sum(tl.where(chunks < chunk, mass, 0.0), 0)
@@ -80,8 +80,8 @@ def _find(
         crossing = (inside > target - before) & (weights > 0)
         token = tl.min(tl.where(crossing, columns, V), 0)
         fallback = tl.max(tl.where(weights > 0, columns, 0), 0)
-        found = begin + tl.where(token < V, token, fallback)
-        tl.store(out + row, tl.where(is_own, found, 0).to(out.dtype.element_ty))
+        tokens = begin + tl.where(token < V, token, fallback)
+        tl.store(out + row, tl.where(is_own, tokens, 0).to(out.dtype.element_ty))
 
 
 def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
@@ -89,13 +89,13 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tenso
     num_rows, vocab_size = logits.shape
     num_chunks = triton.cdiv(vocab_size, BLOCK)
     largest = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
-    sums, place = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)
+    sums, argmax = torch.empty_like(largest), torch.empty_like(largest, dtype=torch.int32)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
         sizes = vocab_size, num_chunks, logits.stride(0)
-        _reduce[(num_rows, num_chunks)](logits, temperature, largest, place, sums, *sizes, 0, BLOCK=BLOCK, num_warps=4)
+        _reduce[(num_rows, num_chunks)](logits, temperature, largest, argmax, sums, *sizes, 0, BLOCK=BLOCK, num_warps=4)
         _find[(num_rows,)](
-            logits, temperature, uniform, largest, place, sums, out, vocab_size, num_chunks, *sizes[1:], 0, 0,
+            logits, temperature, uniform, largest, argmax, sums, out, vocab_size, num_chunks, *sizes[1:], 0, 0,
             BLOCK=BLOCK, A_BLOCK=triton.next_power_of_2(num_chunks), num_warps=8,
         )  # fmt: skip
     return out
@@ -106,24 +106,25 @@ def sample_shard(
 ) -> torch.Tensor:
     """See `minisgl_core.contracts.ops.SamplingOps.sample_shard`; rows of `logits` are contiguous.
 
-    What the ranks exchange are sums, to which all but one add zeros, since short sums are what communicators are good at.
+    The ranks exchange their results by all-reduces in which all but one rank add zeros, since communicators have low latency
+    for small all-reduces.
     """
     (num_rows, size), group = logits.shape, shard.communicator
     num_chunks, begin = triton.cdiv(size, BLOCK), group.rank * size
     num_all, first_chunk, num_real = num_chunks * group.size, num_chunks * group.rank, shard.vocab_size - begin
     sizes = max(min(num_real, size), 0), logits.stride(0)
-    # Integers up to 2 ** 24 are float32 too. Rows are rounded up, as some communicators take whole words of 16 bytes.
+    # Float32 holds integers up to 2 ** 24 exactly. Rows are padded, since some communicators need multiples of 16 bytes.
     statistics = torch.zeros(3, -(-num_rows // 4) * 4, num_all, dtype=torch.float32, device=logits.device)
-    found = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
+    tokens = torch.zeros(statistics.shape[1], dtype=torch.float32, device=logits.device)
     if num_rows:
-        largest, place, sums = (each[:, first_chunk:] for each in statistics.unbind(0))
+        largest, argmax, sums = (each[:, first_chunk:] for each in statistics.unbind(0))
         _reduce[(num_rows, num_chunks)](
-            logits, temperature, largest, place, sums, sizes[0], num_all, sizes[1], begin, BLOCK=BLOCK, num_warps=4
+            logits, temperature, largest, argmax, sums, sizes[0], num_all, sizes[1], begin, BLOCK=BLOCK, num_warps=4
         )
         statistics = group.all_reduce(statistics)
         _find[(num_rows,)](
-            logits, temperature, uniform, *statistics.unbind(0), found, sizes[0], num_chunks, num_all, sizes[1],
+            logits, temperature, uniform, *statistics.unbind(0), tokens, sizes[0], num_chunks, num_all, sizes[1],
             first_chunk, begin, BLOCK=BLOCK, A_BLOCK=triton.next_power_of_2(num_all), num_warps=8,
         )  # fmt: skip
-        found = group.all_reduce(found)
-    return found[:num_rows].long()
+        tokens = group.all_reduce(tokens)
+    return tokens[:num_rows].long()

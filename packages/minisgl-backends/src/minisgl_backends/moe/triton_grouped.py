@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backends.kernels.product import add_product
+from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.moe.sorted_blocks import SortedBlocks
 from minisgl_backends.moe.tiles import Tiles
 
@@ -78,10 +78,8 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < hidden_size
         left = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        gate = add_product(
-            gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN
-        )
-        up = add_product(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
+        gate = add_dot(gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
+        up = add_dot(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
     if SCALED:
         of_rows = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
         of_cols = scales + expert * 2 * intermediate_size + cols
@@ -134,7 +132,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
         in_depth = depth < intermediate_size
         left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
         right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
-        result = add_product(result, left, right, WIDEN)
+        result = add_dot(result, left, right, WIDEN)
     if SCALED:
         of_rows = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
         result *= of_rows * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]

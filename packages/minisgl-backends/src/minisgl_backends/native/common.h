@@ -1,5 +1,5 @@
-/* What the kernels share: the element type T, float or with -DBF16 bfloat16. Arithmetic is in float, each result is rounded
-   once. */
+/* Shared by all kernels: the element type T, which is float, or bfloat16 with -DBF16. Arithmetic is in float, and each result
+   is rounded once. */
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -9,14 +9,14 @@
 #ifdef BF16
 typedef uint16_t T;
 
-static inline float get(T x) {
+static inline float to_float(T x) {
     uint32_t bits = (uint32_t)x << 16;
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
 }
 
-static inline T put(float value) {  /* to nearest, ties to even */
+static inline T from_float(float value) {  /* to nearest, ties to even */
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
     uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -24,16 +24,16 @@ static inline T put(float value) {  /* to nearest, ties to even */
 }
 #else
 typedef float T;
-static inline float get(T x) { return x; }
-static inline T put(float value) { return value; }
+static inline float to_float(T x) { return x; }
+static inline T from_float(float value) { return value; }
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* A parallel loop costs some microseconds: not for less work than this many elements. */
-#define MANY 32768
+/* Elements from which on a loop is parallel: starting a parallel loop costs some microseconds. */
+#define PARALLEL_MIN 32768
 
-/* e^x for x <= 0, to about 1e-7 of it; 0 below -87. */
+/* e^x for x <= 0 with a relative error of about 1e-7; 0 below -87. */
 INLINE float exp_of_negative(float x) {
     float clipped = x < -87.0f ? -87.0f : x;
     float n = nearbyintf(clipped * 1.44269504f);
@@ -51,8 +51,8 @@ INLINE float exp_of_negative(float x) {
     return x < -87.0f ? 0.0f : p * power;
 }
 
-/* Where the vector of key t lies in pages [P, heads, page_size, dim]; `table` holds its request's pages. */
-INLINE int64_t place_of(const int32_t *table, int64_t t, int64_t head, int64_t heads, int64_t page_size, int64_t dim) {
+/* Offset of key t in pages [P, heads, page_size, dim]; `table` is the request's row of the page table. */
+INLINE int64_t key_offset(const int32_t *table, int64_t t, int64_t head, int64_t heads, int64_t page_size, int64_t dim) {
     return ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim;
 }
 

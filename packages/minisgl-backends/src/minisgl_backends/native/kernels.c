@@ -1,33 +1,33 @@
-/* Norms, rotation, activation and attention for CPUs, in portable C with OpenMP. `library.py` compiles this file once for
-   each element type.
+/* RMSNorm, RoPE, activation, argmax and attention for CPUs, in portable C with OpenMP. `library.py` compiles this file once per
+   element type.
 
-   Letters in comments: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens a page. */
+   Shape legend: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page. */
 #include "common.h"
 
-/* ---- Norms, rotation, activation ---- */
+/* ---- RMSNorm, RoPE, activation, argmax ---- */
 
 INLINE void norm_row(T *out, const T *x, const T *weight, int64_t size, float eps) {
     float sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t i = 0; i < size; i++) sum += get(x[i]) * get(x[i]);
+    for (int64_t i = 0; i < size; i++) sum += to_float(x[i]) * to_float(x[i]);
     float factor = 1 / sqrtf(sum / size + eps);
 #pragma omp simd
-    for (int64_t i = 0; i < size; i++) out[i] = put(get(x[i]) * factor * get(weight[i]));
+    for (int64_t i = 0; i < size; i++) out[i] = from_float(to_float(x[i]) * factor * to_float(weight[i]));
 }
 
 void rms_norm(T *out, const T *x, int64_t x_stride, const T *weight, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for if (rows * size > MANY)
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) norm_row(out + row * size, x + row * x_stride, weight, size, eps);
 }
 
-/* x += residual, then its norm; both of it dense. */
+/* x += residual; out = norm(x). All tensors are contiguous. */
 void add_rms_norm(T *out, T *x, const T *residual, const T *weight, int64_t rows, int64_t size, float eps) {
-#pragma omp parallel for if (rows * size > MANY)
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
         T *total = x + row * size;
         const T *other = residual + row * size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) total[i] = put(get(total[i]) + get(other[i]));
+        for (int64_t i = 0; i < size; i++) total[i] = from_float(to_float(total[i]) + to_float(other[i]));
         norm_row(out + row * size, total, weight, size, eps);
     }
 }
@@ -38,17 +38,17 @@ INLINE void rotate_heads(T *x, int64_t heads, int64_t dim, int64_t half, const T
         if (norm) norm_row(x, x, norm, dim, eps);
 #pragma omp simd
         for (int64_t i = 0; i < half; i++) {
-            float first = get(x[i]), second = get(x[half + i]), c = get(cos[i]), s = get(sin[i]);
-            x[i] = put(first * c - second * s);
-            x[half + i] = put(second * c + first * s);
+            float first = to_float(x[i]), second = to_float(x[half + i]), c = to_float(cos[i]), s = to_float(sin[i]);
+            x[i] = from_float(first * c - second * s);
+            x[half + i] = from_float(second * c + first * s);
         }
     }
 }
 
-/* In place; the heads of a token lie side by side. The norms may be null. */
+/* RoPE in place, after the q/k norms unless they are null. The heads of a token are contiguous. */
 void rotate(T *q, int64_t q_stride, int64_t q_heads, T *k, int64_t k_stride, int64_t k_heads, const T *cos,
             const T *sin, int64_t tokens, int64_t dim, int64_t half, const T *q_norm, const T *k_norm, float eps) {
-#pragma omp parallel for if (tokens * (q_heads + k_heads) * dim > MANY)
+#pragma omp parallel for if (tokens * (q_heads + k_heads) * dim > PARALLEL_MIN)
     for (int64_t row = 0; row < tokens; row++) {
         const T *c = cos + row * half, *s = sin + row * half;
         rotate_heads(q + row * q_stride, q_heads, dim, half, c, s, q_norm, eps);
@@ -56,29 +56,29 @@ void rotate(T *q, int64_t q_stride, int64_t q_heads, T *k, int64_t k_stride, int
     }
 }
 
-/* silu(gate) * up of rows [gate | up]. */
+/* out = silu(gate) * up, with rows [gate | up]. */
 void silu_and_mul(T *out, const T *x, int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size > MANY)
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
         const T *gate = x + row * 2 * size, *up = gate + size;
 #pragma omp simd
-        for (int64_t i = 0; i < size; i++) out[row * size + i] = put(silu(get(gate[i])) * get(up[i]));
+        for (int64_t i = 0; i < size; i++) out[row * size + i] = from_float(silu(to_float(gate[i])) * to_float(up[i]));
     }
 }
 
-/* The first of the largest of each row; a NaN counts as the largest. */
+/* Index of the first of the largest elements of each row; NaN counts as the largest. */
 void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
-#pragma omp parallel for if (rows * size > MANY)
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
         const T *values = x + row * size;
         float best = -INFINITY;
 #pragma omp simd reduction(max : best)
         for (int64_t i = 0; i < size; i++) {
-            float value = get(values[i]);
+            float value = to_float(values[i]);
             best = value != value ? INFINITY : value > best ? value : best;
         }
         int64_t at = 0;
-        while (at < size - 1 && get(values[at]) < best) at++;
+        while (at < size - 1 && to_float(values[at]) < best) at++;
         out[row] = at;
     }
 }
@@ -87,7 +87,7 @@ void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
 
 void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_pages, T *v_pages, const int64_t *slots,
            int64_t tokens, int64_t heads, int64_t page_size, int64_t dim) {
-#pragma omp parallel for if (tokens * heads * dim > MANY)
+#pragma omp parallel for if (tokens * heads * dim > PARALLEL_MIN)
     for (int64_t row = 0; row < tokens; row++) {
         int64_t first = slots[row] / page_size * heads * page_size + slots[row] % page_size;
         for (int64_t head = 0; head < heads; head++) {
@@ -98,12 +98,12 @@ void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_page
     }
 }
 
-/* Scores to weights, in place, [N * Hkv, G, C, keys]: scaled, causal, hidden keys get 0.
-   Query c of request n stands at position first[n] + c. */
+/* Causal softmax of the scaled scores [N * Hkv, G, C, keys], in place; masked keys get weight 0.
+   Query c of request n has position first[n] + c. */
 void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t heads, int64_t group, int64_t queries,
                     int64_t keys, float scale, int64_t window) {
     int64_t rows = requests * heads * group * queries;
-#pragma omp parallel for if (rows * keys > MANY)
+#pragma omp parallel for if (rows * keys > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
         T *x = scores + row * keys;
         int64_t stop = first[row / (heads * group * queries)] + row % queries + 1;
@@ -111,33 +111,34 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
         int64_t start = window && stop > window ? stop - window : 0;
         float largest = -INFINITY, sum = 0;
 #pragma omp simd reduction(max : largest)
-        for (int64_t i = start; i < stop; i++) largest = get(x[i]) > largest ? get(x[i]) : largest;
+        for (int64_t i = start; i < stop; i++) largest = to_float(x[i]) > largest ? to_float(x[i]) : largest;
         float e[stop - start];
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < stop - start; i++) {
-            e[i] = exp_of_negative((get(x[start + i]) - largest) * scale);
+            e[i] = exp_of_negative((to_float(x[start + i]) - largest) * scale);
             sum += e[i];
         }
         float factor = 1 / sum;
 #pragma omp simd
-        for (int64_t i = 0; i < stop - start; i++) x[start + i] = put(e[i] * factor);
+        for (int64_t i = 0; i < stop - start; i++) x[start + i] = from_float(e[i] * factor);
         memset(x, 0, start * sizeof(T));
         memset(x + stop, 0, (keys - stop) * sizeof(T));
     }
 }
 
-#define CHUNK 128 /* keys of a piece of work */
+#define CHUNK 128 /* keys per split-KV partition */
 
-/* One chunk for the G queries of a KV head: sums of weighted values [G][D], then [G] maxima and [G] sums of weights. */
-INLINE void attend_chunk(float *part, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
+/* Partial output of one chunk for the G queries of a KV head: sums of weighted values [G][D], then [G] maximum scores and [G]
+   sums of weights. */
+INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
                          int64_t start, int64_t stop, int64_t head, int64_t heads, int64_t group, int64_t page_size,
                          const int64_t dim) {
     float weights[group][CHUNK], row[dim];
-    float *largest = part + group * dim, *sums = largest + group;
+    float *largest = partial + group * dim, *sums = largest + group;
     for (int64_t t = start; t < stop; t++) {
-        const T *k = k_pages + place_of(pages, t, head, heads, page_size, dim);
+        const T *k = k_pages + key_offset(pages, t, head, heads, page_size, dim);
 #pragma omp simd
-        for (int64_t d = 0; d < dim; d++) row[d] = get(k[d]);
+        for (int64_t d = 0; d < dim; d++) row[d] = to_float(k[d]);
         for (int64_t g = 0; g < group; g++) {
             float dot = 0;
 #pragma omp simd reduction(+ : dot)
@@ -146,72 +147,72 @@ INLINE void attend_chunk(float *part, const float *q, const T *k_pages, const T 
         }
     }
     for (int64_t g = 0; g < group; g++) {
-        float most = -INFINITY, sum = 0;
-#pragma omp simd reduction(max : most)
-        for (int64_t t = 0; t < stop - start; t++) most = weights[g][t] > most ? weights[g][t] : most;
+        float max_score = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : max_score)
+        for (int64_t t = 0; t < stop - start; t++) max_score = weights[g][t] > max_score ? weights[g][t] : max_score;
 #pragma omp simd reduction(+ : sum)
         for (int64_t t = 0; t < stop - start; t++) {
-            weights[g][t] = exp_of_negative(weights[g][t] - most);
+            weights[g][t] = exp_of_negative(weights[g][t] - max_score);
             sum += weights[g][t];
         }
-        largest[g] = most;
+        largest[g] = max_score;
         sums[g] = sum;
     }
-    memset(part, 0, group * dim * sizeof(float));
+    memset(partial, 0, group * dim * sizeof(float));
     for (int64_t t = start; t < stop; t++) {
-        const T *v = v_pages + place_of(pages, t, head, heads, page_size, dim);
+        const T *v = v_pages + key_offset(pages, t, head, heads, page_size, dim);
 #pragma omp simd
-        for (int64_t d = 0; d < dim; d++) row[d] = get(v[d]);
+        for (int64_t d = 0; d < dim; d++) row[d] = to_float(v[d]);
         for (int64_t g = 0; g < group; g++) {
             float weight = weights[g][t - start];
 #pragma omp simd
-            for (int64_t d = 0; d < dim; d++) part[g * dim + d] += weight * row[d];
+            for (int64_t d = 0; d < dim; d++) partial[g * dim + d] += weight * row[d];
         }
     }
 }
 
-/* Attention of single queries, cut into chunks of keys whose parts are merged at the end (flash-decoding).
-   `parts` has room for requests * heads * chunks * group * (dim + 2) floats. */
+/* Split-KV decode attention (Flash-Decoding): one query per request; partial outputs of chunks of keys are merged at the end.
+   `partials` has room for requests * heads * chunks * group * (dim + 2) floats. */
 void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
-            int64_t columns, const int32_t *rows, const int32_t *lens, int64_t requests, int64_t heads, int64_t group,
-            int64_t dim, int64_t page_size, float scale, int64_t window, float *parts, int64_t chunks) {
-    int64_t part_size = group * (dim + 2);
+            int64_t columns, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
+            int64_t dim, int64_t page_size, float scale, int64_t window, float *partials, int64_t chunks) {
+    int64_t partial_size = group * (dim + 2);
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic)
         for (int64_t item = 0; item < requests * heads * chunks; item++) {
-            int64_t n = item / (heads * chunks), head = item / chunks % heads, stop = lens[n];
+            int64_t n = item / (heads * chunks), head = item / chunks % heads, stop = seq_lens[n];
             int64_t begin = window && stop > window ? stop - window : 0, start = begin + item % chunks * CHUNK;
             if (start >= stop) continue;
             if (stop > start + CHUNK) stop = start + CHUNK;
             float scaled[group * dim];
             const T *from = q + n * q_stride + head * group * dim;
-            for (int64_t i = 0; i < group * dim; i++) scaled[i] = get(from[i]) * scale;
+            for (int64_t i = 0; i < group * dim; i++) scaled[i] = to_float(from[i]) * scale;
             const int32_t *pages = table + rows[n] * columns;
-            float *part = parts + item * part_size;
+            float *partial = partials + item * partial_size;
             if (dim == 64)
-                attend_chunk(part, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 64);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 64);
             else if (dim == 128)
-                attend_chunk(part, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 128);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 128);
             else
-                attend_chunk(part, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, dim);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, dim);
         }
 #pragma omp for
         for (int64_t item = 0; item < requests * heads; item++) {
-            int64_t n = item / heads, seen = window && lens[n] > window ? window : lens[n];
-            int64_t count = (seen + CHUNK - 1) / CHUNK;
-            const float *first = parts + item * chunks * part_size;
+            int64_t n = item / heads, num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
+            int64_t count = (num_visible + CHUNK - 1) / CHUNK;
+            const float *first = partials + item * chunks * partial_size;
             for (int64_t g = 0; g < group; g++) {
-                float most = -INFINITY, sum = 0, total[dim];
-                for (int64_t c = 0; c < count; c++) most = fmaxf(most, first[c * part_size + group * dim + g]);
+                float max_score = -INFINITY, sum = 0, total[dim];
+                for (int64_t c = 0; c < count; c++) max_score = fmaxf(max_score, first[c * partial_size + group * dim + g]);
                 memset(total, 0, sizeof total);
                 for (int64_t c = 0; c < count; c++) {
-                    const float *part = first + c * part_size;
-                    float factor = exp_of_negative(part[group * dim + g] - most);
-                    sum += factor * part[group * dim + group + g];
-                    for (int64_t d = 0; d < dim; d++) total[d] += factor * part[g * dim + d];
+                    const float *partial = first + c * partial_size;
+                    float factor = exp_of_negative(partial[group * dim + g] - max_score);
+                    sum += factor * partial[group * dim + group + g];
+                    for (int64_t d = 0; d < dim; d++) total[d] += factor * partial[g * dim + d];
                 }
-                for (int64_t d = 0; d < dim; d++) out[(item * group + g) * dim + d] = put(total[d] / sum);
+                for (int64_t d = 0; d < dim; d++) out[(item * group + g) * dim + d] = from_float(total[d] / sum);
             }
         }
     }

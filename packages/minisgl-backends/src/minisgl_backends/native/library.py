@@ -1,4 +1,4 @@
-"""Compiles the C sources beside this file with the host's gcc, once a machine, and loads them."""
+"""Compilation of the C sources in this folder with gcc, and loading. The library is cached per machine."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from minisgl_backends.build_cache import cache_dir, is_kept, keep
+from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("common.h", "tiles.h", "kernels.c", "prefill.c", "products.c")
+_SOURCES = ("common.h", "tiles.h", "kernels.c", "prefill.c", "gemm.c")
 _DEFINES = {torch.bfloat16: ["-DBF16"], torch.float32: []}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -39,18 +39,18 @@ _ARGUMENTS = {
     "linear": "pppppiii",
     "gated": "ppppiii",
 }
-"""Of each function: p for a pointer (an address, None for null), i for int64, f for float."""
+"""Argument types by function: p for a pointer (an address, None for null), i for int64, f for float."""
 
 
 class NativeBuildError(MinisglError):
-    """The kernels could not be compiled."""
+    """The C kernels could not be compiled."""
 
 
 class Library:
-    """The functions of the C files for one element type, as attributes.
+    """The C functions for one element type, as attributes.
 
     Attributes:
-        has_tiles: whether the processor has what tiles.h needs, and so `prefill`, `linear` and `gated` exist.
+        has_tiles: True if the processor supports tiles.h (AVX512-BF16), so that `prefill`, `linear` and `gated` exist.
     """
 
     def __init__(self, path: Path) -> None:
@@ -68,13 +68,13 @@ class Library:
 
 
 def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
-    """Why the kernels cannot run; compiles them if that was not done before."""
+    """Return why the kernels cannot run. To find out, they are compiled if the cache does not have them."""
     if device.type != "cpu":
-        return [f"the native kernels are for CPUs, not for {device.type}"]
+        return [f"the native kernels run on CPUs, not on {device.type}"]
     if dtype not in _DEFINES:
         return [f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"]
     if sys.platform != "linux":
-        return [f"it was built and tried on Linux only, not on {sys.platform}"]
+        return [f"it supports Linux only, not {sys.platform}"]
     try:
         load(dtype)
     except NativeBuildError as error:
@@ -84,10 +84,10 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 @cache
 def load(dtype: torch.dtype) -> Library:
-    """The kernels for float32 or bfloat16, from the cache or compiled now, which takes some seconds.
+    """Load the kernels for float32 or bfloat16 from the cache, or compile them, which takes some seconds.
 
     Raises:
-        NativeBuildError: there is no compiler, or it failed.
+        NativeBuildError: no compiler is installed, or it failed.
     """
     try:
         return _load(dtype)
@@ -103,55 +103,57 @@ def _load(dtype: torch.dtype) -> Library:
     key = hashlib.sha256(repr((texts, command, version, _openmp(), _processor())).encode()).hexdigest()[:20]
     folder = cache_dir("native")
     path = None if folder is None else folder / f"kernels-{key}.so"
-    if path is not None and is_kept(path):
+    if path is not None and is_cached(path):
         try:
             return Library(path)
         except OSError as error:
-            _LOG.warning("compiling the CPU kernels anew, since %s does not load: %s", path, error)
+            _LOG.warning("recompiling the CPU kernels, since %s does not load: %s", path, error)
     _LOG.info("compiling the CPU kernels for %s with %s", dtype, " ".join(compiler))
-    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as here:  # a file that is loaded need not stay
-        built = _compile(command, texts, Path(here))
-        return Library(built if path is None else _kept(built, path))
+    with tempfile.TemporaryDirectory(prefix="minisgl-native-") as folder_name:  # a loaded library may be deleted
+        built = _compile(command, texts, Path(folder_name))
+        return Library(built if path is None else _cached(built, path))
 
 
 def _compile(command: list[str], texts: dict[str, str], folder: Path) -> Path:
     for name, text in texts.items():
         Path(folder, name).write_text(text)
     sources = [name for name in texts if name.endswith(".c")]
-    # Behind the sources and before gcc's own: torch's threads serve these kernels too.
+    # torch's OpenMP comes after the sources and before gcc's, so that these kernels run in torch's threads.
     full = [*command, *sources, "-o", "built.so", "-Wl,--as-needed", *_openmp(), "-lm"]
     done, built = _run(full, folder), folder / "built.so"
     if done.returncode or not built.exists():
         last = "; ".join([line for line in done.stderr.splitlines() if "error" in line][:3])
-        raise NativeBuildError(f"{' '.join(command)} ended with {done.returncode}: {last}")
+        raise NativeBuildError(f"{' '.join(command)} failed with exit status {done.returncode}: {last}")
     return built
 
 
-def _kept(built: Path, path: Path) -> Path:
-    """Put a file into the cache. Where it stays if that fails."""
+def _cached(built: Path, path: Path) -> Path:
+    """Copy a library into the cache and return its path there; if that fails, return `built`."""
     try:
-        keep(built.read_bytes(), path)
+        write_atomically(built.read_bytes(), path)
     except OSError as error:
-        _LOG.warning("the CPU kernels are not kept in %s, and compiled at each start: %s", path.parent, error)
+        _LOG.warning("the CPU kernels are not cached in %s, but compiled at each start: %s", path.parent, error)
         return built
     return path
 
 
 def _compiler() -> list[str]:
-    """gcc, or what the environment's CC says, arguments included."""
+    """Return the compiler with its arguments: the environment variable CC, or gcc."""
     named = os.environ.get("CC", "")
     try:
         program, *arguments = shlex.split(named) or ["gcc"]
     except ValueError as error:
         raise NativeBuildError(
-            f"CC={named!r} in the environment is no command ({error}): correct or unset it"
+            f"CC={named!r} in the environment is not a command ({error}): correct or unset it"
         ) from error
     path = shutil.which(program)
     if path is None and named.strip():
-        raise NativeBuildError(f"CC={named!r} in the environment names no program: correct it, or unset it for gcc")
+        raise NativeBuildError(
+            f"CC={named!r} in the environment is not an installed program: correct it, or unset it to use gcc"
+        )
     if path is None:
         raise NativeBuildError(
-            "it needs gcc to compile its kernels: install gcc, or name another compiler in the environment's CC"
+            "it needs gcc to compile its kernels: install gcc, or set the environment variable CC to another compiler"
         )
     return [os.path.abspath(path), *arguments]
 
@@ -160,17 +162,17 @@ def _run(command: list[str], folder: Path | None = None) -> subprocess.Completed
     try:
         return subprocess.run(command, cwd=folder, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
-        named = f", which CC={os.environ['CC']!r} in the environment names," if os.environ.get("CC") else ""
+        named = f" (CC={os.environ['CC']!r} in the environment)" if os.environ.get("CC") else ""
         raise NativeBuildError(f"{command[0]}{named} does not run: {error.strerror}") from error
 
 
 def _openmp() -> list[str]:
-    """The OpenMP library that torch has loaded, if it brings its own."""
+    """Return the OpenMP library that torch has loaded, if torch ships one."""
     return [str(path) for path in sorted(Path(torch.__file__).parent.joinpath("lib").glob("libgomp*.so*"))[:1]]
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on; a home directory may be shared by several machines."""
+    """Return the processor's properties that ``-march=native`` depends on, since machines may share a home directory."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return "\n".join(
         sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})

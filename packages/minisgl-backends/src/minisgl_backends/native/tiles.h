@@ -1,7 +1,7 @@
-/* The inner loop of products of bfloat16, for processors with dot products of it (AVX512-BF16).
+/* Microkernels of bfloat16 GEMMs, for processors with AVX512-BF16 (vdpbf16ps).
 
-   A block of a matrix is [pairs][COLUMNS][2]: for each pair of inner indices a register of all columns. The other operand
-   is [pairs][count] of pairs, each of which is broadcast. */
+   A block of the weights is [pairs][COLUMNS][2]: one register of all columns per pair of inner indices. The other operand is
+   [pairs][count] of pairs, each of which is broadcast. */
 #pragma once
 #include "common.h"
 
@@ -9,31 +9,31 @@
 #define HAS_TILES
 #include <immintrin.h>
 
-#define COLUMNS 16 /* of a block: one register */
-#define ROWS 16    /* of a tile: as many sums */
-#define AHEAD 64   /* cache lines of the matrix to fetch early */
+#define COLUMNS 16  /* columns per block: one register */
+#define ROWS 16     /* rows per tile: one accumulator register each */
+#define PREFETCH 64 /* prefetch distance in cache lines of the weights */
 
 INLINE __m512bh next_pairs(const T *block, int64_t pair) {
-    _mm_prefetch((const char *)(block + (pair + AHEAD) * 2 * COLUMNS), _MM_HINT_T0);
+    _mm_prefetch((const char *)(block + (pair + PREFETCH) * 2 * COLUMNS), _MM_HINT_T0);
     return (__m512bh)_mm512_loadu_si512(block + pair * 2 * COLUMNS);
 }
 
-INLINE __m512 add_product(__m512 sum, uint32_t x, __m512bh w) {
+INLINE __m512 dot_pairs(__m512 sum, uint32_t x, __m512bh w) {
     return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32((int)x), w);
 }
 
-/* sums[r] = row r of x times the block. */
+/* sums[r] = row r of x @ block. */
 INLINE void tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, const int64_t count) {
     __m512 total[ROWS];
     for (int64_t r = 0; r < count; r++) total[r] = _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++) {
         __m512bh w = next_pairs(block, p);
-        for (int64_t r = 0; r < count; r++) total[r] = add_product(total[r], x[p * count + r], w);
+        for (int64_t r = 0; r < count; r++) total[r] = dot_pairs(total[r], x[p * count + r], w);
     }
     for (int64_t r = 0; r < count; r++) _mm512_storeu_ps(sums[r], total[r]);
 }
 
-/* The same with four sums a row: a few would each wait for the one before. */
+/* The same for few rows, with four accumulators per row to hide the latency of the dot product. */
 INLINE void thin_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, const int64_t count) {
     __m512 total[4][4];
     for (int64_t u = 0; u < 4; u++)
@@ -42,18 +42,18 @@ INLINE void thin_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block,
     for (; p + 4 <= pairs; p += 4)
         for (int64_t u = 0; u < 4; u++) {
             __m512bh w = next_pairs(block, p + u);
-            for (int64_t r = 0; r < count; r++) total[u][r] = add_product(total[u][r], x[(p + u) * count + r], w);
+            for (int64_t r = 0; r < count; r++) total[u][r] = dot_pairs(total[u][r], x[(p + u) * count + r], w);
         }
     for (; p < pairs; p++)
-        for (int64_t r = 0; r < count; r++) total[0][r] = add_product(total[0][r], x[p * count + r], next_pairs(block, p));
+        for (int64_t r = 0; r < count; r++) total[0][r] = dot_pairs(total[0][r], x[p * count + r], next_pairs(block, p));
     for (int64_t r = 0; r < count; r++) {
         __m512 even = _mm512_add_ps(total[0][r], total[2][r]), odd = _mm512_add_ps(total[1][r], total[3][r]);
         _mm512_storeu_ps(sums[r], _mm512_add_ps(even, odd));
     }
 }
 
-/* One function a number of rows, so that the sums stay in registers. */
-static void product(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, int64_t count) {
+/* One specialization per number of rows, so that the accumulators stay in registers. */
+static void gemm_tile(float (*sums)[COLUMNS], const uint32_t *x, const T *block, int64_t pairs, int64_t count) {
     switch (count) {
 #define THIN(n) case n: thin_tile(sums, x, block, pairs, n); break;
 #define TILE(n) case n: tile(sums, x, block, pairs, n); break;
@@ -64,7 +64,7 @@ static void product(float (*sums)[COLUMNS], const uint32_t *x, const T *block, i
 
 INLINE int64_t rows_of_tile(int64_t rows, int64_t first) { return rows - first < ROWS ? rows - first : ROWS; }
 
-INLINE void put_columns(T *out, const float *values, int64_t width) {
+INLINE void store_columns(T *out, const float *values, int64_t width) {
     __m256i rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(values));
     _mm256_mask_storeu_epi16(out, width < COLUMNS ? (1u << width) - 1 : 0xffff, rounded);
 }

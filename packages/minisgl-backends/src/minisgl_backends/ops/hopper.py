@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backends.cuda.cut import worthwhile_rows
+from minisgl_backends.cuda.gemm_tiling import worthwhile_rows
 from minisgl_backends.cuda.requirements import hopper_missing
 from minisgl_backends.ops.triton_linear import TritonLinear
 from minisgl_backends.ops.triton_ops import TritonNorm, TritonRotary
@@ -27,10 +27,10 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.cuda import gated, product
+        from minisgl_backends.cuda import gated_gemm, small_m_gemm
 
-        self._gated = gated
-        self._product, self._stream_scratch = product, product.StreamScratch(device)
+        self._gated = gated_gemm
+        self._product, self._stream_scratch = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
         self._most_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
@@ -46,7 +46,7 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         few = self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
         if not self._gated.fits(weight, bias):
             return few
-        many = self._gated.GatedProduct(weight)
+        many = self._gated.HopperGatedGemm(weight)
         return lambda x: many(x) if x.dim() == 2 and many.takes(x) else few(x)
 
     def _with_product(
@@ -57,5 +57,5 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         max_rows = worthwhile_rows(*weight.shape, gated=gated)
         self._most_rows = max(self._most_rows, max_rows)
         row_sizes = [rows for rows in self._product.ROW_SIZES if rows <= max_rows]
-        own = self._product.HopperProduct(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
+        own = self._product.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

@@ -13,19 +13,19 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
-        from minisgl_backends.kernels import quantize, skinny_linear
+        from minisgl_backends.kernels import quantize, small_m_gemm
 
-        self._skinny, self._quantize = skinny_linear, quantize
-        self._split_scratch = skinny_linear.SplitScratch(device)
+        self._small_m_gemm, self._quantize = small_m_gemm, quantize
+        self._split_scratch = small_m_gemm.SplitKWorkspace(device)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
-        return _of_rows(self._with_skinny(super().prepare_linear(weight, bias), weight, bias, gated=False))
+        return _of_rows(self._with_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
         gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
-        return _of_rows(self._with_skinny(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
+        return _of_rows(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LinearOps.quantize_rows`."""
@@ -35,13 +35,13 @@ class TritonLinear(TritonProvider, LinearOps):
         """See `LinearOps.prepare_fp8_linear`."""
         large = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
         large = large or super().prepare_fp8_linear(weight, scales, bias)
-        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias))
+        return _of_rows(self._with_fp8_small_m(large, weight, scales, bias))
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_fp8_gated`."""
         gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
         large = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
-        return _of_rows(self._with_fp8_skinny(large, weight, scales, bias, gated=True))
+        return _of_rows(self._with_fp8_small_m(large, weight, scales, bias, gated=True))
 
     def _fp8_gemm(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return the FP8 GEMM of torch."""
@@ -56,7 +56,7 @@ class TritonLinear(TritonProvider, LinearOps):
 
         return gemm
 
-    def _with_fp8_skinny(
+    def _with_fp8_small_m(
         self,
         large: LinearOp,
         weight: torch.Tensor,
@@ -65,20 +65,20 @@ class TritonLinear(TritonProvider, LinearOps):
         *,
         gated: bool = False,
     ) -> LinearOp:
-        if self.dtype != torch.bfloat16 or not self._skinny.fits(weight):
+        if self.dtype != torch.bfloat16 or not self._small_m_gemm.fits(weight):
             return large
-        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated, scales=scales)
-        max_rows, quantize_rows = self._skinny.MAX_ROWS, self._quantize.quantize_rows
-        return lambda x: skinny(*quantize_rows(x)) if len(x) <= max_rows else large(x)
+        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._split_scratch, gated=gated, scales=scales)
+        max_rows, quantize_rows = self._small_m_gemm.MAX_ROWS, self._quantize.quantize_rows
+        return lambda x: small_m(*quantize_rows(x)) if len(x) <= max_rows else large(x)
 
-    def _with_skinny(
+    def _with_small_m(
         self, large: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._skinny.fits(weight):
+        if not self._small_m_gemm.fits(weight):
             return large
-        skinny = self._skinny.SkinnyLinear(weight, bias, self._split_scratch, gated=gated)
-        max_rows = self._skinny.MAX_ROWS
-        return lambda x: skinny(x) if len(x) <= max_rows else large(x)
+        small_m = self._small_m_gemm.SmallMGemm(weight, bias, self._split_scratch, gated=gated)
+        max_rows = self._small_m_gemm.MAX_ROWS
+        return lambda x: small_m(x) if len(x) <= max_rows else large(x)
 
 
 def _of_rows(gemm: LinearOp) -> LinearOp:

@@ -1,4 +1,4 @@
-"""No prefix cache: every prompt is computed from its first token."""
+"""Prefix cache that caches nothing: every prompt is computed from its first token."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ _NO_PAGES: PageIds = np.empty(0, np.int32)
 
 
 class NaivePrefixCache(PrefixCache):
-    """Matches nothing and takes nothing: all pages stay with their requests. Handles are None."""
+    """Cache that never matches and never keeps a page: all pages stay with their requests. Handles are None."""
 
     def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
-        """The empty match."""
+        """Return the empty match."""
         return PrefixMatch(_NO_PAGES, None)
 
     def insert(
         self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
     ) -> PrefixInsert:
-        """Takes no page: the caller keeps them all."""
+        """Keep no page: all stay with the caller."""
         return PrefixInsert(_NO_PAGES, 0, None)
 
     def lock(self, handle: None) -> None:
-        """Nothing to protect."""
+        """Do nothing."""
 
     def unlock(self, handle: None) -> None:
-        """Nothing was protected."""
+        """Do nothing."""
 
     def evict(self, num_pages: int) -> PageIds:
-        """Raises CacheFullError for anything but 0 pages."""
+        """Raise CacheFullError unless `num_pages` is 0."""
         if num_pages > 0:
             raise CacheFullError(f"cannot evict {num_pages} pages: the naive cache never holds any")
         return _NO_PAGES
@@ -56,8 +56,8 @@ class NaivePrefixCache(PrefixCache):
         return 0
 
     def reset(self) -> Sequence[int]:
-        """Nothing to forget."""
+        """Return no pages."""
         return []
 
     def check(self) -> None:
-        """There is no structure to verify."""
+        """Do nothing: there is no structure to verify."""

@@ -26,20 +26,19 @@ _EMPTY = np.empty(0, np.int32)
 
 
 class RadixPrefixCache(PrefixCache):
-    """Shares every common prefix, and evicts exactly as many pages as asked for.
+    """Radix tree that shares every common prefix, and evicts exactly the requested number of pages.
 
-    `_lru` holds every unlocked node, least recently used first, and a node always before its parent: whatever uses a
-    node moves the path to it to the end, deepest first. A lock covers the whole path to the root, so nothing below an
-    unlocked node is locked. Hence the first node of `_lru` is a leaf, and eviction takes from there without a look at
-    the tree.
+    `_lru` holds the unlocked nodes, least recently used first, and each node before its parent: each use of a node moves its
+    path to the end, deepest node first. A lock covers the whole path to the root, so no node below an unlocked node is locked.
+    Hence the first node of `_lru` is a leaf, and eviction takes nodes from there without a search in the tree.
 
-    Costs: match and insert are one vectorised comparison a token and one dictionary look-up a node of the path; lock
-    and unlock are O(nodes of the path); evict is O(1) a node evicted; sizes are kept, not computed.
+    Costs: match and insert take one vectorized comparison per token and one dictionary lookup per node of the path. lock and
+    unlock are O(nodes of the path), evict is O(1) per evicted node. Sizes are counters.
 
-    Each namespace has a tree of its own, while something is cached in it.
+    Each namespace has a tree of its own, which exists while it has cached pages.
 
-    A handle is the last node of its prefix; that of an empty match is a root. `_locked` holds the locked nodes, so that
-    the ones to show first need not be looked for.
+    A handle is the last node of its prefix; the handle of an empty match is a root. `_locked` holds the locked nodes, since
+    `runs` lists them first.
     """
 
     def __init__(self, page_size: int) -> None:
@@ -51,14 +50,14 @@ class RadixPrefixCache(PrefixCache):
         self._num_locked = 0
 
     def match(self, token_ids: TokenIds, namespace: CacheNamespace = DEFAULT_NAMESPACE) -> PrefixMatch:
-        """The longest cached prefix; splits the node in which it ends, and makes the path the most recently used."""
+        """Return the longest cached prefix, and mark its path as most recently used; may split the node in which it ends."""
         node = self._walk(token_ids, self._root(namespace))
         return PrefixMatch(_pages_to(node), node)
 
     def insert(
         self, token_ids: TokenIds, pages: PageIds, namespace: CacheNamespace = DEFAULT_NAMESPACE
     ) -> PrefixInsert:
-        """Adds what is missing as one node; token ids and page ids are copied."""
+        """Insert the pages that are not cached yet as one node. Token ids and page ids are copied."""
         num_pages = len(token_ids) // self.page_size
         assert len(pages) >= num_pages, f"{num_pages} whole pages of tokens, but {len(pages)} pages"
         node = self._walk(token_ids, self._root(namespace))
@@ -77,7 +76,7 @@ class RadixPrefixCache(PrefixCache):
         return PrefixInsert(np.concatenate((present, new_pages)), len(present), leaf)
 
     def lock(self, handle: RadixNode) -> None:
-        """Counts one lock more on every node of the path."""
+        """Increment the lock count of every node of the path."""
         for node in self._path_up(handle):
             if node.num_locks == 0:
                 del self._lru[node]
@@ -87,7 +86,7 @@ class RadixPrefixCache(PrefixCache):
             node.num_locks += 1
 
     def unlock(self, handle: RadixNode) -> None:
-        """Counts one lock less on every node of the path; what becomes unlocked is the most recently used."""
+        """Decrement the lock count of every node of the path. Nodes that become unlocked are the most recently used."""
         for node in self._path_up(handle):
             assert node.num_locks > 0, "unlock without a lock"
             node.num_locks -= 1
@@ -98,7 +97,7 @@ class RadixPrefixCache(PrefixCache):
                 self._num_locked -= len(node.pages)
 
     def evict(self, num_pages: int) -> PageIds:
-        """Gives up the ends of the least recently used prefixes: exactly `num_pages` pages."""
+        """Evict exactly `num_pages` pages, from the ends of the least recently used prefixes."""
         if num_pages > self._num_evictable:
             raise CacheFullError(
                 f"cannot evict {num_pages} pages: {self._num_evictable} can be evicted, {self._num_locked} are locked"
@@ -125,33 +124,33 @@ class RadixPrefixCache(PrefixCache):
 
     @property
     def num_evictable(self) -> int:
-        """Pages of unlocked nodes."""
+        """Number of pages of unlocked nodes."""
         return self._num_evictable
 
     @property
     def num_locked(self) -> int:
-        """Pages of locked nodes."""
+        """Number of pages of locked nodes."""
         return self._num_locked
 
     def count_hit(self, handle: RadixNode) -> None:
-        """Counts it on every node of the path."""
+        """Count the hit on every node of the path."""
         now_s = time.monotonic()
         for node in self._path_up(handle):
             node.num_hits += 1
             node.last_hit_s = now_s
 
     def runs(self, max_runs: int) -> list[CachedRun]:
-        """The nodes, without the roots."""
-        chosen: dict[RadixNode, None] = {}
+        """Return the nodes without the roots: locked ones first, then the most recently used, each after its parent."""
+        selected: dict[RadixNode, None] = {}
         for node in chain(reversed(self._locked), reversed(self._lru)):
-            if len(chosen) == max_runs:
+            if len(selected) == max_runs:
                 break
-            path = list(takewhile(lambda part: part not in chosen, self._path_up(node)))
-            chosen.update(dict.fromkeys(path[::-1][: max_runs - len(chosen)]))
-        return [node.shown() for node in chosen]
+            path = list(takewhile(lambda ancestor: ancestor not in selected, self._path_up(node)))
+            selected.update(dict.fromkeys(path[::-1][: max_runs - len(selected)]))
+        return [node.as_run() for node in selected]
 
     def reset(self) -> Sequence[int]:
-        """Starts again with an empty tree."""
+        """Empty the cache and return all its pages."""
         assert self._num_locked == 0, f"reset while {self._num_locked} pages are locked"
         pages = [page for node in self._lru for page in node.pages.tolist()]
         for node in self._lru:
@@ -162,38 +161,38 @@ class RadixPrefixCache(PrefixCache):
         return pages
 
     def check(self) -> None:
-        """Verifies the tree, the lock counts, the sizes and the order of eviction."""
-        nodes = [node for root in self._roots.values() for node in _below(root)]
-        place = {node: i for i, node in enumerate(self._lru)}
+        """Verify the tree, the lock counts, the sizes and the order of eviction."""
+        nodes = [node for root in self._roots.values() for node in _descendants(root)]
+        lru_index = {node: i for i, node in enumerate(self._lru)}
         for node in nodes:
             assert len(node.pages) > 0, "a node without pages"
             assert len(node.token_ids) == len(node.pages) * self.page_size, "a node whose tokens are not its pages"
             assert node.num_locks >= sum(child.num_locks for child in node.children.values()), (
                 "a lock that skips an ancestor"
             )
-            assert (node in place) == (node.num_locks == 0), "the eviction order and the locks disagree"
+            assert (node in lru_index) == (node.num_locks == 0), "the eviction order and the locks disagree"
             assert (node in self._locked) == (node.num_locks > 0), "the locked nodes and the locks disagree"
-            if node in place and node.parent in place:
-                assert place[node] < place[node.parent], "a node was used more recently than its parent"
+            if node in lru_index and node.parent in lru_index:
+                assert lru_index[node] < lru_index[node.parent], "a node was used more recently than its parent"
         for namespace, root in self._roots.items():
-            assert root.namespace == namespace, "a tree under another's namespace"
-            assert root.children, "a namespace in which nothing is cached"
+            assert root.namespace == namespace, "a tree is under another namespace"
+            assert root.children, "a namespace without cached pages has a tree"
         for node in (*self._roots.values(), *nodes):
             for key, child in node.children.items():
                 assert child.parent is node, "a child with another parent"
                 assert key == edge_key(child.token_ids, self.page_size), "a child under a key other than its first page"
         pages = [page for node in nodes for page in node.pages.tolist()]
         assert len(set(pages)) == len(pages), "a page appears twice"
-        assert self._lru.keys() | self._locked.keys() <= set(nodes), "a node outside the tree is kept"
-        assert self._num_evictable == sum(len(node.pages) for node in place), "num_evictable is wrong"
+        assert self._lru.keys() | self._locked.keys() <= set(nodes), "a node outside the tree is referenced"
+        assert self._num_evictable == sum(len(node.pages) for node in lru_index), "num_evictable is wrong"
         assert self._num_locked == len(pages) - self._num_evictable, "num_locked is wrong"
 
     def _root(self, namespace: CacheNamespace) -> RadixNode:
-        """The root of a namespace; a new one, which `insert` keeps, where nothing is cached in it."""
+        """Return the root of a namespace, or a new root if nothing is cached in it; only `insert` stores a new root."""
         return self._roots.get(namespace) or RadixNode(_EMPTY, _EMPTY, None, namespace=namespace)
 
     def _walk(self, token_ids: TokenIds, node: RadixNode) -> RadixNode:
-        """Go down from `node` as far as whole pages agree, split where that ends inside a node, and mark the path as used."""
+        """Descend from `node` while whole pages match, split the node in which the match ends, and mark the path as used."""
         rest = np.asarray(token_ids, np.int32)
         rest = rest[: len(rest) // self.page_size * self.page_size]
         while child := node.children.get(edge_key(rest, self.page_size)):
@@ -215,7 +214,7 @@ class RadixPrefixCache(PrefixCache):
             self._lru.move_to_end(ancestor)
 
     def _path_up(self, node: RadixNode) -> Iterator[RadixNode]:
-        """`node` and its ancestors, without their root."""
+        """Yield `node` and its ancestors without the root."""
         while node.namespace is None:
             assert node.parent is not None, "the handle's prefix was evicted: lock a match before anything may evict"
             yield node
@@ -223,7 +222,7 @@ class RadixPrefixCache(PrefixCache):
 
 
 def _pages_to(node: RadixNode) -> PageIds:
-    """Pages of the prefix that ends with `node`."""
+    """Return the pages of the prefix that ends with `node`."""
     runs = [node.pages]
     while node.parent is not None:
         node = node.parent
@@ -231,10 +230,10 @@ def _pages_to(node: RadixNode) -> PageIds:
     return np.concatenate(runs[::-1])
 
 
-def _below(node: RadixNode) -> Iterator[RadixNode]:
-    """Every node under `node`; without recursion, since a path may be long."""
+def _descendants(node: RadixNode) -> Iterator[RadixNode]:
+    """Yield every node below `node`, without recursion, since a path may be long."""
     stack = list(node.children.values())
     while stack:
-        found = stack.pop()
-        yield found
-        stack.extend(found.children.values())
+        child = stack.pop()
+        yield child
+        stack.extend(child.children.values())

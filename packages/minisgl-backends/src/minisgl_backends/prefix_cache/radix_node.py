@@ -1,4 +1,4 @@
-"""The nodes of the radix cache's tree."""
+"""Nodes of the radix tree."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class RadixNode:
         token_ids: tokens of this run, int32 [num_pages * page_size]. Never changed in place.
         pages: pages of this run, int32 [num_pages].
         parent: the node before; None for a root and for a node that was evicted.
-        namespace: of a root, whose children begin the prompts of that namespace; None for every other node.
+        namespace: namespace of a root, whose children are the first runs of its prompts; None for every other node.
         children: the runs after this one, keyed by the bytes of their first page's tokens.
-        num_locks: locks on this node and on all nodes below it; a root's is not kept.
-        number, num_hits, last_hit_s: as in `CachedRun`.
+        num_locks: locks on this node and on all nodes below it; not counted on a root.
+        number, num_hits, last_hit_s: see `CachedRun`.
     """
 
     __slots__ = (
@@ -57,29 +57,29 @@ class RadixNode:
         self.last_hit_s = time.monotonic()
 
     def num_common_tokens(self, token_ids: TokenIds) -> int:
-        """How many tokens this run and `token_ids` have in common at their beginnings."""
+        """Return the length of the common prefix of this run and `token_ids`."""
         length = min(len(self.token_ids), len(token_ids))
         differs = self.token_ids[:length] != token_ids[:length]
         first = int(differs.argmax())
         return first if differs[first] else length
 
     def split(self, num_pages: int, page_size: int) -> RadixNode:
-        """Cut this run in two after its first `num_pages` pages, and return the new node that holds these.
+        """Split this run after its first `num_pages` pages, and return the new node that holds these.
 
-        This node keeps the rest, so whoever holds it still means the same prefix.
+        This node keeps the rest, so that handles to it still stand for the same prefix.
         """
         assert self.parent is not None
         assert 0 < num_pages < len(self.pages)
-        cut = num_pages * page_size
-        upper = RadixNode(self.token_ids[:cut], self.pages[:num_pages], self.parent, self.num_locks)
+        length = num_pages * page_size
+        upper = RadixNode(self.token_ids[:length], self.pages[:num_pages], self.parent, self.num_locks)
         upper.num_hits, upper.last_hit_s = self.num_hits, self.last_hit_s
         self.parent.children[edge_key(upper.token_ids, page_size)] = upper
-        self.token_ids, self.pages, self.parent = self.token_ids[cut:], self.pages[num_pages:], upper
+        self.token_ids, self.pages, self.parent = self.token_ids[length:], self.pages[num_pages:], upper
         upper.children[edge_key(self.token_ids, page_size)] = self
         return upper
 
-    def shown(self) -> CachedRun:
-        """This run as people see it."""
+    def as_run(self) -> CachedRun:
+        """Return the description of this run for monitoring."""
         assert self.parent is not None
         namespace = self.parent.namespace
         return CachedRun(
@@ -95,5 +95,5 @@ class RadixNode:
 
 
 def edge_key(token_ids: TokenIds, page_size: int) -> bytes:
-    """The key, among its siblings, of a run that begins with `token_ids`."""
+    """Return the key among its siblings of a run that starts with `token_ids`."""
     return token_ids[:page_size].tobytes()

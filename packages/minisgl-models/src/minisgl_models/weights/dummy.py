@@ -1,4 +1,4 @@
-"""Random weights for any architecture, for benchmarks of shapes whose checkpoint is not at hand."""
+"""Random weights for any architecture, to benchmark models without their checkpoint."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from minisgl_models.weights.folder import FolderSource
 
 _STD = 0.02
 _BLOCK_ELEMENTS = 4_000_037
-"""Prime, so that no row length divides it and rows differ."""
+"""Prime, so that no row length divides it and all rows differ."""
 
 
 class DummyWeights(FolderSource):
-    """A folder with a ``config.json``, and a tokenizer for what turns text into tokens or back, as `LLM` and the server do.
+    """A folder with a ``config.json``; `LLM` and the server also need its tokenizer.
 
     Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Values are copied on the device from one block
     of random numbers, so that even a model of many billion parameters is filled at the speed of memory.
@@ -26,7 +26,7 @@ class DummyWeights(FolderSource):
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """A folder without a config."""
+        """Refuse paths without a ``config.json``."""
         if not path.is_dir():
             return ["it is not a folder"]
         return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
@@ -36,11 +36,11 @@ class DummyWeights(FolderSource):
         self._blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """None; see `generate`."""
+        """Yield no tensors; see `generate`."""
         return iter(())
 
     def generate(self, name: str, target: WeightTarget) -> None:
-        """See `WeightGenerator.generate`. Slices of one tensor differ by their place in it."""
+        """See `WeightGenerator.generate`. The values depend on the tensor's name and the slice's index."""
         destination = target.destination
         if name.endswith("norm.weight"):
             destination.fill_(1)
@@ -48,12 +48,12 @@ class DummyWeights(FolderSource):
         block = self._block(destination)
         filled = destination if destination.is_contiguous() else destination.new_empty(destination.shape)
         flat = filled.view(-1)
-        place = crc32(f"{name} {target.index}".encode()) % len(block)
+        start = crc32(f"{name} {target.index}".encode()) % len(block)
         done = 0
         while done < len(flat):
-            part = block[place : place + len(flat) - done]
+            part = block[start : start + len(flat) - done]
             flat[done : done + len(part)].copy_(part)
-            done, place = done + len(part), 0
+            done, start = done + len(part), 0
         if filled is not destination:
             destination.copy_(filled)
 

@@ -1,4 +1,4 @@
-"""What checkpoints in a Hugging Face folder share: config files and tokenizer."""
+"""Config files and tokenizer of a Hugging Face folder, for all checkpoint formats in one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TOKENIZER_FILES = ("tokenizer*", "*vocab*", "merges.txt", "tekken.json", "*.mod
 
 
 class FolderSource(WeightSource):
-    """A folder with ``config.json`` and, where there is one, a tokenizer."""
+    """A folder with ``config.json`` and, optionally, a tokenizer."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -34,10 +34,10 @@ class FolderSource(WeightSource):
         return self._generation_config
 
     def tokenizer(self) -> Any:
-        """The folder's tokenizer, as `transformers.AutoTokenizer` reads it.
+        """Load the folder's tokenizer by `transformers.AutoTokenizer`.
 
         Raises:
-            TokenizerNotFoundError: the folder has no file of a tokenizer.
+            TokenizerNotFoundError: the folder has no tokenizer files.
             ModelFormatError: transformers cannot read it.
         """
         if not any(file for pattern in _TOKENIZER_FILES for file in self._path.glob(pattern)):
@@ -50,11 +50,11 @@ class FolderSource(WeightSource):
             return AutoTokenizer.from_pretrained(str(self._path), local_files_only=True, **self._plain_config())
         except Exception as error:
             cause = " ".join(str(error).split())
-            raise ModelFormatError(f"no tokenizer can be read from {self._path}: {cause}") from error
+            raise ModelFormatError(f"the tokenizer in {self._path} cannot be read: {cause}") from error
 
     @property
     def eos_token_id(self) -> int | None:
-        """From the tokenizer's files, where they say it plainly; otherwise by the tokenizer itself.
+        """Read the EOS id from the tokenizer's config files if possible, otherwise from the loaded tokenizer.
 
         Raises:
             ModelFormatError: one of the files cannot be read.
@@ -68,21 +68,22 @@ class FolderSource(WeightSource):
         return ids[0] if ids else super().eos_token_id
 
     def _added_tokens(self, tokenizer_config: Mapping[str, Any]) -> list[tuple[int, Any]]:
-        """Ids and tokens as transformers 4 writes them, or else as transformers 5 does; none where it is not so plain."""
+        """Read ids and added tokens from the files of transformers 4 or 5; return none if the files are ambiguous."""
         try:
             if "added_tokens_decoder" in tokenizer_config:
                 return [(int(token_id), token) for token_id, token in tokenizer_config["added_tokens_decoder"].items()]
             path = self._path / "tokenizer.json"
-            if not path.is_file() or (self._path / "special_tokens_map.json").is_file():  # which would go before
+            # special_tokens_map.json would take precedence over tokenizer.json.
+            if not path.is_file() or (self._path / "special_tokens_map.json").is_file():
                 return []
             return [(int(token["id"]), token) for token in read_json(path)["added_tokens"]]
         except (AttributeError, KeyError, TypeError, ValueError):
-            return []  # the tokenizer will say what is wrong
+            return []  # loading the tokenizer reports the error
 
     def _plain_config(self) -> dict[str, Any]:
-        """What spares `AutoTokenizer` the model's config class, with which half of torch's compilers are imported.
+        """Return a minimal config for `AutoTokenizer`, so that it does not import the model's config class and its dependencies.
 
-        Where the tokenizer's own config names its class, nothing but the model's type is looked at.
+        If the tokenizer's own config names its class, `AutoTokenizer` needs the model type only.
         """
         from transformers import PretrainedConfig
 
@@ -93,21 +94,21 @@ class FolderSource(WeightSource):
 
 
 def _content(token: Any) -> str | None:
-    """The text of a token: itself, or under a key where it has other properties."""
+    """Return the text of a token, which is a string or a mapping with a key ``content``."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
+    """Read a JSON file with an object.
 
     Raises:
-        ModelFormatError: it does not.
+        ModelFormatError: the file cannot be read, or is not a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise ModelFormatError(f"{path} holds no JSON object")
+        raise ModelFormatError(f"{path} is not a JSON object")
     return value

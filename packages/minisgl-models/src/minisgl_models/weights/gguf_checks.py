@@ -1,4 +1,4 @@
-"""Checks of a GGUF file's metadata and shapes, made before anything of their size is allocated."""
+"""Checks of a GGUF file's metadata and shapes, which run before memory of these sizes is allocated."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_reader import GgufTensor
 
 MAX_CONTEXT = 2**24
-"""Tokens; the tables of rotary embeddings have a row per position."""
+"""Largest context length in tokens; the RoPE tables have a row per position."""
 
 MAX_ROPE_FACTORS = 2**12
-"""Frequencies per head."""
+"""Largest number of RoPE frequencies per head."""
 
 
 def _is_integer(value: Any) -> bool:
@@ -72,14 +72,14 @@ _ARCHITECTURE_KEYS: Mapping[str, _Check] = {
     "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
     **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
 }
-"""Keys behind the architecture's name."""
+"""Checks of keys that are prefixed by the architecture's name."""
 
 
 def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
-    """Check the type and the bounds of each key that is read.
+    """Check the type and range of each key that is read.
 
     Raises:
-        ModelFormatError: names the key, its value and what is allowed.
+        ModelFormatError: a key is invalid; the error names it, its value and what is allowed.
     """
     kind = metadata.get("general.architecture")
     if not isinstance(kind, str):
@@ -91,20 +91,20 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
 
 
 def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
-    """Check that the dimensions in the metadata are those of the tensors, which the size of the file bounds.
+    """Check the dimensions in the metadata against the tensors, whose sizes are limited by the size of the file.
 
     Args:
-        path: for messages.
+        path: the file, for messages.
         config: the metadata under the names of a ``config.json``.
-        tensors: by llama.cpp's names.
+        tensors: tensors by llama.cpp's names.
 
     Raises:
-        ModelFormatError: a tensor is missing or has another shape; names it, its shape and the one expected.
+        ModelFormatError: a tensor is missing or has another shape; the error names both shapes.
     """
     num_layers = config.get("num_hidden_layers", 0)
     layers = {name.split(".")[1] for name in tensors if name.startswith("blk.")}
     if len(layers) != num_layers or not layers <= {str(layer) for layer in range(len(layers))}:
-        raise ModelFormatError(f"{path}: block_count={num_layers}, but the file holds tensors of {len(layers)} blocks")
+        raise ModelFormatError(f"{path}: block_count={num_layers}, but the file has tensors of {len(layers)} blocks")
     if missing := [name for name in _needed(config, num_layers) if name not in tensors]:
         raise ModelFormatError(f"{path}: tensor {missing[0]} is missing")
     expected = _matrices(config)
@@ -122,7 +122,7 @@ def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
 
 
 def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """[out, in] of each matrix, by llama.cpp's stem; a key that is missing is told by `model_config`."""
+    """Return the shape [out, in] of each matrix, by llama.cpp's stem. `model_config` reports missing keys."""
     try:
         hidden, heads = config["hidden_size"], config["num_attention_heads"]
         intermediate = config["intermediate_size"]

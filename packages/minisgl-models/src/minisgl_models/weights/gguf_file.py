@@ -49,11 +49,11 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 
 class GgufWeights(WeightSource):
-    """One .gguf file, or the first of a split one. Config and tokenizer come from its metadata."""
+    """A .gguf file, or the first part of a split one. Config and tokenizer come from its metadata."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Anything but a file with GGUF's first bytes."""
+        """Refuse paths that are not a file with GGUF's magic number."""
         if not path.is_file():
             return ["it is not a file"]
         with path.open("rb") as file:
@@ -81,7 +81,7 @@ class GgufWeights(WeightSource):
         """The metadata under the names of a ``config.json``.
 
         Raises:
-            ModelFormatError: the tensors are not those of the metadata.
+            ModelFormatError: the tensors do not match the metadata.
         """
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
         config = {
@@ -116,13 +116,13 @@ class GgufWeights(WeightSource):
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """The end-of-turn tokens that llama.cpp stops at besides the end of the text."""
+        """End-of-turn tokens (``eot``, ``eom``), at which llama.cpp stops besides EOS."""
         ids = [self._metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eot", "eom")]
         return {"eos_token_id": [i for i in ids if i is not None]}
 
     @property
     def eos_token_id(self) -> int | None:
-        """As the metadata has it."""
+        """EOS id in the metadata."""
         return self._metadata.get("tokenizer.ggml.eos_token_id")
 
     def _rope(self) -> dict[str, Any]:
@@ -147,11 +147,11 @@ class GgufWeights(WeightSource):
         return {key: value for key, value in rope.items() if value is not None}
 
     def tokenizer(self) -> Any:
-        """Built from the file's vocabulary; see `build_tokenizer`."""
+        """Build a tokenizer from the file's vocabulary; see `build_tokenizer`."""
         return build_tokenizer(self._files[0].path, self._metadata)
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """In file order, under Hugging Face's names; a stack of experts is taken apart."""
+        """Yield the tensors in file order, under Hugging Face's names; stacked experts are yielded one by one."""
         for name, tensor in self._tensors.items():
             if name == _ROPE_FACTORS:
                 continue
@@ -175,7 +175,7 @@ class GgufWeights(WeightSource):
 
 
 def _parts(path: Path) -> list[Path]:
-    """A split file's parts, in order."""
+    """Return the parts of a split file in order, or the file itself."""
     match = _PART.search(path.name)
     if not match or not int(match[2]):
         return [path]
@@ -184,7 +184,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 class _Part:
-    """A tensor of the file, or one matrix of a stack."""
+    """A tensor of the file, or one matrix of stacked experts."""
 
     def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], first_row: int) -> None:
         self._tensor, self.shape, self._first_row = tensor, shape, first_row
@@ -198,10 +198,10 @@ class _Part:
 
 
 class _Interleaved:
-    """Query or key rows, which llama.cpp's converter interleaves within each head.
+    """Query or key rows, whose order llama.cpp's converter permutes within each head.
 
-    The file has a head's rows in the order 0, D/2, 1, D/2 + 1, ...: the pairs that rotate together side by side. Checkpoints
-    have them in order. (``LlamaModel.permute`` in llama.cpp's ``convert_hf_to_gguf.py``.)
+    The file has a head's rows in the order 0, D/2, 1, D/2 + 1, ..., so that RoPE's pairs are adjacent. Hugging Face's
+    checkpoints have them in order. See ``LlamaModel.permute`` in llama.cpp's ``convert_hf_to_gguf.py``.
     """
 
     def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], head_dim: int) -> None:

@@ -1,7 +1,7 @@
-"""Reads GGUF files (llama.cpp's format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
+"""Reader of GGUF files (llama.cpp's format, https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
 
-The gguf package dequantises. Its own reader spends seconds on the hundred thousand strings of a tokenizer, one numpy view
-each; this one reads the same header in a tenth of one.
+The gguf package does the dequantization. Its own reader takes seconds for the hundred thousand strings of a tokenizer, for
+each of which it makes a numpy view. This reader takes a tenth of a second for the same header.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from minisgl_core.errors import ModelFormatError
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_HEADER_BYTES = 2**26
-"""The headers of large vocabularies have about 2**24."""
+"""Largest header. With a large vocabulary, a header has about 2**24 bytes."""
 _MAX_ITEMS = 2**22
-"""Of all arrays together; large vocabularies have about 2**20 tokens, types and merges."""
+"""Most array elements of a header. A large vocabulary has about 2**20 tokens, types and merges."""
 _MAX_DIMS = 4
 _MIN_KEY_BYTES, _MIN_TENSOR_BYTES = 8 + 4 + 1, 8 + 4 + 8 + 4 + 8
 _TORCH_DTYPES = {
@@ -36,19 +36,19 @@ _TORCH_DTYPES = {
 
 
 class GgufFile:
-    """One file: its metadata and its tensors by name. Tensor data is mapped, and read when it is sliced.
+    """A GGUF file: metadata, and tensors by name. Tensor data is memory-mapped and read when it is sliced.
 
     Attributes:
-        metadata: keys as the file writes them; arrays as lists.
-        tensors: in file order.
+        metadata: values by key; arrays are lists.
+        tensors: tensors by name, in file order.
     """
 
     def __init__(self, path: Path) -> None:
         """Read the header.
 
         Raises:
-            ModelFormatError: the file is no GGUF of version 2 or 3 in little-endian order, is cut short, or its header
-                contradicts itself or is larger than any model's.
+            ModelFormatError: the file is not little-endian GGUF of version 2 or 3, is truncated, or its header is inconsistent
+                or larger than the limit.
         """
         self.path = path
         try:
@@ -64,21 +64,23 @@ class GgufFile:
         self.tensors: dict[str, GgufTensor] = {}
         for name, shape, kind, offset in tensors:
             if name in self.tensors:
-                raise ModelFormatError(f"{path}: tensor {name[:80]!r} is there twice")
+                raise ModelFormatError(f"{path}: tensor {name[:80]!r} is defined twice")
             if offset % alignment:
-                raise ModelFormatError(f"{path}: tensor {name[:80]!r} begins at {offset}, no multiple of {alignment}")
-            self.tensors[name] = GgufTensor.of(name, body, shape, kind, offset)
+                raise ModelFormatError(
+                    f"{path}: tensor {name[:80]!r} has offset {offset}, not a multiple of {alignment}"
+                )
+            self.tensors[name] = GgufTensor.from_data(name, body, shape, kind, offset)
 
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor of a mapped file, rows first as in torch.
+    """A tensor of a memory-mapped file, row-major as in torch.
 
     Attributes:
         name: llama.cpp's name.
-        shape: in elements.
-        kind: how elements are stored.
-        rows: uint8 [product of the leading dimensions, bytes a row], mapped.
+        shape: shape in elements.
+        kind: GGML's data type.
+        rows: memory-mapped bytes, uint8 [product of the leading dimensions, bytes per row].
     """
 
     name: str
@@ -87,8 +89,10 @@ class GgufTensor:
     rows: npt.NDArray[np.uint8]
 
     @classmethod
-    def of(cls, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
-        """Find the tensor in the file's data section."""
+    def from_data(
+        cls, name: str, data: npt.NDArray[np.uint8], shape: tuple[int, ...], kind: int, offset: int
+    ) -> GgufTensor:
+        """Make the tensor at `offset` of the file's data section."""
         try:
             known = gguf.GGMLQuantizationType(kind)
             block, block_bytes = gguf.GGML_QUANT_SIZES[known]
@@ -96,17 +100,17 @@ class GgufTensor:
             raise ModelFormatError(f"tensor {name}: GGML type {kind} is not known to gguf {_gguf_version()}") from None
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
         if shape[-1] % block or offset + num_rows * row_bytes > len(data):
-            raise ModelFormatError(f"tensor {name}: its {known.name} data is cut short")
+            raise ModelFormatError(f"tensor {name}: its {known.name} data is truncated")
         return cls(name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
 
     def read(self, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
-        """Dequantise a part; rows count over all leading dimensions. Only the blocks that it touches are read.
+        """Dequantize a slice; row indices count over all leading dimensions. Only the quantization blocks in it are read.
 
         Returns:
             [rows, columns] in float32, or in the file's float type.
 
         Raises:
-            ModelFormatError: the gguf package cannot dequantise this type.
+            ModelFormatError: the gguf package cannot dequantize this type.
         """
         block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
         start, stop, _ = columns.indices(self.shape[-1])
@@ -125,7 +129,7 @@ class GgufTensor:
 
 
 class _Header:
-    """A cursor over the header. Nothing is allocated before the bytes that it needs are known to be there."""
+    """A cursor over the header. It allocates nothing before it has checked that the file has the bytes."""
 
     def __init__(self, data: mmap.mmap) -> None:
         if data[:4] != b"GGUF":
@@ -144,12 +148,12 @@ class _Header:
         for _ in range(self._num_keys):
             key = self._string()
             if key in found:
-                raise ValueError(f"the metadata key {key[:80]!r} is there twice")
+                raise ValueError(f"the metadata key {key[:80]!r} is defined twice")
             found[key] = self._value(self._scalar("I"), key)
         return found
 
     def tensor_infos(self) -> list[tuple[str, tuple[int, ...], int, int]]:
-        """(name, shape, GGML type, offset in the data section) of each tensor."""
+        """Read name, shape, GGML type and offset in the data section of each tensor."""
         self._need(self._num_tensors * _MIN_TENSOR_BYTES, f"{self._num_tensors} tensors")
         infos = []
         for _ in range(self._num_tensors):
@@ -158,17 +162,17 @@ class _Header:
                 raise ValueError(f"tensor {name[:80]!r} has {num_dims} dimensions; 1 to {_MAX_DIMS} are supported")
             shape = tuple(self._scalar("Q") for _ in range(num_dims))[::-1]
             if 0 in shape:
-                raise ValueError(f"tensor {name[:80]!r} has the shape {shape}, and so no elements")
+                raise ValueError(f"tensor {name[:80]!r} has the shape {shape}, without elements")
             infos.append((name, shape, self._scalar("I"), self._scalar("Q")))
         return infos
 
     def _need(self, num_bytes: int, what: str) -> None:
-        """Refuse a length that leads past the end."""
+        """Raise ValueError if `num_bytes` from the position on exceed the file or the size limit."""
         if self.position + num_bytes > self._end:
             limit = (
                 "the file" if self._end == len(self._data) else f"the {_MAX_HEADER_BYTES} bytes that a header may have"
             )
-            raise ValueError(f"it is cut short: {what} at byte {self.position} would lead past the end of {limit}")
+            raise ValueError(f"it is truncated: {what} at byte {self.position} would exceed {limit}")
 
     def _scalar(self, code: str) -> Any:
         size = struct.calcsize("<" + code)
@@ -191,12 +195,12 @@ class _Header:
             return self._scalar(_code(kind))
         item, count = self._scalar("I"), self._scalar("Q")
         if item == _ARRAY:
-            raise ValueError(f"the metadata key {key[:80]!r} holds an array of arrays, which llama.cpp has none of")
-        layout = "Q" if item == _STRING else _code(item)  # a string is at least its length
+            raise ValueError(f"the metadata key {key[:80]!r} is an array of arrays, which is not supported")
+        layout = "Q" if item == _STRING else _code(item)  # a string takes at least the bytes of its length
         self._need(count * struct.calcsize("<" + layout), f"an array of {count} values")
         self._num_items += count
         if self._num_items > _MAX_ITEMS:
-            raise ValueError(f"its arrays hold more than {_MAX_ITEMS} values (the last is {key[:80]!r})")
+            raise ValueError(f"its arrays have more than {_MAX_ITEMS} values in total (exceeded by {key[:80]!r})")
         if item == _STRING:
             return [self._string() for _ in range(count)]
         values = struct.unpack_from(f"<{count}{layout}", self._data, self.position)
@@ -212,7 +216,7 @@ def _alignment(value: Any) -> int:
 
 def _code(kind: int) -> str:
     if kind not in _SCALARS:
-        raise ValueError(f"it holds a value of the unknown type {kind}")
+        raise ValueError(f"it has a value of the unknown type {kind}")
     return _SCALARS[kind]
 
 

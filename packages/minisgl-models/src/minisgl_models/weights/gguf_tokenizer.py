@@ -1,7 +1,7 @@
-"""A transformers tokenizer from the vocabulary in a GGUF file.
+"""Conversion of a GGUF file's vocabulary to a transformers tokenizer.
 
-Byte-level BPE vocabularies, which most models have, are built here: in transformers' own conversion the splitting of text
-before the merges depends on its version, and it takes seconds. Other vocabularies go through transformers.
+Byte-level BPE vocabularies, which most models have, are converted here. In transformers' own conversion, the pre-tokenizer
+depends on the version of transformers, and it takes seconds. Other vocabularies are converted by transformers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
-    """A fast transformers tokenizer with the file's special tokens and chat template.
+    """Build a fast transformers tokenizer with the file's special tokens and chat template.
 
     Args:
-        path: the file, for the vocabularies that transformers converts.
+        path: the file, for vocabularies that transformers converts.
         metadata: its metadata.
 
     Raises:
@@ -57,10 +57,10 @@ def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     kind = metadata.get("tokenizer.ggml.pre", "default")
     if metadata.get("tokenizer.ggml.model") == "gpt2" and (kind in _SPLITS or kind in _GPT2_KINDS):
         try:
-            made = _byte_level(metadata, kind)
-        except Exception as error:  # the tokenizers package raises no narrower one
+            backend = _byte_level(metadata, kind)
+        except Exception as error:  # the tokenizers package raises Exception itself
             raise ModelFormatError(f"{path}: its tokenizer cannot be built: {_cause(error)}") from error
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, clean_up_tokenization_spaces=False, **special)
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     else:
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
@@ -84,7 +84,7 @@ def _byte_level(metadata: Mapping[str, Any], kind: str) -> Tokenizer:
     types = metadata.get("tokenizer.ggml.token_type", [])
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if wrong := [merge for merge in merges if len(merge) != 2]:
-        raise ValueError(f"tokenizer.ggml.merges holds {wrong[0][0][:40]!r}, not two tokens with a space between them")
+        raise ValueError(f"tokenizer.ggml.merges has {wrong[0][0][:40]!r}, not two tokens separated by a space")
     is_llama3 = _SPLITS.get(kind) == _LLAMA3
     vocab = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
@@ -110,25 +110,25 @@ def _pre_tokenizer(kind: str) -> Any:
 
 
 def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: bool) -> None:
-    """BOS and EOS around a text, as the file says; llama.cpp's default is a BOS for Llama 3 and none for the others."""
+    """Add BOS and EOS as the metadata specifies. As in llama.cpp, the default is BOS for Llama 3 and none for others."""
     tokens = metadata["tokenizer.ggml.tokens"]
-    ends = {}
+    added = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         index = metadata.get(f"tokenizer.ggml.{name}_token_id")
         if index is not None and metadata.get(f"tokenizer.ggml.add_{name}_token", default):
             if not 0 <= index < len(tokens):
                 raise ValueError(f"tokenizer.ggml.{name}_token_id={index} is not below the {len(tokens)} tokens")
-            ends[name] = (tokens[index], index)
+            added[name] = (tokens[index], index)
     byte_level = processors.ByteLevel(trim_offsets=False)
-    if not ends:
+    if not added:
         tokenizer.post_processor = byte_level
         return
     pieces = [
-        ends[name][0] if name != "text" else "$A" for name in ("bos", "text", "eos") if name == "text" or name in ends
+        added[name][0] if name != "text" else "$A" for name in ("bos", "text", "eos") if name == "text" or name in added
     ]
     template = processors.TemplateProcessing(
         single=pieces,
         pair=[*pieces, *(piece.replace("$A", "$B") for piece in pieces)],
-        special_tokens=list(ends.values()),
+        special_tokens=list(added.values()),
     )
     tokenizer.post_processor = processors.Sequence([byte_level, template])

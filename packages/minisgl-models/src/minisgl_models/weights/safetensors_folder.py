@@ -1,4 +1,4 @@
-"""Folders of safetensors files, as Hugging Face hubs serve them."""
+"""Folders of safetensors files, the format of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _SINGLE = "model.safetensors"
 
 
 class SafetensorsWeights(FolderSource):
-    """``config.json`` and ``*.safetensors``; reads no byte of a tensor beyond the slices that are asked for.
+    """A folder with ``config.json`` and ``*.safetensors``, of whose tensors only the requested slices are read.
 
     Matrices in float8 are read as what they stand for; see `minisgl_models.weights.float8`.
     """
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """A folder without a config or without safetensors."""
+        """Name a missing config or missing safetensors, or an unsupported quantization format."""
         if not path.is_dir():
             return ["it is not a folder"]
         reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
@@ -36,7 +36,7 @@ class SafetensorsWeights(FolderSource):
         return reasons or unreadable(read_json(path / "config.json"))
 
     def _files(self) -> Mapping[Path, set[str] | None]:
-        """The files, and which tensors to take from each; None for all."""
+        """Return the files, each with the names of its tensors in the index; None for all tensors."""
         if (self._path / _INDEX).is_file():
             weight_map = read_json(self._path / _INDEX).get("weight_map")
             if not isinstance(weight_map, dict):
@@ -51,10 +51,10 @@ class SafetensorsWeights(FolderSource):
         return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """In the order of the files; matrices in float8 with their scales, when both have come.
+        """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
 
         Raises:
-            ModelFormatError: a file that the index names is missing or damaged, or a matrix in float8 has no scales.
+            ModelFormatError: a file of the index is missing or damaged, or an FP8 matrix has no scales.
         """
         return dequantized(self._stored(), self.config)
 
@@ -64,7 +64,7 @@ class SafetensorsWeights(FolderSource):
                 with safe_open(path, framework="pt") as file:
                     names = file.keys()
                     if lost := (wanted or set()) - set(names):
-                        raise ModelFormatError(f"{path} lacks {sorted(lost)[0]}, which the index places there")
+                        raise ModelFormatError(f"{path} lacks {sorted(lost)[0]}, which the index locates there")
                     for name in names:
                         if wanted is None or name in wanted:
                             yield name, _Slice(file.get_slice(name))

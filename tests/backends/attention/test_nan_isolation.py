@@ -1,4 +1,4 @@
-"""What an earlier owner left in a page, or what another request's page holds, changes nothing, be it NaN."""
+"""NaNs in stale slots, or in the pages of other requests, do not reach a request's output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOWS = [None, 6]
 
 
 def outputs(backend: type[AttentionBackend], dtype: torch.dtype, poison: bool) -> list[torch.Tensor]:
-    """Of one step; with `poison`, every slot is NaN that holds no token of a request of the step, page 0 too."""
+    """Compute one step; with `poison`, all slots that hold no token of its requests are NaN, page 0 too."""
     spec = AttentionSpec(4, 2, 64, SIZE, dtype, dtype, torch.device("cpu"), 100, 9, sliding_windows=(6,))
     if reasons := backend.unsupported(spec):
         pytest.skip("; ".join(reasons))
@@ -36,7 +36,7 @@ def outputs(backend: type[AttentionBackend], dtype: torch.dtype, poison: bool) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("backend", [TorchAttention, NativeAttention])
-def test_nans_of_others_stay_theirs(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
+def test_nans_outside_a_request_do_not_change_its_output(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
     for found, expected in zip(outputs(backend, dtype, True), outputs(backend, dtype, False), strict=True):
         assert expected.isfinite().all()
         assert torch.equal(found, expected)

@@ -1,4 +1,4 @@
-"""What backends share that can leave the storing of K and V to others."""
+"""Base class of backends with `AttentionCapabilities.fused_kv_store`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, A
 from minisgl_core.contracts.kv_cache import KVPages
 
 
-class StoringAttention(AttentionBackend):
-    """Attends to what is stored. `forward` stores it first, by a kernel."""
+class FusedStoreAttention(AttentionBackend):
+    """Attention over stored K and V, which `forward` stores first unless a fused kernel (RoPE + KV store) has done so."""
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)
-        from minisgl_backends.kernels import paged  # here: asking must not need triton
+        from minisgl_backends.kernels import paged  # here, since `unsupported` must work without triton
 
         self._store_kv = paged.store_kv
 
     @abstractmethod
     def kv_slots(self, plan: Any) -> torch.Tensor:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend.kv_slots`."""
 
     @abstractmethod
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
-        """See `AttentionBackend`."""
+        """See `AttentionBackend.attend_stored`."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any

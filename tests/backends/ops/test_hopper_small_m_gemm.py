@@ -1,4 +1,4 @@
-"""Products in CUDA C++: how they are cut, that each variant compiles, and on a Hopper GPU that they are right."""
+"""Small-M GEMM in CUDA C++: its tilings, compilation of its variants, and on a Hopper GPU its results."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hopper_reference import HAS_HOPPER, reference
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_backends.cuda.cut import MAX_ROWS, cut, worthwhile_rows
-from minisgl_backends.cuda.product import HopperProduct, StreamScratch, Variant, fits
-from minisgl_backends.cuda.products import DEPTH
+from minisgl_backends.cuda.gemm_common import DEPTH
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, choose_tiling, worthwhile_rows
+from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspace, Variant, fits
 from minisgl_backends.ops.hopper import HopperOps
 from minisgl_core.testing.ops_kit import OpsTests
 
@@ -35,22 +35,22 @@ MATRICES = [
 
 
 @given(st.integers(1, MAX_ROWS), st.integers(1, 20_000).map(lambda n: 8 * n), st.integers(1, 400), st.integers(78, 160))
-def test_a_cut_gives_every_thread_block_something(rows: int, outputs: int, depth: int, processors: int) -> None:
-    way = cut(rows, outputs, depth * DEPTH, processors)
-    tiles = -(-outputs // way.outputs)
-    assert way.outputs in (64, 128)
-    assert 1 <= way.cluster * way.splits * way.row_parts <= 8  # what CUDA promises of a cluster
-    assert way.splits <= depth
-    assert way.cluster == 1 or way.splits == way.row_parts == 1
-    # Clusters of a tile are all there at once.
-    assert way.splits == 1 or tiles * way.splits * way.row_parts <= processors
-    assert way.row_multiple == way.row_parts * (16 if way.outputs == 64 else 8)
-    assert way.num_blocks is None or 1 <= way.num_blocks <= processors
-    # No tile is cut by another one's border.
-    assert way.num_blocks is None or way.num_blocks % (tiles * way.row_parts) == 0
+def test_tilings_give_work_to_every_thread_block(rows: int, outputs: int, depth: int, num_sms: int) -> None:
+    tiling = choose_tiling(rows, outputs, depth * DEPTH, num_sms)
+    tiles = -(-outputs // tiling.outputs)
+    assert tiling.outputs in (64, 128)
+    assert 1 <= tiling.cluster * tiling.splits * tiling.row_parts <= 8  # the portable cluster size
+    assert tiling.splits <= depth
+    assert tiling.cluster == 1 or tiling.splits == tiling.row_parts == 1
+    # All clusters are resident at once.
+    assert tiling.splits == 1 or tiles * tiling.splits * tiling.row_parts <= num_sms
+    assert tiling.row_multiple == tiling.row_parts * (16 if tiling.outputs == 64 else 8)
+    assert tiling.num_blocks is None or 1 <= tiling.num_blocks <= num_sms
+    # With a fixed number of thread blocks, each computes parts of one tile only.
+    assert tiling.num_blocks is None or tiling.num_blocks % (tiles * tiling.row_parts) == 0
 
 
-def test_large_matrices_are_left_to_cublas_sooner() -> None:
+def test_cublas_takes_over_at_fewer_rows_for_large_matrices() -> None:
     assert worthwhile_rows(6144, 1024, gated=True) == MAX_ROWS
     assert worthwhile_rows(34816, 5120, gated=False) < worthwhile_rows(34816, 5120, gated=True) < MAX_ROWS
 
@@ -59,17 +59,15 @@ def test_large_matrices_are_left_to_cublas_sooner() -> None:
     ("rows", "row_parts"), [(rows, parts) for parts in (1, 2) for rows in range(16 * parts, MAX_ROWS + 1, 16 * parts)]
 )
 @pytest.mark.parametrize("outputs", [64, 128])
-def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(
-    rows: int, row_parts: int, outputs: int
-) -> None:
+def test_the_ring_fits_its_stages_and_the_exchanged_sums(rows: int, row_parts: int, outputs: int) -> None:
     variant = Variant(rows, outputs, 1, 3, row_parts, gated=False, has_bias=False)
     assert variant.stages >= 4
     ring = variant.stages * (outputs + variant.block_rows) * DEPTH * 2
-    eighths = (variant.block_rows // 2 if outputs == 64 else variant.block_rows) // 8
+    row_groups = (variant.block_rows // 2 if outputs == 64 else variant.block_rows) // 8
     for splits in range(2, 8 // row_parts + 1):
-        most = -(-eighths // splits)
-        waiting = most * 8 * (2 * outputs + 16) * (2 if outputs == 64 else 1)
-        assert splits * most * 256 * 16 + waiting <= ring
+        reduced = -(-row_groups // splits)
+        staged = reduced * 8 * (2 * outputs + 16) * (2 if outputs == 64 else 1)
+        assert splits * reduced * 256 * 16 + staged <= ring
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
@@ -88,45 +86,45 @@ def test_a_ring_has_room_for_what_is_on_its_way_and_for_sums_that_are_shared(
         Variant(MAX_ROWS, 64, 1, 1, 2, gated=True, has_bias=False),
     ],
 )
-def test_a_variant_compiles_without_spilling(variant: Variant, tmp_path: Path) -> None:
-    said = compile_by_nvcc(variant.source(), tmp_path)
-    assert "0 bytes spill stores" in said
-    assert "serialized" not in said  # what ptxas says where wgmma waits for each other
+def test_variants_compile_without_spilling(variant: Variant, tmp_path: Path) -> None:
+    log = compile_by_nvcc(variant.source(), tmp_path)
+    assert "0 bytes spill stores" in log
+    assert "serialized" not in log  # ptxas warns of serialized wgmmas
 
 
-def test_it_says_what_it_needs() -> None:
-    assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it is for Hopper GPUs, not for cpu"]
+def test_a_missing_hopper_gpu_is_named() -> None:
+    assert HopperOps.unsupported(torch.device("cpu"), torch.bfloat16) == ["it needs a Hopper GPU, not cpu"]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 class TestOnHopper:
-    """Against float64, on memory that was NaN."""
+    """Comparison with float64, with outputs in memory that was NaN."""
 
     @pytest.mark.parametrize(("rows", "inputs", "gated", "has_bias"), MATRICES)
-    def test_products(self, rows: int, inputs: int, gated: bool, has_bias: bool) -> None:
+    def test_results_match_a_float64_reference(self, rows: int, inputs: int, gated: bool, has_bias: bool) -> None:
         device = torch.device("cuda")
         weight = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
         bias = torch.randn(rows, device=device, dtype=torch.bfloat16) if has_bias else None
-        scratch = StreamScratch(device)
+        workspace = StreamKWorkspace(device)
         assert fits(weight, bias, gated=gated)
         sizes = (16, 32, 48, 64, 96, 128, 152, 160, 192, 224, MAX_ROWS)
-        product = HopperProduct(weight, bias, scratch, gated=gated, row_sizes=sizes)
+        gemm = HopperSmallMGemm(weight, bias, workspace, gated=gated, row_sizes=sizes)
         for num_rows in (1, 7, 16, 17, 33, 64, 90, 128, 145, 160, 190, 224, MAX_ROWS):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
-            assert product.takes(x)
+            assert gemm.takes(x)
             wanted = reference(x, weight, bias, gated=gated)
             results = []
-            for _ in range(3):  # what a product leaves behind is fit for the next
-                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely the memory of the result
-                results.append(product(x))
+            for _ in range(3):  # each call must leave the workspace ready for the next
+                torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely becomes the memory of the result
+                results.append(gemm(x))
             assert all(torch.equal(result, results[0]) for result in results)
             error = (results[0].double() - wanted).norm() / wanted.norm()
             assert error < 5e-3, (num_rows, float(error))
-        assert not scratch.arrived.any()
+        assert not workspace.arrived.any()
 
     @pytest.mark.parametrize(("num_rows", "hidden"), [(72, 2048), (200, 1024)])
-    def test_a_chain_in_a_graph_equals_the_same_without_overlap(self, num_rows: int, hidden: int) -> None:
+    def test_a_captured_chain_with_pdl_equals_one_without(self, num_rows: int, hidden: int) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
         ops = HopperOps(device, dtype)
         gain = torch.rand(hidden, device=device, dtype=dtype)
@@ -137,8 +135,8 @@ class TestOnHopper:
         gate_up, down = ops.prepare_gated(matrices[0], None), ops.prepare_linear(matrices[1], None)
         x = torch.randn(num_rows, hidden, device=device, dtype=dtype)
 
-        def run(*, apart: bool) -> torch.Tensor:
-            between = torch.cuda.synchronize if apart else lambda: None
+        def run(*, synchronizes: bool) -> torch.Tensor:
+            between = torch.cuda.synchronize if synchronizes else lambda: None
             hidden, residual = x.clone(), torch.zeros_like(x)
             for _ in range(20):
                 hidden, residual = ops.add_rms_norm(hidden, residual, gain, 1e-6)
@@ -149,10 +147,10 @@ class TestOnHopper:
                 between()
             return hidden
 
-        wanted = run(apart=True)
+        wanted = run(synchronizes=True)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = run(apart=False)
+            found = run(synchronizes=False)
         for _ in range(50):
             graph.replay()
             torch.cuda.synchronize()

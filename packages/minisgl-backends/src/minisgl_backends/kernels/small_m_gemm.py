@@ -1,8 +1,10 @@
-"""Matrix products of a few rows: what a decode of a small batch is made of. All that matters is how fast weights are read.
+"""Small-M GEMM for decodes of small batches, limited by the bandwidth at which weights are read.
 
-Shape legend: M rows, N outputs, K inputs. A program holds a block of output columns and walks along K; where there are too
-few columns to fill the GPU, K is split and the last program of a block to arrive adds up the parts. Where rows and weights are
-float8, each row and each output has a scale.
+A program computes a block of output columns in a loop over K. If there are too few columns to fill the GPU, K is split
+(split-K): the last program of a block to arrive reduces the partial sums. With FP8 activations and weights, each row and each
+output has a scale.
+
+Shape legend: M rows, N outputs, K inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.device import has_large_shared_memory
-from minisgl_backends.kernels.product import add_product
+from minisgl_backends.kernels.dot import add_dot
 
 MAX_ROWS = 16
 _COLS, _DEPTH_BYTES = 64, 512
@@ -20,12 +22,12 @@ _FEW_BLOCKS, _SPLITS = 64, 4
 
 
 @triton.jit(do_not_specialize=["M"])
-def _linear(
+def _small_m_gemm(
     x, weight, bias, row_scales, scales, out, parts, arrived, M, N, K, x_stride,
     COLS: tl.constexpr, DEPTH: tl.constexpr, SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
     SCALED: tl.constexpr, ROWS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """With GATED, weight is [2 * N, K] and the result silu(first half) * second half; K is not split then."""
+    """Compute a block of columns; with GATED, weight is [2 * N, K], the activation is fused, and K is not split."""
     block, split = tl.program_id(0), tl.program_id(1)
     row, col, depth = tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS), tl.arange(0, DEPTH)
     row_mask, col_mask = row < M, col < N
@@ -35,88 +37,88 @@ def _linear(
     gated = tl.zeros((COLS, ROWS), tl.float32)
     length = tl.cdiv(K // DEPTH, SPLITS) * DEPTH
     for start in range(split * length, tl.minimum((split + 1) * length, K), DEPTH):
-        place = start + depth
-        inputs = tl.load(x + row[None, :] * x_stride + place[:, None], mask=row_mask[None, :], other=0.0)
-        rows = tl.load(first + place[None, :], mask=col_mask[:, None], other=0.0)
-        total = add_product(total, rows, inputs, WIDEN)
+        k = start + depth
+        inputs = tl.load(x + row[None, :] * x_stride + k[:, None], mask=row_mask[None, :], other=0.0)
+        rows = tl.load(first + k[None, :], mask=col_mask[:, None], other=0.0)
+        total = add_dot(total, rows, inputs, WIDEN)
         if GATED:
-            rows = tl.load(second + place[None, :], mask=col_mask[:, None], other=0.0)
-            gated = add_product(gated, rows, inputs, WIDEN)
+            rows = tl.load(second + k[None, :], mask=col_mask[:, None], other=0.0)
+            gated = add_dot(gated, rows, inputs, WIDEN)
     to = row[None, :] * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:
         tl.store(parts + split * ROWS * N + to, total, mask=mask)
-        tl.debug_barrier()  # all of the program's stores come before its arrival
+        tl.debug_barrier()  # all stores of the program precede its arrival
         if tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
             return
-        tl.store(arrived + block, 0)  # for the next product
+        tl.store(arrived + block, 0)  # for the next GEMM
         total = tl.zeros((COLS, ROWS), tl.float32)
         for part in tl.static_range(SPLITS):
             total += tl.load(parts + part * ROWS * N + to, mask=mask, other=0.0, cache_modifier=".cg")
-    kind = out.dtype.element_ty
+    dtype = out.dtype.element_ty
     if SCALED:
-        of_rows = tl.load(row_scales + row, mask=row_mask, other=0.0)[None, :]
-        total *= tl.load(scales + col, mask=col_mask, other=0.0)[:, None] * of_rows
+        row_scale = tl.load(row_scales + row, mask=row_mask, other=0.0)[None, :]
+        total *= tl.load(scales + col, mask=col_mask, other=0.0)[:, None] * row_scale
         if GATED:
-            gated *= tl.load(scales + N + col, mask=col_mask, other=0.0)[:, None] * of_rows
+            gated *= tl.load(scales + N + col, mask=col_mask, other=0.0)[:, None] * row_scale
     if HAS_BIAS:
         total += tl.load(bias + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
         if GATED:
             gated += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        gate = total.to(kind).to(tl.float32)
-        silu = (gate / (1.0 + tl.exp(-gate))).to(kind).to(tl.float32)
-        total = silu * gated.to(kind).to(tl.float32)
-    tl.store(out + to, total.to(kind), mask=mask)
+        gate = total.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        total = silu * gated.to(dtype).to(tl.float32)
+    tl.store(out + to, total.to(dtype), mask=mask)
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Whether `SkinnyLinear` takes this matrix."""
+    """Return if `SmallMGemm` supports this weight matrix."""
     size = weight.element_size()
-    is_easy = weight.is_contiguous() and size <= 2 and weight.shape[1] % (_DEPTH_BYTES // size) == 0
-    return is_easy and (not weight.is_cuda or has_large_shared_memory(weight.device))
+    is_supported = weight.is_contiguous() and size <= 2 and weight.shape[1] % (_DEPTH_BYTES // size) == 0
+    return is_supported and (not weight.is_cuda or has_large_shared_memory(weight.device))
 
 
-class SkinnyLinear:
-    """``x @ weight.T + bias`` of at most `MAX_ROWS` rows; for a gated MLP, ``silu(gate) * up`` of its halves.
+class SmallMGemm:
+    """``x @ weight.T + bias`` of at most `MAX_ROWS` rows; for a gated MLP, ``silu(gate) * up`` of the result's halves.
 
-    Results are rounded to the rows' dtype where torch would round them; those of float8 to bfloat16.
+    Results are rounded to x's dtype where torch would round them, and to bfloat16 if x is FP8.
     """
 
     def __init__(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
-        scratch: SplitScratch,
+        workspace: SplitKWorkspace,
         *,
         gated: bool = False,
         scales: torch.Tensor | None = None,
     ) -> None:
-        """Keep the matrix.
+        """Prepare a weight matrix that `fits`.
 
         Args:
-            weight: [N, K], or [2 * N, K] where `gated`, gate above up.
-            bias: of the outputs, or None.
-            scratch: for split products.
-            gated: whether it is a gated MLP's.
-            scales: of the outputs, float32, where `weight` is float8.
+            weight: [N, K]; if `gated`, [2 * N, K] with the gate rows before the up rows.
+            bias: one value per row of the weight, or None.
+            workspace: shared by the GEMMs of a model.
+            gated: fuse the gated MLP's activation.
+            scales: scale of each row of the weight, float32, if `weight` is FP8.
         """
-        self._weight, self._bias, self._gated, self._scratch = weight, bias, gated, scratch
+        self._weight, self._bias, self._gated, self._workspace = weight, bias, gated, workspace
         self._scales = scales
         self._num_outputs = len(weight) // 2 if gated else len(weight)
         self._num_blocks = triton.cdiv(self._num_outputs, _COLS)
         self._splits = _SPLITS if self._num_blocks < _FEW_BLOCKS and not gated else 1
         if self._splits > 1:
-            scratch.reserve(self._splits * MAX_ROWS * self._num_outputs)
+            workspace.reserve(self._splits * MAX_ROWS * self._num_outputs)
 
     def __call__(self, x: torch.Tensor, row_scales: torch.Tensor | None = None) -> torch.Tensor:
-        """x [M, K], rows of any stride; with `row_scales`, float32 [M, 1], where it is float8."""
+        """Return [M, N] from x [M, K], with rows of any stride; FP8 x comes with `row_scales`, float32 [M, 1]."""
         weight, size = self._weight, self._num_outputs
         out = torch.empty(len(x), size, dtype=x.dtype if row_scales is None else torch.bfloat16, device=x.device)
         bias = weight if self._bias is None else self._bias
         scales = (weight, weight) if row_scales is None else (row_scales, self._scales)
-        _linear[(self._num_blocks, self._splits)](
-            x, weight, bias, *scales, out, self._scratch.parts, self._scratch.arrived, len(x), size, weight.shape[1],
+        _small_m_gemm[(self._num_blocks, self._splits)](
+            x, weight, bias, *scales, out, self._workspace.parts, self._workspace.arrived, len(x), size, weight.shape[1],
             x.stride(0), COLS=_COLS, DEPTH=_DEPTH_BYTES // weight.element_size() // (1 + self._gated), SPLITS=self._splits,
             HAS_BIAS=self._bias is not None, GATED=self._gated, SCALED=row_scales is not None, ROWS=MAX_ROWS,
             WIDEN=not x.is_cuda, num_warps=4, num_stages=4,
@@ -124,12 +126,12 @@ class SkinnyLinear:
         return out
 
 
-class SplitScratch:
-    """Where split products leave their parts; all matrices of a model share one, as they run one after the other.
+class SplitKWorkspace:
+    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
 
     Attributes:
-        parts: float32.
-        arrived: programs that are done with a block of columns, int32; 0 between launches.
+        parts: partial sums, float32.
+        arrived: programs that have stored their partial sums, per block of columns, int32; 0 between launches.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -137,6 +139,6 @@ class SplitScratch:
         self.arrived = torch.zeros(_FEW_BLOCKS, dtype=torch.int32, device=device)
 
     def reserve(self, size: int) -> None:
-        """Make room for this many values; to be called before any product runs."""
+        """Make room for `size` values. Must be called before any GEMM runs."""
         if len(self.parts) < size:
             self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)

@@ -1,4 +1,4 @@
-"""Where the ranks of a group find each other before they can talk by the device."""
+"""Rendezvous of the ranks of a group, and exchange of small objects before the devices are connected."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 
 from minisgl_core.contracts.communicator import CommunicatorSpec
 
 
-class Meeting:
-    """A key-value store that all ranks reach, and small JSON-like objects that go through it; tuples arrive as lists.
+class Rendezvous:
+    """A key-value store that all ranks share, and collectives of JSON objects over it; tuples arrive as lists.
 
-    The ranks meet at ``spec.init_method``: ``tcp://host:port``, or ``file:///path`` of a file that does not exist yet.
+    The store is at ``spec.init_method``: ``tcp://host:port``, or ``file:///path`` of a file that does not exist yet.
 
     Attributes:
-        store: torch's, for those who need one.
+        store: torch.distributed's store, for process groups.
     """
 
     def __init__(self, spec: CommunicatorSpec) -> None:
         timeout = timedelta(seconds=spec.timeout_s)
         self._rank, self._size = spec.rank, spec.size
-        self.store, _, _ = next(rendezvous(spec.init_method, spec.rank, spec.size, timeout=timeout))
+        self.store, _, _ = next(torch_rendezvous(spec.init_method, spec.rank, spec.size, timeout=timeout))
         self.store.set_timeout(timeout)
         self._num_rounds = 0
 
     def broadcast(self, value: object) -> Any:
-        """Rank 0's value, on every rank.
+        """Return rank 0's value on every rank.
 
         Raises:
-            RuntimeError: rank 0 did not give one in time.
+            RuntimeError: rank 0 did not send it within the timeout.
         """
         key = self._next_key()
         if self._rank == 0:
@@ -40,18 +40,18 @@ class Meeting:
         return json.loads(self.store.get(key))
 
     def gather(self, value: object) -> list[Any]:
-        """Every rank's value, in rank order; so it returns once all ranks are here.
+        """Return every rank's value, in rank order. It is a barrier: it returns once all ranks have called it.
 
         Raises:
-            RuntimeError: a rank did not come in time.
+            RuntimeError: a rank did not call it within the timeout.
         """
         key = self._next_key()
         self.store.set(f"{key}/{self._rank}", json.dumps(value))
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self._size)]
 
-    def part(self, patience_s: float) -> None:
-        """Meet for the last time: return once all ranks have come here, or `patience_s` seconds have passed without one."""
-        self.store.set_timeout(timedelta(seconds=patience_s))
+    def final_barrier(self, timeout_s: float) -> None:
+        """Wait until all ranks have called this, or until `timeout_s` seconds have passed without a further one."""
+        self.store.set_timeout(timedelta(seconds=timeout_s))
         with suppress(RuntimeError):
             self.gather(None)
 

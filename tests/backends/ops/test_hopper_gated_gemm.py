@@ -1,4 +1,4 @@
-"""A gated MLP's first half of many rows in CUDA C++: that it compiles, when it is taken, and on a Hopper GPU that it is right."""
+"""GEMM with fused gated activation in CUDA C++: compilation, selection, and on a Hopper GPU its results."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from compile_cuda import compile_by_nvcc
 from hopper_reference import HAS_HOPPER, reference
 
-from minisgl_backends.cuda.cut import MAX_ROWS
-from minisgl_backends.cuda.gated import GatedProduct, fits, source, worthwhile
+from minisgl_backends.cuda.gated_gemm import HopperGatedGemm, fits, source, worthwhile
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS
 from minisgl_backends.ops.hopper import HopperOps
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_it_compiles_without_spilling(tmp_path: Path) -> None:
-    said = compile_by_nvcc(source(), tmp_path)
-    assert "0 bytes spill stores" in said
-    assert "serialized" not in said  # what ptxas says where wgmma waits for each other
+    log = compile_by_nvcc(source(), tmp_path)
+    assert "0 bytes spill stores" in log
+    assert "serialized" not in log  # ptxas warns of serialized wgmmas
 
 
 @pytest.mark.parametrize(("outputs", "inputs"), [(17_408, 5120), (3072, 1024), (6400, 5120), (1024, 512)])
-def test_it_is_taken_where_processors_have_work_to_the_end(outputs: int, inputs: int) -> None:
+def test_it_is_selected_only_with_little_wave_quantization(outputs: int, inputs: int) -> None:
     taken = [rows for rows in range(20_000) if worthwhile(rows, outputs, inputs, 132)]
     assert taken[0] > MAX_ROWS
     assert worthwhile(8192, outputs, inputs, 132)
@@ -35,26 +35,26 @@ def test_it_is_taken_where_processors_have_work_to_the_end(outputs: int, inputs:
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_HOPPER, reason="needs a Hopper GPU")
 class TestOnHopper:
-    """Against float64, on memory that was NaN."""
+    """Comparison with float64, with outputs in memory that was NaN."""
 
     @pytest.mark.parametrize(
         ("matrix_rows", "inputs"), [(34816, 512), (6144, 1024), (25_600, 256), (336, 128), (144, 192), (16, 5120)]
     )
-    def test_products(self, matrix_rows: int, inputs: int) -> None:
+    def test_results_match_a_float64_reference(self, matrix_rows: int, inputs: int) -> None:
         device = torch.device("cuda")
         weight = torch.randn(matrix_rows, inputs, device=device, dtype=torch.bfloat16) / inputs**0.5
         assert fits(weight, None)
-        product = GatedProduct(weight)
+        gemm = HopperGatedGemm(weight)
         for num_rows in (1, 64, 129, 256, 300, 1000, 2049, 4500):
             x = torch.randn(num_rows, inputs + 8, device=device, dtype=torch.bfloat16)[:, :inputs]
             wanted = reference(x, weight, None, gated=True)
-            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely the memory of the result
-            results = [product(x) for _ in range(3)]
+            torch.full_like(wanted, float("nan"), dtype=torch.bfloat16)  # likely becomes the memory of the result
+            results = [gemm(x) for _ in range(3)]
             assert all(torch.equal(result, results[0]) for result in results)
             error = (results[0].double() - wanted).norm() / wanted.norm()
             assert error < 5e-3, (num_rows, float(error))
 
-    def test_what_it_does_not_take_is_done_by_others(self) -> None:
+    def test_unsupported_inputs_fall_back_to_other_kernels(self) -> None:
         device, dtype = torch.device("cuda"), torch.bfloat16
         ops = HopperOps(device, dtype)
         weight = torch.randn(512, 128, device=device, dtype=dtype) / 12
@@ -62,12 +62,12 @@ class TestOnHopper:
         assert not fits(weight, bias)
         assert not fits(weight[:, :64].contiguous(), None)
         assert not fits(weight[:504], None)
-        x = torch.randn(66 * 128, 128, device=device, dtype=dtype)  # tiles for 66 pairs of processors
-        product = GatedProduct(weight)
-        assert product.takes(x)
-        assert not product.takes(x[:256])
-        assert not product.takes(x.half())
-        assert not product.takes(x.t().contiguous().t())
+        x = torch.randn(66 * 128, 128, device=device, dtype=dtype)  # tiles for 66 pairs of SMs
+        gemm = HopperGatedGemm(weight)
+        assert gemm.takes(x)
+        assert not gemm.takes(x[:256])
+        assert not gemm.takes(x.half())
+        assert not gemm.takes(x.t().contiguous().t())
         for each, its_bias in (
             (x, None), (x[:256], None), (x.view(2, -1, 128), None), (x.t().contiguous().t(), None), (x, bias),
         ):  # fmt: skip

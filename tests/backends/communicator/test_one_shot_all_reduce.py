@@ -1,4 +1,4 @@
-"""Ranks as processes that share memory, their kernels in Triton's interpreter: the protocol, without a GPU."""
+"""Protocol of the one-shot all-reduce without a GPU: processes share memory and run the kernels in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from packaging.version import Version
 
 triton = pytest.importorskip("triton")
-# Triton 3.6's interpreter makes an int of an array of one number, which NumPy 2.5 refuses.
+# Triton 3.6's interpreter converts arrays with one element to int, which NumPy 2.5 refuses.
 if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.5"):
     pytest.skip("Triton's interpreter before 3.7 does not run with NumPy 2.5", allow_module_level=True)
 
@@ -23,13 +23,13 @@ NUM_PROGRAMS = 2
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 CALLS = ((32, False, F32), (1024, True, B16), (2048, False, F32), (64, False, F16), (4096, True, B16), (16, False, F32))
 CALLS += ((2048, True, F32), (2080, False, B16))
-"""Numbers a message, whether in two shots, dtype: short after long and back, more blocks than programs."""
+"""Elements per message, two shots or one, dtype. Sizes alternate, and some messages have more blocks than programs."""
 
 
 def message(rank: int, call: int) -> torch.Tensor:
     count, _, dtype = CALLS[call]
     noise = torch.randn(count, generator=torch.Generator().manual_seed(100 * call + rank)).to(dtype)
-    noise[: count // 2 : 3] = -0.0  # what the kernels take for not yet arrived
+    noise[: count // 2 : 3] = -0.0  # the kernels' mark of words that have not arrived
     noise[1 : count // 2 : 3] = -0.0
     return noise
 
@@ -39,7 +39,7 @@ def rows(rank: int, layer: int) -> torch.Tensor:
 
 
 def whole_residual(folder: str, layer: int, size: int) -> torch.Tensor:
-    """From each rank the rows that are its own."""
+    """Concatenate the rows that each rank has updated."""
     names = [Path(f"{folder}/residual {layer} {rank}") for rank in range(size)]
     while not all(name.exists() for name in names):
         time.sleep(0.01)
@@ -48,41 +48,45 @@ def whole_residual(folder: str, layer: int, size: int) -> torch.Tensor:
 
 
 def main(folder: str, rank: int, size: int) -> None:
-    from minisgl_backends.kernels.peer_reduce import STATE_WORDS, sum_add_norm, sum_over_peers
+    from minisgl_backends.kernels.one_shot_all_reduce import STATE_WORDS, all_reduce, all_reduce_add_norm
 
     num_words = 3 * 2 * size * ROW_WORDS
     memories = [
         torch.from_file(f"{folder}/memory {peer}", shared=True, size=num_words, dtype=torch.int32)
         for peer in range(size)
     ]
-    give_up = torch.zeros(4, dtype=torch.int32)
-    peers = torch.tensor([*(memory.data_ptr() for memory in memories), give_up.data_ptr()])
+    abort_flag = torch.zeros(4, dtype=torch.int32)
+    peers = torch.tensor([*(memory.data_ptr() for memory in memories), abort_flag.data_ptr()])
     state = torch.zeros(NUM_PROGRAMS, STATE_WORDS, dtype=torch.int32)
     results = []
-    for call, (_, two_shots, dtype) in enumerate(CALLS):
+    for call, (_, two_shot, dtype) in enumerate(CALLS):
         x = message(rank, call)
         assert x.dtype == dtype
-        sum_over_peers(x, peers, state, rank, ROW_WORDS, two_shots=two_shots, overlap=False)
+        all_reduce(x, peers, state, rank, ROW_WORDS, two_shot=two_shot, overlap=False)
         results.append(x)
     residual = torch.ones(8, 64, dtype=B16)
-    alone = state[:1]  # its programs wait for each other's blocks, and the interpreter runs one at a time
-    for layer, shared in enumerate((True, False, True)):
+    single = state[
+        :1
+    ]  # one program: programs wait for each other's rows, and the interpreter runs them one after the other
+    for layer, two_shot in enumerate((True, False, True)):
         x = rows(rank, layer)
-        sum_add_norm(x, residual, rows(0, 9)[0], 1e-6, peers, alone, rank, ROW_WORDS, shared=shared, overlap=False)
+        all_reduce_add_norm(
+            x, residual, rows(0, 9)[0], 1e-6, peers, single, rank, ROW_WORDS, two_shot=two_shot, overlap=False
+        )
         results.append(x)
-        if shared:  # for the next, which is not shared
+        if two_shot:  # the next layer, with one shot, needs all rows of the residual
             torch.save(residual, f"{folder}/residual {layer} {rank}.part")
             Path(f"{folder}/residual {layer} {rank}.part").rename(f"{folder}/residual {layer} {rank}")
             residual = whole_residual(folder, layer, size)
-    give_up.fill_(1)
-    if rank == 0:  # nobody else comes: it ends because it is told to
-        sum_over_peers(message(0, 0), peers, state, rank, ROW_WORDS, two_shots=False, overlap=False)
+    abort_flag.fill_(1)
+    if rank == 0:  # no other rank joins: the kernel ends because of the flag
+        all_reduce(message(0, 0), peers, state, rank, ROW_WORDS, two_shot=False, overlap=False)
     torch.save(results, f"{folder}/results {rank}")
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_get_the_sum_in_the_same_bits(size: int, tmp_path: Path) -> None:
-    from minisgl_backends.kernels.peer_reduce import EMPTY
+def test_all_ranks_get_bitwise_equal_sums(size: int, tmp_path: Path) -> None:
+    from minisgl_backends.kernels.one_shot_all_reduce import EMPTY
 
     for rank in range(size):
         torch.full((3 * 2 * size * ROW_WORDS,), EMPTY, dtype=torch.int32).numpy().tofile(tmp_path / f"memory {rank}")

@@ -1,32 +1,32 @@
-"""What product.py and gated.py have in common."""
+"""Shared parts of small_m_gemm.py and gated_gemm.py."""
 
 from __future__ import annotations
 
 import torch
 
 DEPTH = 64
-"""Inputs that are multiplied in one step."""
+"""Inputs per pipeline stage."""
 THREADS = 288
-"""Of a thread block: two warp groups that multiply, and a warp that fetches."""
+"""Threads per block: two consumer warpgroups and a producer warp."""
 SHARED_BYTES = 232_448 - 1024
-"""A thread block's on Hopper, but for its barriers."""
+"""Dynamic shared memory of a thread block on Hopper, without its mbarriers."""
 
 
-def multiply(rows: int) -> str:
-    """The text that products.cuh includes as MULTIPLY: wgmma of 64 rows of a, `rows` of b and 16 inputs."""
+def wgmma_source(rows: int) -> str:
+    """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs."""
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
     return (
-        f"__device__ __forceinline__ void multiply(float (&sums)[{count}], u64 a, u64 b, int keep) {{\n"
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], u64 a, u64 b, int keep) {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"\n'
         f'    " wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
         f'    : {outputs} : "l"(a), "l"(b), "r"(keep));\n}}'
     )
 
 
-def takes_matrix(weight: torch.Tensor) -> bool:
-    """Whether the copy engine finds its way in it, in whole steps."""
+def supports_weight(weight: torch.Tensor) -> bool:
+    """Return if TMA can load the weight matrix, and K is a multiple of DEPTH."""
     return (
         weight.is_cuda
         and weight.dtype == torch.bfloat16
@@ -36,8 +36,8 @@ def takes_matrix(weight: torch.Tensor) -> bool:
     )
 
 
-def takes_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether x, with two dimensions, are rows of a kind that the copy engine reads, as long as the matrix's."""
+def supports_input(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return if TMA can load x, with two dimensions, and its rows are as long as the weight's."""
     num_inputs = weight.shape[1]
     return (
         x.shape[1] == num_inputs

@@ -1,0 +1,94 @@
+"""Launch of gated_gemm.cu: a gated MLP's gate and up GEMM with fused activation, for many rows.
+
+Shape legend: M rows of x, N outputs, K inputs; the matrix is [2 * N, K], gate before up.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from minisgl_backends.cuda.compiler import compile_async, program
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.gemm_common import (
+    DEPTH,
+    SHARED_BYTES,
+    THREADS,
+    supports_input,
+    supports_weight,
+    wgmma_source,
+)
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS
+
+_ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
+
+
+def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> bool:
+    """Return if the kernel is faster than cuBLAS and a separate activation, on an H200.
+
+    The fewer inputs there are, the larger is the activation's part of the time. Idle SMs in the last wave cost time (wave
+    quantization).
+
+    Args:
+        num_rows: M.
+        num_outputs: N.
+        num_inputs: K.
+        num_sms: SMs of the device.
+    """
+    if num_rows <= MAX_ROWS:
+        return False
+    pairs = num_sms // 2
+    waves = -(-_tiles(num_rows, num_outputs) // pairs)
+    utilization = num_rows * num_outputs / (waves * pairs * 2 * _ROWS * _OUTPUTS)
+    return utilization > 1 - 160 / num_inputs
+
+
+def _tiles(num_rows: int, num_outputs: int) -> int:
+    """Return the number of tiles, each of a pair of thread blocks."""
+    return -(-num_rows // (2 * _ROWS)) * -(-num_outputs // _OUTPUTS)
+
+
+def source() -> str:
+    """Return the program's source."""
+    return program("gated_gemm.cu", {}).replace("#include WGMMA", wgmma_source(2 * _OUTPUTS))
+
+
+@cache
+def _kernel(device: torch.device) -> tuple[Kernel, int]:
+    """Return the kernel and the number of thread blocks that the device holds."""
+    with torch.cuda.device(device):
+        cubin = compile_async(source()).result()
+        kernel = Kernel(cubin, "gated_gemm", num_threads=THREADS, shared_bytes=SHARED_BYTES, cluster=2)
+        return kernel, kernel.max_resident_blocks()
+
+
+class HopperGatedGemm:
+    """``silu(x @ gate.T) * (x @ up.T)`` of many rows, rounded where torch rounds."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Prepare a weight matrix that `fits`, and start compiling."""
+        self._weight, self._num_outputs = weight, len(weight) // 2
+        self._weight_map = TensorMap(weight, (_OUTPUTS, DEPTH))
+        self._num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        compile_async(source())
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Return if the kernel supports x, with two dimensions, and is `worthwhile`."""
+        sizes = len(x), self._num_outputs, self._weight.shape[1]
+        return worthwhile(*sizes, self._num_sms) and supports_input(x, self._weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [M, N] from x [M, K]."""
+        kernel, max_blocks = _kernel(x.device)
+        num_rows, num_inputs = x.shape
+        tiles = _tiles(num_rows, self._num_outputs)
+        out = torch.empty(num_rows, self._num_outputs, dtype=x.dtype, device=x.device)
+        maps = self._weight_map, TensorMap(x, (_ROWS, DEPTH)), TensorMap(out, (_STORED_ROWS, 64))
+        kernel.launch(min(max_blocks, 2 * tiles), (*maps, num_rows, self._num_outputs, num_inputs))
+        return out
+
+
+def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Return if `HopperGatedGemm` supports this weight; a bias is not supported."""
+    return bias is None and supports_weight(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * DEPTH

@@ -1,0 +1,86 @@
+"""Tiling of small_m_gemm.cu: how a GEMM is distributed over thread blocks.
+
+Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate before up.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_backends.cuda.gemm_common import DEPTH
+
+MAX_ROWS = 256
+"""Largest number of rows of x that small_m_gemm.cu is compiled for."""
+_SMALL_MATRIX = 8 << 20
+"""Number of weights up to which the overlap with neighbouring kernels (PDL) matters more than the time of the GEMM itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTiling:
+    """Distribution of a GEMM over thread blocks; see small_m_gemm.cu.
+
+    Attributes:
+        outputs: outputs per tile, 64 or 128.
+        cluster: neighbouring tiles that share x by multicast.
+        splits: thread blocks per tile, each with a part of the inputs (split-K in a cluster); 1 for Stream-K.
+        row_parts: thread blocks per tile, each with a part of the rows, that share the weights by multicast.
+        num_blocks: thread blocks of the grid; None for as many as the device holds.
+    """
+
+    outputs: int
+    cluster: int = 1
+    splits: int = 1
+    row_parts: int = 1
+    num_blocks: int | None = None
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number that the rows of a compiled kernel must be a multiple of."""
+        return self.row_parts * (16 if self.outputs == 64 else 8)
+
+
+def worthwhile_rows(matrix_rows: int, num_inputs: int, *, gated: bool) -> int:
+    """Return the largest number of rows for which small_m_gemm.cu is faster than cuBLAS, in a decode step on an H200.
+
+    GEMMs with more rows are compute-bound, and cuBLAS has the higher throughput.
+
+    Args:
+        matrix_rows: N, or 2 * N of a gated MLP.
+        num_inputs: K.
+        gated: the GEMM has a fused activation, which is a separate kernel after cuBLAS.
+    """
+    if matrix_rows * num_inputs <= _SMALL_MATRIX:
+        return MAX_ROWS
+    return 240 if gated else 192
+
+
+def choose_tiling(num_rows: int, matrix_rows: int, num_inputs: int, num_sms: int) -> GemmTiling:
+    """Return the tiling that was fastest on an H200, over the matrices of Qwen3-0.6B, 14B, 30B-A3B and of 32B's ranks.
+
+    `scripts/tune_products.py` measures all tilings.
+
+    Args:
+        num_rows: M.
+        matrix_rows: N, or 2 * N of a gated MLP.
+        num_inputs: K.
+        num_sms: SMs of the device.
+    """
+    tiles, depth = -(-matrix_rows // 64), num_inputs // DEPTH
+    if tiles > num_sms:
+        return GemmTiling(128, cluster=1 if num_rows <= 64 else 2)
+    if tiles >= 0.48 * num_sms:
+        if num_rows <= 16 and depth <= 16:  # prologue and epilogue of a thread block dominate
+            return GemmTiling(128, num_blocks=-(-tiles // 2))
+        if depth >= 64 and tiles > 0.8 * num_sms and num_rows > 64 and tiles % 2 == 0:
+            return GemmTiling(128, splits=2)
+        if depth < 64 or tiles > 0.8 * num_sms:
+            return GemmTiling(64, num_blocks=tiles)
+        if num_rows <= 64:
+            return GemmTiling(64)
+        pairs = -(-tiles // 2)
+        return GemmTiling(128, num_blocks=max(num_sms // pairs, 1) * pairs)
+    if num_rows > 144 and tiles <= num_sms // 8:
+        return GemmTiling(64, splits=max(min(depth // 16, 4), 1), row_parts=2)
+    used_sms = (0.75 if num_rows > 128 and depth > 32 else 0.53) * num_sms
+    splits = min(8, int(used_sms / tiles + 0.5), depth // 8)
+    return GemmTiling(64, splits=splits) if splits > 1 else GemmTiling(64, num_blocks=tiles)

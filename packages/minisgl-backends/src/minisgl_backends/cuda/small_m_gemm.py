@@ -1,0 +1,190 @@
+"""Variants and launch of small_m_gemm.cu, a small-M GEMM for Hopper.
+
+Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N rows, gate before up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from minisgl_backends.cuda.compiler import compile_async, program
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.gemm_common import (
+    DEPTH,
+    SHARED_BYTES,
+    THREADS,
+    supports_input,
+    supports_weight,
+    wgmma_source,
+)
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling, choose_tiling
+
+ROW_SIZES = (*range(16, 64, 16), *range(64, MAX_ROWS + 1, 8))
+"""Numbers of rows with a kernel of their own, if the `GemmTiling` allows them; other numbers of rows are padded."""
+_MAX_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Compile-time parameters of small_m_gemm.cu.
+
+    Attributes:
+        rows: largest number of rows of x.
+        outputs: see `GemmTiling`.
+        cluster: likewise.
+        splits: likewise.
+        row_parts: likewise.
+        gated: fuse the gated MLP's activation.
+        has_bias: add a bias.
+    """
+
+    rows: int
+    outputs: int
+    cluster: int
+    splits: int
+    row_parts: int
+    gated: bool
+    has_bias: bool
+
+    @property
+    def block_rows(self) -> int:
+        """Return the rows per thread block."""
+        return self.rows // self.row_parts
+
+    @property
+    def box_rows(self) -> int:
+        """Return the rows of x that a thread block loads for all thread blocks that share x."""
+        return -(-self.block_rows // (8 * self.cluster)) * 8
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Return the thread blocks per cluster."""
+        return self.cluster * self.splits * self.row_parts
+
+    @property
+    def stages(self) -> int:
+        """Return the pipeline stages: as many as fit into shared memory."""
+        stage = (self.outputs + self.block_rows) * DEPTH * 2
+        # Rows are staged for the store, 32 at a time for each group of threads that stores.
+        staged = 32 * (2 * self.outputs + 16) * (2 if self.outputs == 64 else 1)
+        return int(min(_MAX_STAGES, (SHARED_BYTES - 1024 - staged) // stage))
+
+    def source(self) -> str:
+        """Return the program's source."""
+        macros = {
+            "ROWS": self.block_rows,
+            "OUTPUTS": self.outputs,
+            "CLUSTER": self.cluster,
+            "SPLITS": self.splits,
+            "ROW_PARTS": self.row_parts,
+            "STAGES": self.stages,
+            "GATED": int(self.gated),
+            "HAS_BIAS": int(self.has_bias),
+        }
+        group_rows = self.block_rows // 2 if self.outputs == 64 else self.block_rows
+        return program("small_m_gemm.cu", macros).replace("#include WGMMA", wgmma_source(group_rows))
+
+
+@cache
+def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
+    """Return the kernel and the number of thread blocks that the device holds."""
+    with torch.cuda.device(device):
+        cubin = compile_async(variant.source()).result()
+        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
+        kernel = Kernel(cubin, "small_m_gemm", num_threads=THREADS, **sizes)
+        return kernel, kernel.max_resident_blocks()
+
+
+class StreamKWorkspace:
+    """Partial sums of Stream-K tiles that several thread blocks compute. All GEMMs of a CUDA stream share one workspace.
+
+    Attributes:
+        parts: partial sums, float32.
+        arrived: 1 for each thread block that has stored its partial sums, int32; 0 between launches.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self.parts = torch.empty(num_sms * 128 * MAX_ROWS, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(num_sms, dtype=torch.int32, device=device)
+
+
+class HopperSmallMGemm:
+    """``x @ weight.T + bias`` of few rows; for a gated MLP, ``silu(gate) * up`` of the result's halves.
+
+    Results are rounded where torch rounds.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        workspace: StreamKWorkspace,
+        *,
+        gated: bool = False,
+        row_sizes: Sequence[int] = ROW_SIZES,
+        choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
+    ) -> None:
+        """Prepare a weight matrix that `fits`, and start compiling.
+
+        Args:
+            weight: [N, K], or [2 * N, K] if `gated`.
+            bias: one value per row of the weight, or None.
+            workspace: the CUDA stream's workspace.
+            gated: fuse the gated MLP's activation.
+            row_sizes: numbers of rows to compile kernels for, ascending.
+            choose: selects the tiling, with the arguments of `choose_tiling`.
+        """
+        self._weight, self._bias, self._workspace, self._gated = weight, bias, workspace, gated
+        self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
+        num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+        self._variants: dict[int, tuple[Variant, GemmTiling, TensorMap]] = {}
+        maps: dict[int, TensorMap] = {}
+        for rows in row_sizes:
+            tiling = choose(rows, len(weight), self._num_inputs, num_sms)
+            if rows % tiling.row_multiple:
+                continue
+            shape = tiling.outputs, tiling.cluster, tiling.splits, tiling.row_parts
+            variant = Variant(rows, *shape, gated, bias is not None)
+            compile_async(variant.source())
+            box = tiling.outputs // (1 + gated) // tiling.row_parts
+            if box not in maps:
+                maps[box] = TensorMap(weight, (box, DEPTH))
+            self._variants[rows] = variant, tiling, maps[box]
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Return if the kernel supports x, with two dimensions."""
+        return 0 < len(x) <= max(self._variants) and supports_input(x, self._weight)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [M, N] from an x that it `takes`, [M, K]."""
+        rows = next(rows for rows in self._variants if len(x) <= rows)
+        variant, tiling, weight_map = self._variants[rows]
+        kernel, max_blocks = _kernel(variant, x.device)
+        columns = tiling.outputs // (1 + self._gated) * tiling.cluster
+        tiles, group = -(-self._num_outputs // columns), variant.cluster_blocks
+        if tiling.splits > 1:
+            num_blocks = tiles * group
+        else:
+            steps = tiles * (self._num_inputs // DEPTH)
+            num_blocks = min((tiling.num_blocks or max_blocks) // group, max_blocks // group, steps) * group
+        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
+        x_map = TensorMap(x, (variant.box_rows, DEPTH))
+        bias = out if self._bias is None else self._bias
+        workspace = self._workspace.parts, self._workspace.arrived
+        sizes = len(x), self._num_outputs, self._num_inputs
+        kernel.launch(num_blocks, (weight_map, x_map, out, bias, *workspace, *sizes))
+        return out
+
+
+def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
+    """Return if `HopperSmallMGemm` supports this weight and bias."""
+    return (
+        supports_weight(weight)
+        and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))
+        and len(weight) % (8 * (1 + gated)) == 0
+    )
