@@ -21,4 +21,7 @@ def test_a_kit_calls_the_class_under_test_provider(name: str) -> None:
         for title, each in inspect.getmembers(module, inspect.isclass)
         if title.endswith("Tests") and each.__module__ == module.__name__
     ]
-    assert str(kit.__annotations__.get("provider", "")).startswith("ClassVar[type["), f"{kit}: no provider"
+    declared = {
+        name: kind for each in reversed(kit.__mro__) for name, kind in vars(each).get("__annotations__", {}).items()
+    }
+    assert str(declared.get("provider", "")).startswith("ClassVar[type["), f"{kit}: no provider"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.contracts.ops import roles_of
-from minisgl_core.testing.ops_base_kit import TOLERANCES
+from minisgl_core.testing.ops_checks import TOLERANCES
 from minisgl_core.testing.ops_layer_checks import LinearChecks, NormChecks, RotaryChecks, RoutingChecks
 from minisgl_core.testing.ops_step_checks import SamplingChecks, StepChecks
 

@@ -7,7 +7,7 @@ import torch
 
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.ops import SamplingOps, StepOps, VocabShard
-from minisgl_core.testing.ops_base_kit import OpsChecks, other_dtype
+from minisgl_core.testing.ops_checks import OpsChecks, other_dtype
 from minisgl_core.testing.rank_threads import run_ranks
 
 
