@@ -1,4 +1,4 @@
-"""Pages of tokens that careless comparisons take for each other."""
+"""Pages of tokens that incorrect comparisons confuse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from minisgl_core.contracts.prefix_cache import TokenIds
 
 _NUM_DRAWN = 1 << 18
-"""Random pages among which collisions are looked for: of a 32-bit checksum, about eight pairs."""
+"""Random pages in which collisions are searched; a 32-bit checksum has about eight pairs."""
 _NUM_PAIRS = 8
 _CHECKSUMS: tuple[Callable[[bytes], int], ...] = (
     zlib.crc32,
     zlib.adler32,
     lambda page: hash(page) & 0xFFFFFFFF,
 )
-"""Comparisons that a cache might rely on; 64 bits and more are left out, as no test finds their collisions."""
+"""Checksums that a cache might compare. Those of 64 bits and more are left out, as no test finds their collisions."""
 
 
 @cache
@@ -41,12 +41,12 @@ def similar_pages(page_size: int) -> list[TokenIds]:
 
 
 def _swapped(pages: TokenIds) -> list[TokenIds]:
-    """The same tokens in another order."""
+    """Return pages with the same tokens in another order."""
     return [np.roll(pages, 1, axis=1), pages[:, ::-1]]
 
 
 def _colliding(drawn: TokenIds) -> TokenIds:
-    """A few pairs per checksum."""
+    """Return a few colliding pairs per checksum."""
     pages = [page.tobytes() for page in drawn]
     chosen: list[int] = []
     for checksum in _CHECKSUMS:
