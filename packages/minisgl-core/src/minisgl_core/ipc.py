@@ -33,7 +33,7 @@ from minisgl_core.messages import Decoder, encode
 M = TypeVar("M")
 LINGER_MS = 1000
 MAX_PATH_BYTES = 100
-"""Longest directory path: the path of a Unix socket has at most 107 bytes."""
+"""Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,7 +97,7 @@ class Platform(ABC):
         tensor.copy_(torch.from_numpy(np.array(array)))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start to copy a tensor to the host. Read the result only after an event that is recorded later.
+        """Start to copy a tensor to the host. Read the result only after an event recorded later has passed.
 
         A platform with CUDA graphs must not return memory that a replay writes to.
         """
@@ -106,9 +106,9 @@ class Platform(ABC):
     def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate zeroed mapped pinned memory. Return its host tensor, and its device tensor, valid while the former lives.
 
-        A kernel or graph sees all that the host wrote before the launch. The host sees what the device wrote after an event
-        that is recorded later. CUDA graphs of decodes use this, so that platforms with CUDA graphs must implement it. By default
-        both are the same tensor, for devices that use host memory.
+        A kernel or graph sees all that the host wrote before the launch. The host sees what the device wrote once an event
+        recorded afterwards has passed. CUDA graphs of decodes use this, so that platforms with CUDA graphs must implement it.
+        By default both are the same tensor, for devices that use host memory.
 
         Raises:
             NotImplementedError: the device has its own memory.

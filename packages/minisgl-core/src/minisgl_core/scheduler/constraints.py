@@ -31,7 +31,7 @@ NUM_KEPT = 256
 MAX_KEPT_BYTES = 64 * 1024**2
 """Most memory of the cached grammars, as `GrammarGuard` measured it."""
 MAX_PENDING_BYTES = 32 * 1024**2
-"""Most bytes of text that may wait to be compiled."""
+"""Largest total length of the texts that wait to be compiled."""
 _MIN_BYTES_PER_CHARACTER = 64
 """Least memory that a compiled grammar counts for, per character of its text."""
 _ACCEPT_LIMIT_S = 0.05
