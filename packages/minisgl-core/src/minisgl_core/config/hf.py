@@ -24,7 +24,7 @@ key. An architecture whose entry lacks ``max_window_layers`` ignores that key.""
 def model_config(
     raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
 ) -> ModelConfig:
-    """Normalise a ``config.json``.
+    """Normalise a ``config.json``. The function is long because one call lists all fields of the config.
 
     Unknown architectures are read by the same keys, so that a plugin's model needs no code in this file. `ModelConfig.raw` has
     all other keys, and `Model.standard_config` translates keys with other names.

@@ -80,6 +80,8 @@ def render_chat(
 ) -> str:
     """Render a conversation with the chat template, up to the beginning of the assistant's answer.
 
+    The function is long because it documents all options and checks each of them.
+
     Args:
         tokenizer: a transformers tokenizer with a chat template.
         messages: each has ``role`` and ``content``; a content is a text or a list of ``{"type": "text", "text": ...}``.
