@@ -160,11 +160,11 @@ class Engine:
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
         """Return log-probabilities of the plan's prompt targets, computed for `_LOGITS_ROWS` tokens at a time."""
         ends = np.cumsum(plan.num_new)
-        places = np.concatenate([np.arange(ends[i] - plan.num_new[i], ends[i]) for i in plan.prompt_logprobs])
+        token_indices = np.concatenate([np.arange(ends[i] - plan.num_new[i], ends[i]) for i in plan.prompt_logprobs])
         keep = plan.prompt_targets >= 0
         if not keep.any():
             return None
-        index = self.platform.to_device(places[keep])
+        index = self.platform.to_device(token_indices[keep])
         targets = self.platform.to_device(plan.prompt_targets[keep].astype(np.int64))
         num_top = int(plan.num_prompt_logprobs.max())
         parts = [

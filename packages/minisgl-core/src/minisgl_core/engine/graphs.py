@@ -84,10 +84,10 @@ def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
     if len(plan.new_pages):
         rows, columns, pages = plan.new_pages.reshape(3, -1)
         order = np.argsort(plan.rows)
-        place = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
-        if (plan.rows[place] != rows).any() or (plan.starts[place] // page_size != columns).any():
+        index = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
+        if (plan.rows[index] != rows).any() or (plan.starts[index] // page_size != columns).any():
             return None
-        found[place] = pages
+        found[index] = pages
     return found
 
 

@@ -170,9 +170,9 @@ def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[i
     )
     for token, count, logprob, rank, top, top_ids in values:
         best = [
-            Logprob(i, value, place)
-            for place, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
-            if place <= max(count, 0)
+            Logprob(i, value, top_rank)
+            for top_rank, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
+            if top_rank <= max(count, 0)
         ]
         rows.append(TokenLogprobs(Logprob(token, logprob, rank), best))
     return rows

@@ -51,8 +51,8 @@ class SchedulerLimits:
             raise ContextLengthError("max_tokens", num_tokens, submit.sampling.max_tokens, self.max_seq_len)
         is_outside = submit.token_ids.view(np.uint32) >= self.vocab_size  # a negative id becomes a large one
         if is_outside.any():
-            place = int(is_outside.argmax())
-            raise self._bad_token(f"prompt[{place}]", int(submit.token_ids[place]))
+            index = int(is_outside.argmax())
+            raise self._bad_token(f"prompt[{index}]", int(submit.token_ids[index]))
         for name, ids in (
             ("logit_bias", submit.sampling.logit_bias),
             ("stop_token_ids", submit.sampling.stop_token_ids),

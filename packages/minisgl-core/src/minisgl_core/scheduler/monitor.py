@@ -103,9 +103,9 @@ class Monitor:
         if owned:
             numbers, page_ids = zip(*owned, strict=True)
             owners = np.repeat(np.array(numbers), [len(part) for part in page_ids])
-            places = np.concatenate(page_ids) - 1
-            shown = places & (stride - 1) == 0
-            map_owners[places[shown] // stride] = owners[shown]
+            page_indices = np.concatenate(page_ids) - 1
+            shown = page_indices & (stride - 1) == 0
+            map_owners[page_indices[shown] // stride] = owners[shown]
         starts = np.concatenate(([0], np.flatnonzero(np.diff(map_owners)) + 1))
         return PagesState(
             page_size=pages.page_size,

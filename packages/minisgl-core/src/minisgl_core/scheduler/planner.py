@@ -108,7 +108,7 @@ class Planner:
     ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]], Int32]:
         """Return penalties, penalty states, logit biases and masked indices of the few requests that have any."""
         states: list[PenaltyState] = []
-        places: list[Int32] = []
+        indices: list[Int32] = []
         tokens: list[Int32] = []
         values: list[npt.NDArray[np.float32]] = []
         masked: list[int] = []
@@ -131,12 +131,12 @@ class Planner:
                 token_ids = np.concatenate((token_ids, banned))
                 biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
             if len(token_ids):
-                places.append(np.full(len(token_ids), i, np.int32))
+                indices.append(np.full(len(token_ids), i, np.int32))
                 tokens.append(token_ids)
                 values.append(biases)
         bias = (
-            (np.concatenate(places), np.concatenate(tokens), np.concatenate(values))
-            if places
+            (np.concatenate(indices), np.concatenate(tokens), np.concatenate(values))
+            if indices
             else (_NO_INTS, _NO_INTS, _NO_FLOATS)
         )
         penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS

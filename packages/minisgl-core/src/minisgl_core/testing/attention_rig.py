@@ -306,8 +306,8 @@ class AttentionRig:
         allowed = self.tolerances[self.spec.dtype]
         assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
         self._note_stored(layer, slots, torch.stack((stored, v.cpu().float())))
-        for place, (request, _) in enumerate(work):
-            token = slice(place, place + 1)
+        for index, (request, _) in enumerate(work):
+            token = slice(index, index + 1)
             self._check_request(request, layer, q_turned[token].cpu(), out[token].cpu(), roundings=3)
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
@@ -343,7 +343,7 @@ class AttentionRig:
                 part = slice(end - num_new, end)
                 self._check_request(request, layer, q[part], out[part].cpu())
         changed = (self.pool.data.cpu().float() != self._laid_out(self.known).float()).flatten(3).any(-1)
-        wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
+        wrong = [index for index in changed.nonzero().tolist() if index[2] != 0]
         assert not wrong, f"{self}: these (layer, K or V, page) have wrong content: {wrong[:8]}"
 
     def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:

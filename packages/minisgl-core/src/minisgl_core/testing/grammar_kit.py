@@ -41,7 +41,7 @@ def byte_tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate([*letters, "Ã©"])}, [("Ã", "©")]))
+    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate([*letters, "Ã©"])}, [("Ã", "©")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(

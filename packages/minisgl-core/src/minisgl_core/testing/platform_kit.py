@@ -167,8 +167,8 @@ class PlatformTests:
             graph, _ = platform.capture_graph(run)
             turn.zero_()
             for number in range(0, 10, 2):
-                for place in range(2):
-                    given[place].numpy()[:] = number + place
+                for index in range(2):
+                    given[index].numpy()[:] = number + index
                     graph.replay()
                 platform.record_event().synchronize()
                 assert [part.tolist() for part in left] == [[number * 2] * 50, [number * 2 + 2] * 50]

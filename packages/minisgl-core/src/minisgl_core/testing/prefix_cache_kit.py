@@ -50,8 +50,8 @@ class PrefixCacheTests:
         if not self.takes_all:
             pytest.skip("the cache does not take all pages")
         cache = self.make_cache(page_size)
-        for place, prefix in enumerate(prefixes, start=1):
-            cache.insert(tokens_of(prefix, page_size), pages_array([10 * place + page for page in range(len(prefix))]))
+        for index, prefix in enumerate(prefixes, start=1):
+            cache.insert(tokens_of(prefix, page_size), pages_array([10 * index + page for page in range(len(prefix))]))
         return cache
 
     @each_page_size
@@ -203,7 +203,7 @@ class PrefixCacheTests:
     @each_page_size
     def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
         """Locked runs come first, with their parents; a hit counts for the whole prefix."""
-        cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, place % 3, place // 3) for place in range(9)])
+        cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, index % 3, index // 3) for index in range(9)])
         if type(cache).runs is PrefixCache.runs:
             pytest.skip("the cache returns no runs")
         everything = cache.runs(1000)

@@ -30,10 +30,10 @@ def similar_pages(page_size: int) -> list[TokenIds]:
     """
     draw = np.random.default_rng(page_size)
     base = draw.integers(2**30, dtype=np.int32, size=page_size)
-    places = sorted({0, page_size // 2, page_size - 1})
-    bits = np.repeat(base[None], 31 * len(places), axis=0)
-    for number, (place, bit) in enumerate((place, bit) for place in places for bit in range(31)):
-        bits[number, place] ^= np.int32(1 << bit)
+    positions = sorted({0, page_size // 2, page_size - 1})
+    bits = np.repeat(base[None], 31 * len(positions), axis=0)
+    for number, (position, bit) in enumerate((position, bit) for position in positions for bit in range(31)):
+        bits[number, position] ^= np.int32(1 << bit)
     drawn = draw.integers(2**31, dtype=np.int64, size=(_NUM_DRAWN, page_size)).astype(np.int32)
     top = np.full((1, page_size), 2**31 - 1, np.int32)
     found = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]

@@ -154,11 +154,11 @@ def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool 
     Raises:
         InvalidValueError: a message is not valid; the error names its field.
     """
-    return [_plain(message, place, knows_developer) for place, message in enumerate(messages)]
+    return [_plain(message, index, knows_developer) for index, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dict[str, Any]:
-    where, role = f"messages[{place}]", message.get("role")
+def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dict[str, Any]:
+    where, role = f"messages[{index}]", message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     said = {
@@ -187,11 +187,11 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list) or not calls:
         raise InvalidValueError(where, calls, "a list of one or more calls")
     plain = []
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             form = 'of the form {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-            raise InvalidValueError(f"{where}[{place}]", call, form)
+            raise InvalidValueError(f"{where}[{index}]", call, form)
         arguments = function.get("arguments", "{}")
         try:
             parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -199,7 +199,7 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             parsed = None
         if not isinstance(parsed, Mapping):
             if not isinstance(arguments, str):
-                raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
+                raise InvalidValueError(f"{where}[{index}].function.arguments", arguments, "a JSON object, as text")
             parsed = arguments  # a truncated or malformed call, which the model should see unchanged
         plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
     return plain
@@ -216,8 +216,8 @@ def _content_text(content: Any, name: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidValueError(name, content, "a text or a list of text parts")
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         if not is_text:
-            raise InvalidValueError(f"{name}[{place}]", part, 'of the form {"type": "text", "text": ...}')
+            raise InvalidValueError(f"{name}[{index}]", part, 'of the form {"type": "text", "text": ...}')
     return "".join(part["text"] for part in content)

@@ -27,10 +27,10 @@ class StopFinder:
         if not self._stop:
             return text, None
         self._held += text
-        for place, char in enumerate(text, start=len(self._held) - len(text)):
+        for index, char in enumerate(text, start=len(self._held) - len(text)):
             found = self._advance(char)
             if found is not None:
-                end = place + 1 if self._include_found else place + 1 - len(found)
+                end = index + 1 if self._include_found else index + 1 - len(found)
                 shown, self._held = self._held[:end], ""
                 return shown, found
         keep = len(self._held) - max(self._matched)
@@ -63,10 +63,10 @@ def _failures(text: str) -> array[int]:
     """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     table = array("I", bytes(4 * len(text)))
     length = 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
             length = table[length - 1]
-        if text[place] == text[length]:
+        if text[index] == text[length]:
             length += 1
-        table[place] = length
+        table[index] = length
     return table

@@ -12,7 +12,7 @@ def _byte_alphabet() -> dict[str, int]:
     """Return the 256 characters that stand for bytes in byte-level vocabularies (GPT-2's encoder.py), with their bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _ALPHABET = _byte_alphabet()
