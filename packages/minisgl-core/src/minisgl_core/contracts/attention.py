@@ -312,7 +312,7 @@ class AttentionBackend(ABC):
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
     ) -> torch.Tensor:
-        """Apply RoPE like `Ops.rotate`, then run `forward`, if `rotates` is true for the step. q, k and v do not change.
+        """Apply RoPE like `RotaryOps.rotate`, then run `forward`, if `rotates` is true for the step. q, k and v do not change.
 
         For `AttentionCapabilities.fused_rope_decode`.
         """
