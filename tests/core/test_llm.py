@@ -272,7 +272,7 @@ def test_an_interrupt_anywhere_in_a_step_costs_only_what_ran(overlap: bool, monk
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, greedy(30))
         assert_nothing_in_use(llm)
-        with pytest.raises(MinisglError, match="cannot go on"):
+        with pytest.raises(MinisglError, match="cannot continue"):
             list(stream)
         outputs = llm.generate(PROMPTS, greedy(5))
         assert [tuple(output.token_ids) for output in outputs] == [tiny.greedy(tuple(p), 5) for p in PROMPTS]

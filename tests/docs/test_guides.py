@@ -22,7 +22,7 @@ BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*
 NUM_TESTS = {"prefix_cache": 25, "model": 11, "moe": 50, "ops": 8}
 """By guide: how many of the kit's tests run at least."""
 NOT_FOR_THE_GUIDE = {
-    "prefix_cache": "this cache shows nothing",
+    "prefix_cache": "the cache returns no runs",
     "ops": tuple(
         f"FusedNorm does not subclass {role}Ops" for role in ("Linear", "Rotary", "Sampling", "Step", "Routing")
     ),

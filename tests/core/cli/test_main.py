@@ -73,7 +73,8 @@ def test_an_error_is_one_line_and_a_status(site, failure, status, line):
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"), [("broken:run", "No module named 'no_such'"), ("stranger_cli:not_a_command", "is no command")]
+    ("value", "reason"),
+    [("broken:run", "No module named 'no_such'"), ("stranger_cli:not_a_command", "is not a click command")],
 )
 def test_a_command_that_cannot_be_used_is_named(site, value, reason):
     modules = {"broken": "import no_such", "stranger_cli": COMMAND}
@@ -164,7 +165,7 @@ def cli_options():
         ("[click.Option(['--fail'])]", "--fail, which dance has already"),
         ("[click.Option(['--mine/--fail'])]", "--fail, which dance has already"),
         ("[click.Option(['--mine']), click.Option(['--mine'])]", "--mine, which dance has already"),
-        ("['--mine']", "must return a list of click options, and has '--mine'"),
+        ("['--mine']", "must return a list of click options, but it contains '--mine'"),
     ],
 )
 def test_a_hook_may_not_take_a_commands_own_flag(site, options, reason):

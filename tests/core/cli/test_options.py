@@ -174,7 +174,7 @@ def test_bad_yaml_is_refused(run: Run, file: str):
 
 def test_help_lists_installed_providers_without_importing_them(run: Run):
     text = " ".join(run("--help").stdout.split())
-    assert "Attention backend; 'a,b' takes a for prefill and b for decode. [default: auto] Installed: quick." in text
+    assert "Attention backend; 'a,b' uses a for prefill and b for decode. [default: auto] Installed: quick." in text
     assert "--dtype [auto|bfloat16|float16|float32]" in text
     assert "--page-size INTEGER|auto" in text
     assert "Installed: none." in text

@@ -68,7 +68,7 @@ def test_list_notes_duplicates_and_hidden_providers_on_standard_error(site, monk
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "three,policy:q,one:policy:q")
     result = run("list")
     for item in ("policy:q", "one:policy:q"):
-        assert f"MINISGL_PLUGINS_BLOCK names '{item}', which nothing" in result.stderr
+        assert f"MINISGL_PLUGINS_BLOCK names '{item}', which matches no" in result.stderr
     assert "names 'three'" not in result.stderr
     assert "policy provider 'p' is registered by one 1.0 and two 1.0" in result.stderr
     assert "policy 'p' of three 1.0 is blocked by MINISGL_PLUGINS_BLOCK" in result.stderr

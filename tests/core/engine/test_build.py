@@ -115,7 +115,10 @@ def test_two_layouts_are_refused_with_backends_that_meet() -> None:
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
     registry = Registry([*entries, Entry("attention", "own", f"{__name__}:LaidOutTheOtherWay", "own", "1")])
     config = EngineConfig.from_flat(model=str(tiny.checkpoint()), platform="cpu", dtype="float32", attn="own,torch")
-    message = r"--attn='own,torch' .*own has NHD and torch has HND.* own goes with .*triton.* torch goes with native\."
+    message = (
+        r"--attn='own,torch' .*own supports NHD and torch supports HND"
+        r".* own can be combined with .*triton.* torch can be combined with native\."
+    )
     with pytest.raises(InvalidValueError, match=message):
         build_engine(config, registry, Hooks(), progress=False)
 

@@ -178,13 +178,13 @@ class FailsInTheMiddle(RecordingCpu):
         raise RuntimeError("operation not permitted")
 
 
-def test_a_model_that_cannot_be_recorded_gets_a_remedy(engine: Engine) -> None:
+def test_a_failed_capture_names_a_remedy(engine: Engine) -> None:
     engine.platform = FailsInTheMiddle()
     with pytest.raises(MinisglError) as caught:
         engine.record_pieces(SIZES, progress=False)
     assert str(caught.value) == (
-        "pieces cannot be recorded: RuntimeError: operation not permitted"
-        " (--piecewise-cuda-graph-max-tokens 0 records no pieces)"
+        "piecewise CUDA graphs cannot be captured: RuntimeError: operation not permitted"
+        " (--piecewise-cuda-graph-max-tokens 0 captures none)"
     )
 
 

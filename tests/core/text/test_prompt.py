@@ -96,10 +96,10 @@ def test_bytes_of_tokens(engine_tokenizer: Any) -> None:
     assert token_bytes[10**6] == b""
 
 
-def test_half_a_character_is_refused(bos_tokenizer: Any) -> None:
-    with pytest.raises(InvalidValueError, match="half characters"):
+def test_a_lone_surrogate_is_refused(bos_tokenizer: Any) -> None:
+    with pytest.raises(InvalidValueError, match="lone surrogates"):
         encode_prompt(bos_tokenizer, "Hi \udce9 Hi")
-    with pytest.raises(InvalidValueError, match="half characters"):
+    with pytest.raises(InvalidValueError, match="lone surrogates"):
         encode_chat(bos_tokenizer, [{"role": "user", "content": "\ud800"}])
 
 

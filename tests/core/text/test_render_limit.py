@@ -60,7 +60,7 @@ def test_a_failing_template_is_a_typed_error(tokenizer: Any, name: str) -> None:
 @pytest.mark.parametrize("name", ENDLESS)
 def test_an_endless_template_is_stopped(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_limit, "MAX_SECONDS", 0.5)
-    with pytest.raises(InvalidValueError, match=r"it ran for more than 0\.5 s"):
+    with pytest.raises(InvalidValueError, match=r"the template ran for more than 0\.5 s"):
         render(tokenizer, ENDLESS[name])
     assert render(tokenizer, "{{ messages[0].content }}") == "Hi"
 
@@ -68,7 +68,7 @@ def test_an_endless_template_is_stopped(tokenizer: Any, name: str, monkeypatch: 
 @pytest.mark.parametrize("name", GROWING)
 def test_a_growing_template_is_stopped(tokenizer: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(render_limit, "MAX_GROWTH_BYTES", 64 * 2**20)
-    with pytest.raises(InvalidValueError, match="it took more than 64 MiB of memory"):
+    with pytest.raises(InvalidValueError, match="the template took more than 64 MiB of memory"):
         render(tokenizer, GROWING[name])
 
 

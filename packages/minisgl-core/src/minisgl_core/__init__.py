@@ -1,4 +1,4 @@
-"""The core of minisgl: plugin seams, engine, scheduler, KV pool, and the minisgl command.
+"""Core of minisgl: plugin contracts and discovery, engine, scheduler, KV cache, `LLM` and the ``minisgl`` command.
 
 The names below are imported when they are first used, so that ``import minisgl_core`` needs no torch.
 """

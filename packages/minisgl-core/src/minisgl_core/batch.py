@@ -1,7 +1,7 @@
-"""What one step is: the plan that the scheduler makes, and the result that the engine returns.
+"""Plan and result of one step: the scheduler makes the plan, the engine returns the result.
 
-A `BatchPlan` is plain data on the host. It is all that the scheduler tells the engine, and all that rank 0 tells the other
-ranks; so every rank runs the same step, in the same order, by construction.
+A `BatchPlan` is plain data on the host. The scheduler sends nothing else to the engine, and rank 0 sends nothing else to the
+other ranks. So every rank runs the same steps in the same order by construction.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import numpy as np
 from minisgl_core.messages import TokenLogprobs
 
 FROM_DEVICE = -1
-"""A token id in a plan that the host does not know yet: the engine takes the row's last sampled token."""
+"""Placeholder of a token id that the host does not know yet. The engine uses the row's last sampled token."""
 
 
 class PenaltyState(msgspec.Struct, kw_only=True):
-    """Tokens to start a row's penalty counts from, sent when a request with penalties (re)starts.
+    """Initial tokens of a row's penalty counts, sent when a request with penalties starts or restarts.
 
     Attributes:
         row: page-table row.
         prompt_ids: int32; for the repetition penalty.
-        output_ids: int32; tokens generated before (after a preemption).
+        output_ids: int32; tokens generated before a preemption.
     """
 
     row: int
@@ -32,24 +32,24 @@ class PenaltyState(msgspec.Struct, kw_only=True):
 
 
 class SamplePlan(msgspec.Struct, kw_only=True):
-    """Which requests of a step sample a token, and how. N of them; arrays have shape [N].
+    """Sampling parameters of the N requests that sample a token in a step. Arrays have shape [N].
 
     Attributes:
-        index: place of the request in the batch, int32, ascending.
+        index: index of the request in the batch, int32, ascending.
         temperature: float32; 0 is greedy.
         top_k: int32; 0 keeps all.
         top_p: float32.
         min_p: float32.
-        uniform: the random number in [0, 1) that picks the token, float32: a function of the request's seed and of how many
-            tokens it has generated, so that results do not depend on the batch.
-        num_logprobs: int32; -1 for none.
-        penalties: float32 [3 * N]: presence, frequency, repetition of each; empty where no request has any.
-        penalty_states: rows whose counts start anew.
-        bias_index: place in 0..N of each logit change below, int32 [M].
-        bias_token: the token it applies to, int32 [M].
-        bias_value: what is added, float32 [M]; -inf forbids the token.
-        masked: place in 0..N of each request whose tokens are restricted, by a grammar, allowed tokens or bad words of several
-            tokens, int32 [G]. Their `TokenMasks` follow the plan.
+        uniform: random number in [0, 1) that picks the token, float32. It is a function of the request's seed and the number
+            of its output tokens, so that results do not depend on the batch.
+        num_logprobs: number of most likely tokens to return with their log-probabilities, int32; -1 for no log-probabilities.
+        penalties: presence, frequency and repetition penalties, float32 [3 * N]; empty if no request has any.
+        penalty_states: rows whose penalty counts start anew.
+        bias_index: index in [0, N) of each logit bias, int32 [M].
+        bias_token: token id of each logit bias, int32 [M].
+        bias_value: value that is added, float32 [M]; -inf bans the token.
+        masked: index in [0, N) of each request whose tokens are masked, int32 [G]. Grammars, allowed tokens and bad words of
+            several tokens need a mask. The `TokenMasks` of these requests follow the plan.
     """
 
     index: np.ndarray
@@ -68,31 +68,31 @@ class SamplePlan(msgspec.Struct, kw_only=True):
 
 
 class TokenMasks(msgspec.Struct, tag=True, kw_only=True):
-    """Which tokens the `SamplePlan.masked` requests of the plan before may sample.
+    """Token masks of the `SamplePlan.masked` requests of the plan before.
 
     Attributes:
-        words: packed as `minisgl_core.contracts.grammar` says, int32 [G * W].
+        words: masks packed as in `minisgl_core.contracts.grammar`, int32 [G * W].
     """
 
     words: np.ndarray
 
 
 class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
-    """One step. B requests in a fixed order, decodes first; T tokens in all.
+    """Plan of one step: B requests in a fixed order, decodes first, with T tokens in total.
 
     Attributes:
         num_decodes: requests ``[0, num_decodes)`` have `decode_query_len` tokens.
         rows: page-table row of each request, int32 [B].
         starts: tokens of each request whose KV is in the pool already, int32 [B].
         num_new: tokens of each request computed in this step, int32 [B].
-        token_ids: int32 [T]; `FROM_DEVICE` takes the row's last sampled token.
+        token_ids: int32 [T]; `FROM_DEVICE` stands for the row's last sampled token.
         new_pages: page-table entries to write before the step, int32 [3 * N]: N rows, N columns, N page ids.
-        sample: which requests sample a token.
-        prompt_logprobs: requests (place in the batch) that want log-probabilities of their prompt, int32; empty for none.
-        num_prompt_logprobs: how many most likely tokens each of them wants, int32.
-        prompt_targets: for each new token of those requests in turn, the token that follows it in the prompt; -1 where
-            none does (the prompt's last token) or none is asked for; int32.
-        decode_query_len: tokens per decoding request: 1, or more where drafted tokens are verified.
+        sample: requests that sample a token, and their parameters.
+        prompt_logprobs: batch index of each request that returns log-probabilities of its prompt, int32; empty if none does.
+        num_prompt_logprobs: number of most likely tokens that each of them returns, int32.
+        prompt_targets: token that follows each new token of these requests in the prompt, int32; -1 after the prompt's last
+            token and where no log-probability is requested.
+        decode_query_len: tokens per decoding request: 1, or more if draft tokens are verified.
     """
 
     num_decodes: int
@@ -109,23 +109,23 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
 
     @property
     def num_requests(self) -> int:
-        """B."""
+        """Number of requests, B."""
         return len(self.rows)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled.
+    """Sampled tokens and log-probabilities of a step.
 
     Attributes:
         tokens: sampled token of each request in ``plan.sample.index``'s order, int64 [N].
-        logprobs: for each of them, None where it asked for none; empty where nobody asked.
-        prompt_logprobs: for each request in ``plan.prompt_logprobs``' order, one entry a target that is not -1.
+        logprobs: one entry per sampled token, None if its request wants none; empty if no request wants any.
+        prompt_logprobs: per request in ``plan.prompt_logprobs``, one entry per target that is not -1.
     """
 
     tokens: np.ndarray

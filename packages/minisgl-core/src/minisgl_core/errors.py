@@ -1,6 +1,6 @@
-"""Every error that minisgl raises on purpose.
+"""Errors that minisgl raises on purpose.
 
-Users catch :class:`MinisglError`; the leaves say what went wrong. Assertions, by contrast, guard invariants and mean a bug.
+Users catch :class:`MinisglError`, and its subclasses tell the kinds of errors apart. A failed assertion means a bug.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ _SHORT = Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 40
-"""Shows as much of a value as a message has room for, at the same cost for large ones."""
+"""Shortens values for messages, at a cost that does not grow with the value."""
 
 
 class MinisglError(Exception):
-    """Base of every error raised on purpose."""
+    """Base class of all errors that minisgl raises on purpose."""
 
 
 class InvalidValueError(MinisglError, ValueError):
@@ -25,8 +25,8 @@ class InvalidValueError(MinisglError, ValueError):
 
     Args:
         name: the flag (``--page-size``), request field (``temperature``) or keyword (``tp``) as the user wrote it.
-        value: what was given.
-        allowed: what would have been accepted, as a phrase that follows "must be".
+        value: the value that was given.
+        allowed: the values that are accepted, as a phrase that follows "must be".
         remedy: what to do about it, as a sentence; optional.
     """
 
@@ -37,7 +37,7 @@ class InvalidValueError(MinisglError, ValueError):
         super().__init__(f"{name}={shown} is not valid: must be {allowed}.{' ' + remedy if remedy else ''}")
 
     def renamed(self, names: Mapping[str, str]) -> Self:
-        """The same of what the user calls otherwise: `names` has the user's name by this one, where they differ."""
+        """Return this error with another name; `names` maps names to those that the user knows."""
         return type(self)(names.get(self.name, self.name), self.value, self.allowed, self.remedy)
 
     def __reduce__(self) -> tuple[type[InvalidValueError], tuple[object, ...]]:
@@ -45,21 +45,21 @@ class InvalidValueError(MinisglError, ValueError):
 
 
 def beyond_context(max_seq_len: int, what: str) -> str:
-    """Return the sentences that clients recognise: the limit, and `what` exceeds it."""
+    """Return the message that clients recognise: the context limit, and `what` exceeds it."""
     return f"This model's maximum context length is {max_seq_len} tokens. However, {what}."
 
 
 class ContextLengthError(InvalidValueError):
-    """The context has no room for a prompt and the output asked for. Clients recognise its sentence.
+    """The prompt and the requested output do not fit in the context. Clients recognise its message.
 
     Args:
-        name: the field at fault: the prompt's, or the one that asks for so many output tokens.
+        name: the field at fault: the prompt or the number of output tokens.
         num_prompt: tokens of the prompt.
-        num_output: output tokens asked for.
+        num_output: requested output tokens.
         max_seq_len: tokens that the context holds.
         kind: ``messages`` for a conversation, else ``prompt``.
         remedy: what to do besides shortening it, as a sentence; optional.
-        is_cut: the prompt has at least `num_prompt` tokens; how many more was not looked at.
+        is_cut: True if only the beginning of the prompt was tokenized, so that it has at least `num_prompt` tokens.
     """
 
     def __init__(
@@ -90,11 +90,11 @@ class ContextLengthError(InvalidValueError):
 
 
 class PluginError(MinisglError):
-    """Something is wrong with a plugin or with the name of one."""
+    """A plugin fails, or its name is wrong."""
 
 
 class ProviderNotFoundError(PluginError):
-    """No installed distribution provides the name that was asked for."""
+    """No installed distribution provides the requested name."""
 
 
 class DuplicateProviderError(PluginError):
@@ -102,16 +102,16 @@ class DuplicateProviderError(PluginError):
 
 
 class ProviderLoadError(PluginError):
-    """A provider is registered but importing it failed; the message holds the cause and the remedy."""
+    """A provider is registered, but importing it failed. The message has the cause and the remedy."""
 
 
 class ProviderUnsupportedError(PluginError):
-    """A provider was asked for by name and does not apply here.
+    """A provider was selected by name and cannot be used here.
 
     Args:
-        kind: what it provides, such as ``attention``.
+        kind: the kind of plugin, such as ``attention``.
         name: the provider's name.
-        reasons: why it does not apply, one sentence each.
+        reasons: the reasons, one sentence each.
     """
 
     def __init__(self, kind: str, name: str, reasons: Iterable[str]) -> None:
@@ -127,11 +127,11 @@ class ModelNotFoundError(MinisglError):
 
 
 class ModelFormatError(MinisglError):
-    """A checkpoint or its config is incomplete, inconsistent or of a kind that is not supported."""
+    """A checkpoint or its config is incomplete, inconsistent or not supported."""
 
 
 class TokenizerNotFoundError(ModelFormatError):
-    """A checkpoint holds no tokenizer: it takes prompts as token ids only."""
+    """A checkpoint has no tokenizer, so that prompts must be token ids."""
 
 
 class OutOfMemoryError(MinisglError):
@@ -143,19 +143,19 @@ class CacheFullError(MinisglError):
 
 
 class OutOfPagesError(MinisglError):
-    """More KV pages were asked for than are free."""
+    """More KV pages were requested than are free."""
 
 
 class QueueFullError(MinisglError):
-    """The scheduler's waiting queue is at its bound; the request was not accepted."""
+    """The scheduler's waiting queue is full; the request was not accepted."""
 
 
 class WorkerDiedError(MinisglError):
-    """A worker process ended unexpectedly; the message names it and says why where that is known."""
+    """A worker process ended unexpectedly. The message names it, and the cause if that is known."""
 
 
 class WorkerRefusedError(WorkerDiedError):
-    """A worker process ended by one of `USER_ERRORS`."""
+    """A worker process ended with one of `USER_ERRORS`."""
 
 
 USER_ERRORS = (
@@ -166,4 +166,4 @@ USER_ERRORS = (
     OutOfMemoryError,
     WorkerRefusedError,
 )
-"""What the user can put right."""
+"""Errors that the user can correct."""

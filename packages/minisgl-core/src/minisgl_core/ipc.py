@@ -1,17 +1,17 @@
 """Sockets between the processes of one launch.
 
-Every process that receives binds one PULL socket in the launch's directory; whoever has something to say to it connects
-a PUSH socket. One sender's messages arrive in order. The directory is made for the launch, readable by its user alone,
-and removed at its end: reaching the sockets takes the user's own rights, and that is all the access control there is.
+Every process that receives binds one PULL socket in the launch's directory, and its senders connect PUSH sockets. Messages of
+one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
+These file permissions are the only access control of the sockets.
 
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
     scheduler_in     <-- tokenizer workers, launcher
     RankPlacement.address  <-- scheduler of rank 0
 
-Queues are unbounded (high-water mark 0): a bounded one would block the scheduler, and with it every stream, because one
-reader is slow. What bounds them is the number of requests that the scheduler accepts. On close, what was sent is
-delivered for `LINGER_MS` at most, so that a last message arrives and a peer that is gone holds nobody up.
+Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
+number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
+so that a last message arrives and a dead peer does not delay the close.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from minisgl_core.messages import Decoder, encode
 M = TypeVar("M")
 LINGER_MS = 1000
 MAX_PATH_BYTES = 100
-"""A Unix socket's path holds 107 bytes; ``ipc://`` sockets need the whole of it to fit."""
+"""Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoints:
-    """Addresses of one launch. Plain data, to hand to each process.
+    """Addresses of one launch's sockets. Plain data, passed to each process.
 
     Attributes:
-        directory: holds the sockets.
-        num_tokenizers: tokenizer workers.
+        directory: directory of the sockets.
+        num_tokenizers: number of tokenizer workers.
     """
 
     directory: str
@@ -50,10 +50,10 @@ class Endpoints:
 
     @classmethod
     def create(cls, num_tokenizers: int = 1) -> Endpoints:
-        """Make a fresh directory with mode 0700 under the system's temporary one; `remove` it at the end.
+        """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
-            InvalidValueError: ``TMPDIR`` is too long a path to hold sockets.
+            InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
         """
         directory = tempfile.mkdtemp(prefix="minisgl-")
         if len(directory.encode()) + len("/tokenizer-999") > MAX_PATH_BYTES:
@@ -61,28 +61,28 @@ class Endpoints:
             raise InvalidValueError(
                 "TMPDIR",
                 tempfile.gettempdir(),
-                "a shorter path, as Unix sockets are made there",
+                "a shorter path, because Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
         return cls(directory, num_tokenizers)
 
     def remove(self) -> None:
-        """Delete the directory; fine to call twice."""
+        """Delete the directory. May be called twice."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
     @property
     def api_in(self) -> str:
-        """Where the API server receives."""
+        """Address of the API server."""
         return f"ipc://{self.directory}/api"
 
     @property
     def scheduler_in(self) -> str:
-        """Where the scheduler of rank 0 receives."""
+        """Address of the scheduler of rank 0."""
         return f"ipc://{self.directory}/scheduler"
 
     @property
     def tokenizer_in(self) -> tuple[str, ...]:
-        """Where each tokenizer worker receives."""
+        """Addresses of the tokenizer workers."""
         return tuple(f"ipc://{self.directory}/tokenizer-{index}" for index in range(self.num_tokenizers))
 
     def __enter__(self) -> Self:
@@ -93,7 +93,7 @@ class Endpoints:
 
 
 class _Channel:
-    """A socket with a context of its own, so that closing one never waits for another."""
+    """Socket with its own context, so that closing one never waits for another."""
 
     def __init__(self, kind: int, context: zmq.Context[Any]) -> None:
         self._context = context
@@ -103,7 +103,7 @@ class _Channel:
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
 
     def close(self) -> None:
-        """Close; waits up to `LINGER_MS` for what was sent. Fine to call twice."""
+        """Close the socket after delivering its queue for up to `LINGER_MS`. May be called twice."""
         self.socket.close()
         self._context.term()
 
@@ -115,7 +115,7 @@ class _Channel:
 
 
 class Sender(_Channel):
-    """Sends messages to one address. Never blocks: the peer need not be there yet."""
+    """Sender of messages to one address. It never blocks, and the peer may start later."""
 
     def __init__(self, address: str) -> None:
         super().__init__(zmq.PUSH, zmq.Context())
@@ -127,7 +127,7 @@ class Sender(_Channel):
 
 
 class Receiver(_Channel, Generic[M]):
-    """Receives messages of one (union) type at an address: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
+    """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
 
     def __init__(self, address: str, kind: Any) -> None:
         super().__init__(zmq.PULL, zmq.Context())
@@ -135,13 +135,13 @@ class Receiver(_Channel, Generic[M]):
         self.socket.bind(address)
 
     def receive(self, timeout_s: float | None = None) -> M | None:
-        """Wait for the next message; None after `timeout_s` without one (None waits forever, 0 only looks)."""
+        """Wait for the next message; return None after `timeout_s`. A timeout of None waits forever, 0 does not wait."""
         if timeout_s is not None and not self.socket.poll(round(timeout_s * 1000)):
             return None
         return self._decode(self.socket.recv())  # type: ignore[no-any-return]
 
     def drain(self) -> list[M]:
-        """All messages that have arrived, without waiting."""
+        """Return all messages that have arrived, without waiting."""
         messages: list[M] = []
         while True:
             try:
@@ -164,7 +164,7 @@ class AsyncReceiver(_Channel, Generic[M]):
 
 
 def send_all(senders: Iterable[Sender], message: msgspec.Struct) -> None:
-    """Send one message to several addresses, packed once."""
+    """Send one message to several addresses, encoded once."""
     data = encode(message)
     for sender in senders:
         sender.socket.send(data)

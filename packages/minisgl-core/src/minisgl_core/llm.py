@@ -1,4 +1,7 @@
-"""The engine in this process, without a server."""
+"""Offline inference: `LLM` runs the engine in this process, without a server.
+
+The file is long because all methods of `LLM` share the state of its running requests.
+"""
 
 from __future__ import annotations
 
@@ -41,18 +44,18 @@ Message = Mapping[str, Any]
 
 @dataclass(slots=True)
 class GenerationOutput:
-    """What became of one prompt.
+    """Output for one prompt.
 
     Attributes:
-        prompt_token_ids: the prompt in tokens.
-        text: the output without special tokens and the stop text; empty where the model has no tokenizer.
-        token_ids: the output in tokens, a stop token included.
+        prompt_token_ids: token ids of the prompt.
+        text: text of the output without special tokens and stop text; empty if the model has no tokenizer.
+        token_ids: token ids of the output, including a stop token.
         finish_reason: ``stop``, ``length`` or ``abort``.
-        stop_reason: the stop text or the one of ``stop_token_ids`` that ended the output, if one did.
+        stop_reason: the stop text, or the id from ``stop_token_ids``, that ended the output; None otherwise.
         cached_tokens: prompt tokens whose KV was found in the prefix cache.
-        logprobs: one entry an output token, where asked for.
-        prompt_logprobs: one entry a prompt token, the first one None, where asked for.
-        error: why an ``abort`` ended it, such as a grammar that got too complex; None otherwise.
+        logprobs: one entry per output token, if requested.
+        prompt_logprobs: one entry per prompt token, if requested; the first entry is None.
+        error: the reason of an ``abort``, such as a grammar that is too complex; None otherwise.
     """
 
     prompt_token_ids: list[int]
@@ -68,15 +71,15 @@ class GenerationOutput:
 
 @dataclass(slots=True)
 class _Running:
-    """An output in the making.
+    """State of an unfinished output.
 
     Attributes:
-        output: filled in as it goes.
-        prompt: its tokens, which the output gets at the end, when there is time.
+        output: the output, which is filled in step by step.
+        prompt: tokens of the prompt; the output receives them as a list at the end.
         decoder: turns its tokens into text.
-        decodes_at_once: text is made of each token as it comes, as a stream and stop texts need it; otherwise at the end.
-        fresh: text that a stream has not passed on yet.
-        done: nothing more will come.
+        decodes_at_once: True to decode each new token at once, for streams and stop texts; False to decode at the end.
+        fresh: text that a stream has not yielded yet.
+        done: True if the output is complete.
     """
 
     output: GenerationOutput
@@ -87,7 +90,7 @@ class _Running:
     done: bool = False
 
     def add(self, new: TokenOut) -> bool:
-        """Take in tokens; returns whether a stop text ended the output before the scheduler knew."""
+        """Add new tokens. Return True if a stop text ended the output, so that the scheduler has to abort it."""
         output = self.output
         output.token_ids += new.token_ids
         output.cached_tokens = new.num_cached_tokens
@@ -112,26 +115,26 @@ class _Running:
 
 
 class LLM:
-    """A model, loaded and ready.
+    """A loaded model.
 
         with LLM("path/to/model", dtype="bfloat16") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(max_tokens=8)):
                 print(output.text)
 
-    Several can live in one process, on a GPU where the `num_pages` or `memory_ratio` of one leaves room for the next. Not for
-    use by several threads at once; streams may be open while it does other work. With ``tp`` above 1 it starts a process for
-    each further rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing asks for.
+    Several can live in one process. On a GPU, `num_pages` or `memory_ratio` of one must leave room for the next. Only one thread
+    at a time may use it. Other calls are allowed while streams are open. With ``tp`` above 1 it starts one process per further
+    rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing requires.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
         """Load a model.
 
         Args:
-            model: folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct where it is missing.
-            options: the launch flags by name: ``page_size=16``, ``tp=2``, ``attn="torch"``, ``cache="radix"``.
+            model: folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.
+            options: launch flags by name: ``page_size=16``, ``tp=2``, ``attn="torch"``, ``cache="radix"``.
 
         Raises:
-            MinisglError: an option, the model or a provider does not fit; says which and why.
+            MinisglError: an option, the model or a provider is not valid; the message names it and the reason.
         """
         config = EngineConfig.from_flat(model=model, **options)
         template = read_chat_template(config.model.chat_template) if config.model.chat_template is not None else None
@@ -140,9 +143,9 @@ class LLM:
         self._names = count()
         self._running: dict[str, _Running] = {}
         self._is_busy = False
-        """Between the beginning and the end of what changes the scheduler."""
+        """True while the scheduler is being changed."""
         self._to_abort: list[str] = []
-        """What was given up meanwhile: a stream that nobody holds any more ends wherever the garbage collector finds it."""
+        """Ids of abandoned requests, aborted at the next step. The garbage collector may end a stream at any time."""
         self._others: OtherRanks | None = None
         with ExitStack() as stack:
             if config.parallel.tp == 1:
@@ -170,7 +173,7 @@ class LLM:
         """The model's transformers tokenizer.
 
         Raises:
-            TokenizerNotFoundError: the model has none, so that prompts are token ids only.
+            TokenizerNotFoundError: the model has none, so that prompts must be token ids.
         """
         if self._tokenizer is None:
             raise TokenizerNotFoundError(f"{self.info.model} has no tokenizer; give prompts as lists of token ids")
@@ -178,12 +181,12 @@ class LLM:
 
     @property
     def default_sampling(self) -> SamplingParams:
-        """What `generate` uses where it is given no sampling: the model's generation_config."""
+        """Default sampling parameters of `generate`, from the model's generation_config."""
         return SamplingParams(**self.info.default_sampling)
 
     @property
     def stats(self) -> SchedulerStats:
-        """Counters since the start, or since a step that failed."""
+        """Counters since the start, or since the last step that failed."""
         return self._loop.scheduler.stats
 
     def generate(
@@ -193,19 +196,19 @@ class LLM:
         *,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Continue prompts.
+        """Generate continuations of prompts.
 
         Args:
-            prompts: texts or lists of token ids, one or several; token ids only where the model has no tokenizer.
-            sampling: one for all or one each; `default_sampling` where it is missing.
-            progress: draw a bar on stderr, where that is a terminal and there are several prompts.
+            prompts: one or several texts or lists of token ids. A model without a tokenizer needs token ids.
+            sampling: parameters for all prompts, or one per prompt; `default_sampling` by default.
+            progress: show a progress bar on stderr if that is a terminal and there are several outputs.
 
         Returns:
             Outputs in the order of the prompts; with ``n > 1``, the n outputs of a prompt follow each other.
 
         Raises:
-            InvalidValueError: a prompt or a parameter is not valid; nothing has been generated then.
-            WorkerDiedError: another rank has ended; so has this object then.
+            InvalidValueError: a prompt or a parameter is not valid; nothing was generated.
+            WorkerDiedError: another rank has ended; this object is closed then.
         """
         listed = list_prompts(prompts)
         each = _list_sampling(self.default_sampling if sampling is None else sampling, len(listed))
@@ -223,9 +226,9 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         progress: bool = True,
     ) -> list[GenerationOutput]:
-        """Answer conversations: one list of messages (``role`` and ``content``), or several. See `generate`.
+        """Answer one or several conversations, each a list of messages with ``role`` and ``content``. See `generate`.
 
-        `tools` are described to the model; calls are part of its text, as it writes them.
+        The chat template describes `tools` to the model. Tool calls appear in the text as the model writes them.
         """
         several = bool(messages) and not isinstance(messages[0], Mapping)
         listed: list[Any] = list(messages) if several else [messages]
@@ -233,16 +236,16 @@ class LLM:
         return self.generate(prompts, sampling, progress=progress)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
-        """Continue one prompt, piece by piece; closing the iterator aborts.
+        """Stream the continuation of one prompt as pieces of text. Closing the iterator aborts the request.
 
-        Errors are those of `generate`, at once; the iterator raises MinisglError where the output cannot go on.
+        This raises the errors of `generate` at once. The iterator raises MinisglError if the output cannot continue.
         """
         params = self.default_sampling if sampling is None else sampling
         if not isinstance(params, SamplingParams):
             raise InvalidValueError("sampling", params, "one SamplingParams")
         if params.n != 1:
             raise InvalidValueError("n", params.n, "1 for a stream", "Use generate, or open several streams.")
-        _ = self.tokenizer  # without one there is no text to yield
+        _ = self.tokenizer  # raises if there is no tokenizer to make text
         return self._stream(*self._checked(prompt, params))
 
     def stream_chat(
@@ -253,11 +256,11 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[str]:
-        """Answer one conversation, piece by piece; closing the iterator aborts."""
+        """Stream the answer to one conversation; see `stream` and `chat`."""
         return self.stream(encode_chat(self.tokenizer, messages, chat_template_kwargs, tools), sampling)
 
     def _checked(self, prompt: Prompt, params: SamplingParams) -> tuple[Submit, SamplingParams]:
-        """The request, without a name yet."""
+        """Return the checked request, without an id yet."""
         self._check_open()
         if self._tokenizer is None:
             _refuse_text(prompt, params)
@@ -286,7 +289,7 @@ class LLM:
                     self._step()
             if running.output.finish_reason == "abort":
                 why = running.output.error or "a step failed, or the LLM was closed"
-                raise MinisglError(f"the stream cannot go on: {why}")
+                raise MinisglError(f"the stream cannot continue: {why}")
 
     def _run(self, work: list[tuple[Submit, SamplingParams]], progress: bool) -> list[GenerationOutput]:
         todo, scheduler = deque(work), self._loop.scheduler
@@ -304,7 +307,7 @@ class LLM:
 
     @contextmanager
     def _requests(self) -> Iterator[dict[str, None]]:
-        """Names of the requests that the block submits; what still runs at its end is aborted."""
+        """Collect the ids of the requests that the block submits. Those that still run at its end are aborted."""
         names: dict[str, None] = {}
         try:
             yield names
@@ -312,12 +315,12 @@ class LLM:
             for name in names:
                 self._running.pop(name, None)
             self._abort(names)
-            # Steps in flight hold pages; with nobody else to run them, they are processed here.
+            # Steps in flight hold pages. If no other request will run them to their end, they are processed here.
             while not self._is_busy and self._is_open and self._loop.has_work and not self._running:
                 self._step()
 
     def _abort(self, names: Iterable[str]) -> None:
-        """Abort what has not ended of these; at the next step where the scheduler is busy."""
+        """Abort those of these requests that still run; at the next step if the scheduler is being changed."""
         self._to_abort += names
         if self._is_busy or not self._is_open:
             return
@@ -347,10 +350,10 @@ class LLM:
 
     def _check_idle(self) -> None:
         if self._is_busy:
-            raise MinisglError("this LLM is in use by another thread; let one thread at a time call it")
+            raise MinisglError("this LLM is in use by another thread; call it from one thread at a time")
 
     def _step(self) -> list[str]:
-        """One step of the engine, for all requests; returns the names of those that it ended."""
+        """Run one step of the engine for all requests. Return the ids of those that it ended."""
         ended = []
         self._check_idle()
         try:
@@ -360,7 +363,7 @@ class LLM:
             self._abort_waiting()
             outputs = self._loop.step()
             if self._others is not None:
-                self._others.check()  # what came after a rank had gone means nothing
+                self._others.check()  # a result that came after a rank had ended is not valid
             for _, new in outputs:
                 name = new.request_id
                 running = self._running.get(name)
@@ -379,7 +382,10 @@ class LLM:
         return ended
 
     def _recover(self, error: BaseException) -> None:
-        """A step ended anywhere: every request is lost. One rank starts again with an empty cache; several no longer agree."""
+        """Recover from a failed step: all requests are lost.
+
+        A single rank restarts with an empty cache. With several ranks, this object is closed, as they may have diverged.
+        """
         self._abandon()
         if self._others is None:
             self._close_grammars()
@@ -387,7 +393,9 @@ class LLM:
             return
         try:
             if isinstance(error, RuntimeError):
-                self._others.check(GRACE_S)  # a collective failed, most likely as another rank ended: say so instead
+                self._others.check(
+                    GRACE_S
+                )  # a collective fails most often because another rank ended: raise that error instead
         finally:
             self._others.abort()
             self.close()
@@ -419,7 +427,7 @@ class LLM:
 
 
 def _tokenizer(source: WeightSource, template: str | None) -> Any | None:
-    """The checkpoint's tokenizer with this chat template; None where it has no tokenizer."""
+    """Return the checkpoint's tokenizer with this chat template; None if it has no tokenizer."""
     try:
         tokenizer = source.tokenizer()
     except TokenizerNotFoundError:
@@ -432,7 +440,7 @@ def _tokenizer(source: WeightSource, template: str | None) -> Any | None:
 
 
 def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
-    """Raise for all that needs a tokenizer, which the model lacks."""
+    """Raise an error for any input that needs a tokenizer. The model has none."""
     remedy = "The model has no tokenizer; put its tokenizer files beside the weights."
     if isinstance(prompt, str):
         raise InvalidValueError("prompt", prompt, "a list of token ids", remedy)
@@ -445,7 +453,7 @@ def _refuse_text(prompt: Prompt, params: SamplingParams) -> None:
 
 
 def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:
-    """One for each prompt."""
+    """Return one `SamplingParams` per prompt."""
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
     if not isinstance(sampling, Sequence) or not all(isinstance(each, SamplingParams) for each in sampling):

@@ -1,4 +1,4 @@
-"""How processes log: to standard error, as lines for people or as JSON for programs."""
+"""Logging to standard error, as text or as JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 REQUEST_ID: ContextVar[str] = ContextVar("minisgl_request_id", default="")
-"""The HTTP request that this context works for; log records made meanwhile carry it."""
+"""Id of the HTTP request that this context handles; its log records carry the id."""
 FORMATS = ("text", "json")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
@@ -18,11 +18,11 @@ _encode = msgspec.json.Encoder(enc_hook=str).encode
 
 
 def configure(process: str, level: str, log_format: str) -> None:
-    """Log from this process on.
+    """Configure logging of this process.
 
     Args:
-        process: its name in each line.
-        level: the least important records to log, such as ``info``.
+        process: name of the process in each line.
+        level: lowest level that is logged, such as ``info``.
         log_format: one of `FORMATS`.
     """
     handler = logging.StreamHandler()
@@ -31,22 +31,22 @@ def configure(process: str, level: str, log_format: str) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """``2026-01-02 03:04:05,678 INFO api: [request id] message``."""
+    """Formatter of lines such as ``2026-01-02 03:04:05,678 INFO api: [request id] message``."""
 
     def __init__(self, process: str) -> None:
-        super().__init__("%(asctime)s")  # so that the base class works out the time
+        super().__init__("%(asctime)s")  # the base class formats the time only if its format contains it
         self._line = f"%(asctime)s %(levelname)s {process.replace('%', '%%')}: %(request)s%(message)s"
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # the name is the base class's
-        """One line, before the traceback."""
+    def formatMessage(self, record: logging.LogRecord) -> str:  # named by the base class
+        """Return the line, without a traceback."""
         request_id = _request_id(record)
         return self._line % {**vars(record), "request": f"[{request_id}] " if request_id else ""}
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line: ``time`` (UTC), ``level``, ``process``, ``logger``, ``message``, and what else is known.
+    """Formatter of one JSON object per line: ``time`` (UTC), ``level``, ``process``, ``logger`` and ``message``.
 
-    ``request_id`` and ``exception`` where there are any; whatever was logged with ``extra=`` besides, by its name.
+    ``request_id`` and ``exception`` are present if there is one. Values logged with ``extra=`` appear under their names.
     """
 
     def __init__(self, process: str) -> None:
@@ -54,7 +54,7 @@ class JsonFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
+        """Return the line."""
         seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, Any] = {
             "time": f"{seconds}.{int(record.msecs):03}Z",
@@ -72,5 +72,5 @@ class JsonFormatter(logging.Formatter):
 
 
 def _request_id(record: logging.LogRecord) -> str:
-    """What the record was logged with, or else what this context works for."""
+    """Return the request id of the record, or that of this context."""
     return str(vars(record).get("request_id") or REQUEST_ID.get())

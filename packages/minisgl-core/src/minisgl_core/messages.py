@@ -1,4 +1,4 @@
-"""What crosses process boundaries: typed msgspec structs, packed as MessagePack. Never pickle.
+"""Messages between processes: typed msgspec structs, encoded as MessagePack and never pickled.
 
     API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
     API server  --Detokenize-->  tokenizer worker,  API server  <--Tokens--  tokenizer worker
@@ -6,7 +6,8 @@
     API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
 
-One tokenizer worker serves a request in both directions, so that detokenizer state stays in one place.
+One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. All messages are in this
+file, so that the protocol can be read in one place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from minisgl_core.structured_outputs import GrammarSource
 
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of one token of the vocabulary at one place, and its rank (1 is the most likely)."""
+    """Log-probability of one token at one position, and its rank (1 is the most likely)."""
 
     token_id: int
     logprob: float
@@ -29,21 +30,21 @@ class Logprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probabilities at one place: the token that stands there and the most likely ones, best first."""
+    """Log-probabilities at one position: those of the actual token and of the most likely tokens, best first."""
 
     token: Logprob
     top: list[Logprob]
 
 
 class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
-    """The tools of a chat.
+    """Tools of a chat.
 
     Attributes:
-        tools: as OpenAI's API describes them.
-        named: the function that must be called; None for any.
-        allowed: names of the functions that may be called; the model is told of no others. None for all.
-        is_required: whether one must be called.
-        parallel: whether there may be several calls.
+        tools: tool definitions of OpenAI's API.
+        named: name of the function that must be called; None for any.
+        allowed: names of the functions that may be called and that the model sees; None for all.
+        is_required: True if a function must be called.
+        parallel: True if several calls are allowed.
     """
 
     tools: list[dict[str, Any]]
@@ -54,7 +55,7 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offered(self) -> list[dict[str, Any]]:
-        """The tools that the model is told of."""
+        """Tools that the model sees."""
         if self.allowed is None:
             return self.tools
         return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
@@ -66,12 +67,12 @@ class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def strict_names(self) -> list[str]:
-        """Those of the functions whose arguments must fit their schemas, whether or not a call is demanded."""
+        """Names of the allowed functions whose arguments must fit their schemas, even if no call is required."""
         return [tool["function"]["name"] for tool in self.offered if tool["function"].get("strict")]
 
 
 class ToolCallDelta(msgspec.Struct, kw_only=True):
-    """New text of one tool call; the first has its id and the function's name."""
+    """New text of one tool call. The first one has the call's id and the function's name."""
 
     index: int
     arguments: str
@@ -80,66 +81,66 @@ class ToolCallDelta(msgspec.Struct, kw_only=True):
 
 
 class Tokenize(msgspec.Struct, tag=True, kw_only=True):
-    """API server to tokenizer worker: the outputs of one prompt. Exactly one of `text`, `messages` and `token_ids` is set."""
+    """API server to tokenizer worker: a request for one prompt. Exactly one of `text`, `messages`, `token_ids` is set."""
 
     request_id: str
     sampling: SamplingParams
     sibling_ids: list[str] = msgspec.field(default_factory=list)
-    """Of more outputs of the same prompt, where `sampling`'s n is more than 1: `SamplingParams.split` says how each samples."""
+    """Ids of the further outputs if `sampling.n` is more than 1; `SamplingParams.split` makes their parameters."""
     text: str | None = None
     messages: list[dict[str, Any]] | None = None
     token_ids: list[int] | None = None
     max_tokens_is_default: bool = False
-    """The client set no limit: where the context has room for less, the output ends there."""
+    """True if the client set no limit. If the context has room for fewer tokens, the output ends there."""
     priority: int = 0
     user: str = ""
     """See `Submit.user`."""
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
     echo: bool = False
-    """Return the prompt as text and tokens with the first `Text`."""
+    """Return the prompt's text and tokens with the first `Text`."""
     only_prompt: bool = False
-    """Return nothing but the prompt; `sampling`'s max_tokens is 1, as the engine does no less."""
+    """Return the prompt and no output. `sampling.max_tokens` is 1, because the engine always generates one token."""
     add_special_tokens: bool | None = None
-    """Begin as the tokenizer does. None is true for a text and false for messages, whose template does that itself."""
+    """Add the tokenizer's special tokens. None means True for a text and False for messages, whose template adds them."""
     add_generation_prompt: bool = True
-    """Of messages: end with what the answer begins after."""
+    """For messages: end with the tokens that start the assistant's turn."""
     continue_final_message: bool = False
-    """Of messages: end inside the last one, which the answer continues. Not with `add_generation_prompt`."""
+    """For messages: leave the last one open, so that the answer continues it. Not with `add_generation_prompt`."""
     truncate_prompt_tokens: int | None = None
-    """Keep only so many last tokens; -1 for as many as the context has room for beside the output."""
+    """Keep only the last so many tokens; -1 keeps as many as the context has room for besides the output."""
     return_prompt_ids: bool = False
     """Return the prompt's tokens with the first `Text`."""
     only_tokens: bool = False
-    """Do not run it; answer with `Tokens`."""
+    """Only tokenize; the answer is `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
     chat_template: str | None = None
-    """Instead of the model's. A client wrote it: it is rendered by a process with limits."""
+    """Template of the client, instead of the model's. A process with limits renders it."""
     documents: list[dict[str, Any]] | None = None
-    """Documents that the chat template shows the model."""
+    """Documents for the chat template."""
     template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
-    """More variables of the chat template, which are left out where it does not have them."""
+    """More variables of the chat template. Those that the template does not have are dropped."""
     hints_name: str = ""
-    """Field of the request that `template_hints` come from, which is refused where the template has none of them. Where this
-    is empty, it is not refused."""
+    """Request field of `template_hints`. The request is refused if the template has none of these variables; not if this is
+    empty."""
     include_reasoning: bool = True
-    """Return reasoning content, where a parser tells it from the text."""
+    """Return the reasoning content that a parser separates from the text."""
     separate_reasoning: bool = True
-    """Let a parser tell reasoning content from the text."""
+    """Separate reasoning content from the text with a parser."""
     tools: ToolUse | None = None
     form_name: str = ""
-    """What the client calls the text in `sampling`'s structured_outputs."""
+    """The client's name for the grammar in `sampling.structured_outputs`."""
     field_names: dict[str, str] = msgspec.field(default_factory=dict)
-    """What the client calls the prompt, and fields of `sampling`, by their name here; those that it calls the same may miss."""
+    """The client's names for the prompt and fields of `sampling`, by their names here; equal names may be missing."""
 
     @property
     def output_ids(self) -> list[str]:
-        """Of all outputs of the prompt."""
+        """Ids of all outputs of the prompt."""
         return [self.request_id, *self.sibling_ids]
 
     @property
     def num_chars(self) -> int:
-        """Characters of the prompt, or of all texts in the conversation, its tools, documents and the template's variables."""
+        """Characters of the prompt, or of the conversation with its tools, documents and template variables."""
         if self.messages is None:
             return len(self.text or "")
         tools = self.tools.tools if self.tools else ()
@@ -155,7 +156,7 @@ def _num_chars(value: Any) -> int:
 
 
 class Detokenize(msgspec.Struct, tag=True):
-    """API server to tokenizer worker: what text do these tokens stand for?"""
+    """API server to tokenizer worker: decode these tokens to text."""
 
     request_id: str
     token_ids: list[int]
@@ -167,21 +168,21 @@ class Tokens(msgspec.Struct, tag=True, kw_only=True):
     request_id: str
     token_ids: list[int]
     token_names: list[str]
-    """Each token as the vocabulary writes it; empty for `Detokenize`."""
+    """Vocabulary entry of each token; empty for `Detokenize`."""
     text: str = ""
-    """Of `Detokenize`, special tokens included."""
+    """Decoded text, special tokens included, for `Detokenize`."""
 
 
 class Abort(msgspec.Struct, tag=True):
-    """Towards the scheduler: forget a request. Unknown ids are ignored: the request may have just finished."""
+    """API server or tokenizer worker to scheduler: abort a request. Unknown ids are ignored: it may have just finished."""
 
     request_id: str
     reason: str = "abort"
-    """``stop`` where its output is complete: it ended with a stop text, which the scheduler does not see."""
+    """``stop`` if the output is complete because of a stop text, which the scheduler does not see."""
 
 
 class Submit(msgspec.Struct, tag=True, kw_only=True):
-    """Tokenizer worker to scheduler: a request in tokens."""
+    """Tokenizer worker to scheduler: a tokenized request."""
 
     request_id: str
     token_ids: np.ndarray
@@ -191,22 +192,22 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """Index of the tokenizer worker that the output goes to."""
     priority: int = 0
     user: str = ""
-    """The client's name for its user, for policies."""
+    """The client's id of its user, for policies."""
     cache_salt: str = ""
     """Requests with different salts share nothing in the prefix cache."""
     adapter_id: str = ""
-    """The adapter to compute with; empty for the model itself, which is all that this engine has."""
+    """Adapter to apply; empty for the base model, which is all that this engine supports."""
     grammar: GrammarSource | None = None
-    """What the output must follow; `sampling`'s own structured_outputs is not looked at any more."""
+    """Grammar of the output; `sampling.structured_outputs` is not read any more."""
     bad_words: list[list[int]] = msgspec.field(default_factory=list)
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
 
 
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
-    """Towards the API server: a request that was refused before it ran.
+    """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
-    `kind` is one of ``invalid`` and ``too_long`` (for the context; HTTP 400), ``queue_full`` (429), ``internal`` (500); `param`
-    names the field at fault.
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429) or ``internal`` (500). `param` names
+    the field at fault.
     """
 
     request_id: str
@@ -221,62 +222,62 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     request_id: str
     token_ids: list[int]
     finish_reason: str | None = None
-    """``stop`` (end-of-sequence or stop token), ``length``, ``abort``, or None while running."""
+    """``stop`` (EOS or stop token), ``length``, ``abort``, or None while running."""
     stop_token_id: int | None = None
-    """The token that stopped it, which is in `token_ids` too, last."""
+    """Stop token that ended the output; it is also the last of `token_ids`."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Set once, with the first tokens; the first entry is None: nothing predicts the first token."""
+    """Set once, with the first tokens. The first entry is None, because nothing predicts the first token."""
     rejected: Rejected | None = None
-    """Set with the reason ``abort`` where a grammar does not compile or gets too complex; whose fault it is, its kind says."""
+    """Set with the reason ``abort`` if a grammar does not compile or is too complex. Its `kind` says whose fault that is."""
 
 
 class TokenBatch(msgspec.Struct, tag=True):
-    """Scheduler to tokenizer worker: what one step produced for the worker's requests."""
+    """Scheduler to tokenizer worker: output of one step for the worker's requests."""
 
     outputs: list[TokenOut]
 
 
 class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New text of one request. Joined, the pieces are the whole output, of a chat without its thoughts and tool calls."""
+    """New text of one request. The joined pieces are the whole output, without a chat's reasoning content and tool calls."""
 
     request_id: str
     text: str
     token_ids: list[int]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop text or stop token that ended the output; None for the model's own end or a limit."""
+    """Stop text or stop token that ended the output; None for an EOS token or a limit."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     token_bytes: dict[int, bytes] = msgspec.field(default_factory=dict)
-    """What each token that the log-probabilities name stands for; the API server has no tokenizer."""
+    """Bytes of each token in the log-probabilities, as the API server has no tokenizer."""
     special_ids: set[int] = msgspec.field(default_factory=set)
-    """Those of them that are special tokens."""
+    """Special tokens among those of `token_bytes`."""
     prompt_text: str | None = None
     prompt_token_ids: list[int] | None = None
-    """Set once, with the first text: the text where `Tokenize.echo` asked for it, the tokens where that, its `return_prompt_ids`
-    or log-probabilities of the prompt did."""
+    """The prompt, set once with the first text. `Tokenize.echo` asks for text and tokens; `Tokenize.return_prompt_ids` and
+    log-probabilities of the prompt ask for the tokens."""
     reasoning: str = ""
-    """New reasoning content, where a parser tells it from the text."""
+    """New reasoning content, if a parser separates it from the text."""
     num_reasoning_tokens: int = 0
     """Tokens of reasoning content so far."""
     tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
 
 
 class TextBatch(msgspec.Struct, tag=True):
-    """Tokenizer worker to API server: what one step produced for the worker's requests."""
+    """Tokenizer worker to API server: output of one step for the worker's requests."""
 
     outputs: list[Text]
 
 
 class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
-    """What a started engine says of itself; the launcher hands it to the tokenizer workers and the API server.
+    """Properties of a started engine. The launcher passes them to the tokenizer workers and the API server.
 
-    `choices` lists what was chosen and why, as (what, value, reason), for the launch to print.
+    `choices` lists the selected providers and options as (name, value, reason), which the launch prints.
     """
 
     model: str
@@ -290,20 +291,20 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     eos_token_ids: list[int]
     bos_token_id: int | None
     default_sampling: dict[str, Any]
-    """The model's generation_config, the fields that `SamplingParams` has, under its names."""
+    """Fields of the model's generation_config that `SamplingParams` has, under its names."""
     choices: list[tuple[str, str, str]]
     max_requests: int
-    """Most that may run and wait at a time."""
+    """Most requests that may run and wait at a time."""
     grammar: str = "llguidance"
-    """Name of the provider of grammars."""
+    """Name of the grammar provider."""
     max_token_bytes: int = 0
-    """Most bytes of text that one token stands for; 0 where it is not known, or there is no such limit."""
+    """Most bytes of text that one token stands for; 0 if that is unknown or unbounded."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
-    """What rank 0's start spent how many seconds on, by name, such as ``loaded the weights``."""
+    """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):
-    """To the launcher: a process has started. The scheduler of rank 0 sets `engine`, tokenizer workers the rest."""
+    """Child process to launcher: it has started. The scheduler of rank 0 sets `engine`, tokenizer workers the rest."""
 
     process: str
     engine: EngineInfo | None = None
@@ -313,18 +314,19 @@ class Ready(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Count(msgspec.Struct, tag=True, kw_only=True):
-    """From the API server by a tokenizer worker to the scheduler and back the same way: how many requests each holds state of.
+    """Count of the requests that each process has state for.
 
-    As messages keep their order, what was sent before it has been seen.
+    It travels from the API server through a tokenizer worker to the scheduler, and back. Since messages keep their order, all
+    messages that were sent before it have been handled.
     """
 
     worker: int
     counts: dict[str, int] = msgspec.field(default_factory=dict)
-    """By process or state: ``tokenizer 0``, ``waiting``, ``running``; ``locked pages`` besides."""
+    """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
 
 
 class Stop(msgspec.Struct, tag=True):
-    """End: finish nothing more."""
+    """Tells the other ranks to stop at once."""
 
 
 def _encode_extra(value: Any) -> Any:
@@ -343,16 +345,16 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_extra)
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Pack a message. numpy arrays must be one-dimensional."""
+    """Encode a message. NumPy arrays must be one-dimensional."""
     return _encoder.encode(message)
 
 
 class Decoder:
-    """Unpacks messages of one (union) type: ``Decoder(Submit | Abort)``."""
+    """Decoder of messages of one type or union: ``Decoder(Submit | Abort)``."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)
 
     def __call__(self, data: bytes) -> Any:
-        """Unpack one message."""
+        """Decode one message."""
         return self._decoder.decode(data)

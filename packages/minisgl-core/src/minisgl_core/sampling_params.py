@@ -1,4 +1,4 @@
-"""How one request wants its tokens sampled."""
+"""Sampling parameters of one request."""
 
 from __future__ import annotations
 
@@ -13,51 +13,51 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.structured_outputs import StructuredOutputs
 
 MAX_LOGPROBS = 20
-"""The largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's bound on ``top_logprobs``)."""
+"""Largest ``logprobs`` and ``prompt_logprobs`` (OpenAI's limit on ``top_logprobs``)."""
 MAX_STOPS = 256
-"""Stop texts: each is looked for at every character."""
+"""Most stop texts. Each of them is matched against every character."""
 MAX_STOP_CHARS = 2**15
-"""Of all stop texts together: a table with an entry for each is made."""
+"""Most characters of all stop texts together. A table has one entry per character."""
 MAX_BIASES = 1 << 20
-"""Entries of ``logit_bias`` or ``allowed_token_ids``, times outputs: each output is a request of its own."""
+"""Most entries of ``logit_bias`` or ``allowed_token_ids`` times ``n``, since each output is a separate request."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_WORDS_CHARS = 16_384
-"""Characters of all ``bad_words`` together: a tokenizer reads each of them twice."""
+"""Most characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
 _LEAST_TEMPERATURE = 1e-5
-"""What is below it is greedy: logits divided by ever less leave float32 in the end."""
+"""Lower temperatures mean greedy sampling: logits divided by a smaller number could overflow float32."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling of one request. Names and ranges are those of OpenAI's API, and vLLM's where OpenAI has none.
+    """Sampling parameters of one request. Names and ranges are OpenAI's, or vLLM's where OpenAI has none.
 
-    `stop`, `stop_token_ids`, `logit_bias` and `bad_words` take any kind of collection, and None for an empty one.
+    `stop`, `stop_token_ids`, `logit_bias` and `bad_words` accept any collection, and None for an empty one.
 
     Attributes:
         max_tokens: most tokens to generate, at least 1.
-        min_tokens: no end-of-sequence and no stop token is sampled before this many tokens, nor a stop text looked for.
-        temperature: logits are divided by it; below 1e-5, the most likely token is always taken; in [0, 1e6].
+        min_tokens: least tokens to generate; before, EOS and stop tokens are banned and stop texts are ignored.
+        temperature: divisor of the logits, in [0, 1e6]; sampling is greedy below 1e-5.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this; in (0, 1].
-        min_p: drop tokens less likely than this fraction of the most likely one; in [0, 1].
+        min_p: drop tokens whose probability is below this fraction of the largest one; in [0, 1].
         presence_penalty: subtracted from the logit of every token generated so far; in [-2, 2].
-        frequency_penalty: the same, times how often it was generated; in [-2, 2].
+        frequency_penalty: subtracted once per occurrence of the token in the output; in [-2, 2].
         repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output; in [1e-6, 1e6].
         logit_bias: token id to a number added to its logit, in [-100, 100].
-        allowed_token_ids: only these tokens are generated, end-of-sequence tokens too only if listed; None allows all.
-        bad_words: texts that are not generated. The token that would complete one's token sequence is left out, as in
-            vLLM: the sequence is the text's, and that of the text after a space where it has as many tokens.
-        seed: the same seed gives the same tokens, where the logits are the same; None draws a fresh one. What else runs in the
-            batch changes no random number, but in bfloat16 and float16 the logits a little, and so a token now and then.
+        allowed_token_ids: the only tokens that are generated, EOS tokens included; None allows all.
+        bad_words: texts that are not generated. The token that would complete a bad word's token sequence is banned, as in
+            vLLM. The sequence is that of the text, or of the text after a space if that has as many tokens.
+        seed: the same seed gives the same tokens if the logits are equal; None draws a random seed. Other requests in the
+            batch change no random number. They change logits slightly in bfloat16 and float16, and so a token at times.
         stop: texts that end the output; the match itself is not returned.
-        include_stop_str_in_output: return the match, or the text of the token that ended the output, after all.
+        include_stop_str_in_output: return the match, or the text of the stop token, as part of the output.
         stop_token_ids: token ids that end the output, besides the model's own.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
-        n: how many outputs to generate for the prompt.
-        logprobs: None for none; k returns the sampled token's log-probability and the k most likely ones.
+        n: number of outputs per prompt.
+        logprobs: k returns the log-probabilities of the sampled token and of the k most likely tokens; None returns none.
         prompt_logprobs: the same for the prompt's tokens.
         skip_special_tokens: leave special tokens out of the text.
-        structured_outputs: what form the output must have. The output ends where it is complete, whatever min_tokens says.
+        structured_outputs: grammar that the output must follow. The output ends when it is complete, even before min_tokens.
     """
 
     max_tokens: int = 128
@@ -111,7 +111,7 @@ class SamplingParams:
             allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
             raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
         if self.structured_outputs is not None:
-            allowed = "left out where structured_outputs say what the output must be"
+            allowed = "left out if structured_outputs is given"
             raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
 
     def _check_integers(self) -> None:
@@ -153,19 +153,19 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always chosen."""
         return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens seen so far change the logits."""
+        """True if a penalty changes the logits of earlier tokens."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     def split(self) -> list[SamplingParams]:
-        """One `SamplingParams` for each of the `n` outputs; where there is a seed, each gets its own, derived from it."""
+        """Return one `SamplingParams` per output, n in total. A given seed is split into one seed per output."""
         if self.n == 1:
             return [self]
-        outputs = [copy(self) for _ in range(self.n)]  # not checked again, which takes long with many biases
+        outputs = [copy(self) for _ in range(self.n)]  # copied without the checks, which take long for many biases
         for i, each in enumerate(outputs):
             object.__setattr__(each, "n", 1)
             if self.seed is not None:
@@ -208,7 +208,7 @@ def _biases(logit_bias: Any) -> dict[int, float]:
 
 
 def _are_plain(biases: dict[Any, Any]) -> bool:
-    """Check types and ranges at the speed that large mappings need; false says nothing."""
+    """Return True if all types and ranges are right. Fast enough for large mappings; False is inconclusive."""
     return (
         set(map(type, biases)) <= {int}
         and set(map(type, biases.values())) <= {float}
@@ -217,5 +217,5 @@ def _are_plain(biases: dict[Any, Any]) -> bool:
 
 
 def _is_token_id(value: Any) -> bool:
-    """Whether it is a whole number: one of Python's or numpy's."""
+    """Return True for whole numbers of Python or NumPy."""
     return isinstance(value, Integral) and not isinstance(value, bool)

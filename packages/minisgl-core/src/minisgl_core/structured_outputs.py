@@ -1,4 +1,4 @@
-"""What form an output must have."""
+"""Structured outputs: the grammars that a request can ask for."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _KINDS: dict[str, GrammarKind] = {
 }
 
 _ANY_WHITESPACE = r"[ ]|\n[ ]{0,24}"
-"""A space, or an indented new line: models that may write any whitespace sometimes never stop doing so."""
+"""A space, or a new line with indentation. Models that may write any whitespace sometimes write it without end."""
 
 MAX_CHOICES = 10_000
-"""Texts to choose from: ten times as many took 20 s to refuse."""
+"""Most texts of a choice. Ten times as many took 20 s to refuse."""
 MAX_STRUCTURES = 512
-"""Of one structural tag: each is compared with each trigger."""
+"""Most structures of a structural tag, and most triggers: each structure is compared with each trigger."""
 
 
 class TaggedStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A JSON value between two texts."""
+    """A JSON value between a begin text and an end text."""
 
     begin: str
     schema: bool | dict[str, Any]
@@ -42,9 +42,9 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Free text with structures after triggers; see `minisgl_core.contracts.grammar.GrammarKind`.
 
     Attributes:
-        structures: what may follow; `begin` includes the trigger.
-        triggers: texts, none of them empty, each the beginning of a structure. Where one begins with another, the shorter one
-            has its say first.
+        structures: structures that may follow a trigger; `begin` includes the trigger.
+        triggers: non-empty texts, each the beginning of a structure. If one trigger begins with another, the shorter one
+            applies.
     """
 
     structures: list[TaggedStructure]
@@ -53,10 +53,10 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def read(cls, text: str) -> StructuralTag:
-        """Of JSON.
+        """Return the structural tag of a JSON text.
 
         Raises:
-            ValueError: it is none, or not such an object.
+            ValueError: the text is not JSON, or not such an object.
         """
         try:
             tag = msgspec.json.decode(text, type=cls)
@@ -74,10 +74,10 @@ class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return tag
 
     def trigger_of(self, structure: TaggedStructure) -> str:
-        """Of one of the structures.
+        """Return the trigger of one of the structures.
 
         Raises:
-            ValueError: it begins with none.
+            ValueError: the structure begins with no trigger.
         """
         triggers = [trigger for trigger in self.triggers if structure.begin.startswith(trigger)]
         if not triggers:
@@ -90,12 +90,12 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         kind, text: see `minisgl_core.contracts.grammar.GrammarKind`.
-        name: what the user calls the text, for errors.
-        after_token: where not None, the output is free up to this token (the end of a model's thoughts).
-        free_if_begun_by: where not None, that holds only if the output begins with this token (the beginning of thoughts);
-            what begins otherwise follows the grammar from there.
-        parts: schemas that `text` is made of, by what the user calls them. They are checked before it, so that an error names
-            the part at fault.
+        name: the user's name for the text, for errors.
+        after_token: if not None, the output is unrestricted up to this token, the end of the reasoning content.
+        free_if_begun_by: if not None, that holds only if the output begins with this token, the start of the reasoning
+            content. Any other output follows the grammar from its beginning.
+        parts: schemas that `text` is made of, with the user's names for them. They are checked first, so that an error
+            names the part at fault.
     """
 
     kind: GrammarKind
@@ -106,10 +106,10 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     parts: tuple[tuple[str, str], ...] = ()
 
     def check_size(self) -> None:
-        """Refuse texts that are longer than `MAX_GRAMMAR_BYTES` allows.
+        """Check that no text is longer than `MAX_GRAMMAR_BYTES` allows.
 
         Raises:
-            InvalidValueError: the text or one of its parts is.
+            InvalidValueError: the text or one of its parts is longer.
         """
         for name, schema in self.parts:
             check_grammar_size("json_schema", schema, name)
@@ -118,22 +118,22 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """What the output of a request must be; exactly one of the first six fields is set. Names are vLLM's.
+    """Grammar that the output of a request must follow. Exactly one of the first six fields is set. Names are vLLM's.
 
-    JSON is compact: one space may follow a comma or a colon. The last two fields change that beside ``json`` or
+    JSON is compact: one space may follow a comma or a colon. The last two fields change that for ``json`` and
     ``json_object``.
 
     Attributes:
-        json: fits this JSON schema, a dictionary or its text.
-        regex: matches this pattern, as a whole.
-        choice: is one of these texts.
-        grammar: is a sentence of this context-free grammar: in Lark's notation, beginning at ``start``, or EBNF (``::=``),
-            beginning at ``root``.
-        json_object: is any JSON object.
-        structural_tag: is free text with structures after triggers, a dictionary or its text; see `GrammarKind`.
-        whitespace_pattern: the whitespace between the parts of the JSON matches this pattern.
-        disable_any_whitespace: True for no whitespace in the JSON, False for a space or an indented new line anywhere between
-            its parts.
+        json: JSON schema of the output, as a dictionary or text.
+        regex: pattern that the whole output matches.
+        choice: texts of which the output is one.
+        grammar: context-free grammar of the output, in Lark's notation with the start rule ``start``, or in EBNF (``::=``)
+            with the start rule ``root``.
+        json_object: True if the output is any JSON object.
+        structural_tag: free text with structures after triggers, as a dictionary or text; see `GrammarKind`.
+        whitespace_pattern: pattern of the whitespace between JSON tokens.
+        disable_any_whitespace: True for no whitespace between JSON tokens; False for a space or an indented new line
+            anywhere between them.
     """
 
     json: str | dict[str, Any] | None = None
@@ -176,11 +176,11 @@ class StructuredOutputs:
                 raise InvalidValueError(f"structured_outputs.{name}", value, "left out without json or json_object")
         if pattern is not None and is_disabled:
             raise InvalidValueError(
-                "structured_outputs.whitespace_pattern", pattern, "left out where disable_any_whitespace is true"
+                "structured_outputs.whitespace_pattern", pattern, "left out if disable_any_whitespace is true"
             )
 
     def source(self, name: str = "") -> GrammarSource:
-        """The grammar that this asks for; `name` is what errors call it."""
+        """Return the grammar to compile; errors refer to it by `name`."""
         [field] = [each for each in _KINDS if getattr(self, each) not in (None, False)]
         name, value = name or f"structured_outputs.{field}", getattr(self, field)
         whitespace = self._whitespace
@@ -192,7 +192,7 @@ class StructuredOutputs:
 
     @property
     def _whitespace(self) -> str | None:
-        """For `WHITESPACE`; None for the default."""
+        """Value of `WHITESPACE`; None for the default."""
         if self.whitespace_pattern is not None:
             return self.whitespace_pattern
         return None if self.disable_any_whitespace is None else "" if self.disable_any_whitespace else _ANY_WHITESPACE

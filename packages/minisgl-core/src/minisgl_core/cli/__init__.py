@@ -1,1 +1,1 @@
-"""The ``minisgl`` command. Nothing here imports torch before a command needs it."""
+"""The ``minisgl`` command. It imports torch only when a command needs it."""

@@ -1,4 +1,4 @@
-"""Whether a provider applies on this machine, for ``minisgl plugins check``. Imports torch."""
+"""Check of a provider on this machine, for ``minisgl plugins check``. This module imports torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 
 
 def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[str, list[str]]:
-    """Ask a provider whether it can serve a typical model here.
+    """Ask a provider if it supports a typical model here.
 
     Args:
-        registry: where the platforms come from.
-        entry: the provider's.
+        registry: registry with the platforms.
+        entry: entry of the provider.
         provider: the loaded class.
 
     Returns:
-        What it was asked for, in words, empty where its kind depends on more than the machine (the checkpoint, the tokenizer);
-        and its reasons against, empty if it applies.
+        Description of the case, and the reasons why the provider does not apply to it, empty if it applies. The description is
+        empty for kinds that depend on more than the machine, such as the checkpoint or the tokenizer.
     """
     kind, ask = entry.kind, partial(reasons_of, entry, provider)
     if kind == "platform":
@@ -57,11 +57,11 @@ def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[st
         max_seq_len=8192,
         max_batch=256,
     )
-    return f"{where}, 32 query and 8 KV heads of 128, 16 tokens a page", ask(spec)
+    return f"{where}, 32 query and 8 KV heads of 128, 16 tokens per page", ask(spec)
 
 
 def best_device(registry: Registry) -> torch.device:
-    """The first device of the platform that ``auto`` takes; the CPU where none loads."""
+    """Return the first device of the platform that ``auto`` selects; the CPU if no platform loads."""
     try:
         return pick_platform(AUTO, registry)[0](0).device
     except PluginError:

@@ -1,4 +1,4 @@
-"""Reads ``--config`` files."""
+"""Reader of ``--config`` files."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | N
     """Read the options in a TOML or YAML file.
 
     Args:
-        path: ends in .toml, .yaml or .yml.
-        options: the options allowed, by name, and the field that checks each; None leaves the check to click.
+        path: path that ends in .toml, .yaml or .yml.
+        options: field of each allowed option by name, which checks the value; None leaves the check to click.
 
     Returns:
         Checked values by name. Keys may be written with dashes or underscores.
 
     Raises:
-        InvalidValueError: no such file, not TOML or YAML, an unknown key, a key given twice, or a value that is
-            not allowed.
+        InvalidValueError: the file does not exist or is not TOML or YAML, a key is unknown or given twice, or a value is not
+            allowed.
     """
     values: dict[str, Any] = {}
     for key, value in _parse(path).items():
@@ -34,7 +34,7 @@ def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | N
             remedy = did_you_mean(name, options)
             raise InvalidValueError(f"key in {path}", key, "the name of an option of this command", remedy)
         if name in values:
-            raise InvalidValueError(f"key in {path}", key, "given once, with dashes or with underscores")
+            raise InvalidValueError(f"key in {path}", key, "given once, either with dashes or with underscores")
         item = options[name]
         values[name] = value if item is None else check_value(f"{name} in {path}", value, item)
     return values

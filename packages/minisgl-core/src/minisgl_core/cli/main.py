@@ -1,4 +1,4 @@
-"""The ``minisgl`` command: a group whose commands are entry points, imported only when they are called."""
+"""The ``minisgl`` command group. Its commands are entry points that are imported when they are called."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ KNOWN_COMMANDS = {
     "launch": "Serve a model over an OpenAI-compatible API.",
     "shell": "Chat with a model in the terminal.",
     "bench": "Measure throughput and latency.",
-    "plugins": "List the installed plugins, check them, and begin new ones.",
+    "plugins": "List and check the installed plugins, and create new ones.",
 }
-"""Summaries of the project's own commands, for a help text that imports none of them."""
+"""Summaries of the project's commands, for a help text that imports none of them."""
 
 
 class MinisglGroup(click.Group):
-    """Finds its commands in the registry, and turns errors raised on purpose into one line."""
+    """Command group whose commands come from the registry. It prints a `MinisglError` as one line."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The project's commands, installed or not, then the plugins'."""
+        """Return the project's commands, installed or not, then those of plugins."""
         return [*KNOWN_COMMANDS, *(name for name in _registry(ctx).names("commands") if name not in KNOWN_COMMANDS)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import a command.
 
         Raises:
-            ProviderNotFoundError: one of the project's commands, whose package is not installed.
-            ProviderLoadError: it does not import or is no command.
+            ProviderNotFoundError: the package of one of the project's commands is not installed.
+            ProviderLoadError: the command fails to import, or is not a click command.
         """
         registry = _registry(ctx)
         names = self.list_commands(ctx)
@@ -46,27 +46,29 @@ class MinisglGroup(click.Group):
         command = registry.load("commands", cmd_name)
         if not isinstance(command, click.Command):
             entry = registry.entry("commands", cmd_name)
-            raise ProviderLoadError(f"the command {cmd_name!r} of {entry} cannot be used: {entry.value} is no command.")
+            raise ProviderLoadError(
+                f"the command {cmd_name!r} of {entry} cannot be used: {entry.value} is not a click command."
+            )
         return command if isinstance(command, click.Group) else _with_plugin_options(command, cmd_name, registry)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands by what is known without importing them."""
+        """List the commands and their summaries without importing them."""
         with formatter.section("Commands"):
             formatter.write_dl([(name, _summary(_registry(ctx), name)) for name in self.list_commands(ctx)])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete the commands' names, without importing them, and the group's own options."""
+        """Complete names of commands, without importing them, and options of the group."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         commands = [CompletionItem(name, help=_summary(_registry(ctx), name)) for name in names]
         return [*commands, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """Run; errors raised on purpose become one line on standard error unless MINISGL_DEBUG is 1.
+        """Run a command. A `MinisglError` becomes one line on standard error unless MINISGL_DEBUG is 1.
 
-        The exit status is 2 for what the user can put right, and 1 for other errors.
+        The exit status is 2 for errors that the user can correct, and 1 for others.
         """
-        if sys.stderr is None or not sys.stderr.isatty():  # None where it is closed
-            os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries below, some of which ask nobody else
+        if sys.stderr is None or not sys.stderr.isatty():  # None if it is closed
+            os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, some of which have no other switch
         try:
             return super().main(*args, **extra)
         except MinisglError as error:
@@ -81,8 +83,8 @@ class MinisglGroup(click.Group):
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """Serve language models with exchangeable parts."""
-    # Read when torch loads its OpenMP library, here or in a child. By default a thread that waits for another spins for long,
-    # which stalls both where more threads than cores want to run; a short spin costs nothing where they do not.
+    # torch's OpenMP library reads this when it is loaded, here or in a child process. By default, a waiting thread spins for a
+    # long time, which stalls the others if there are more threads than cores. A short spin costs nothing otherwise.
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
     _registry(ctx)
 
@@ -103,7 +105,7 @@ def _summary(registry: Registry, name: str) -> str:
 
 
 def _with_plugin_options(command: click.Command, name: str, registry: Registry) -> click.Command:
-    """A copy of `command` with the options that hooks add to it."""
+    """Return a copy of `command` with the options that hooks add."""
     from copy import copy
 
     from minisgl_core.plugins.hooks import Hooks
@@ -117,7 +119,7 @@ def _with_plugin_options(command: click.Command, name: str, registry: Registry) 
     for option in extra:
         if not isinstance(option, click.Option):
             raise ProviderLoadError(
-                f"a plugin's hook cli_options must return a list of click options, and has {option!r}."
+                f"a plugin's hook cli_options must return a list of click options, but it contains {option!r}."
             )
         flags = {*option.opts, *option.secondary_opts}
         if clash := taken & flags:

@@ -1,4 +1,4 @@
-"""Writes a ready package for a plugin, from the files in ``templates``."""
+"""Generator of plugin packages from the files in ``templates``."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Registry
 
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
-"""Of a distribution (PEP 508)."""
+"""Valid names of distributions (PEP 508)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaffold:
-    """How a kind's package differs from others'; ``{name}`` is the plugin's, ``{Name}`` the same in camel case.
+    """Properties of one kind's package; ``{name}`` is the plugin's name, ``{Name}`` the same in camel case.
 
     Attributes:
-        module: the file with the provider, and so its template.
-        provider: the provider in it; empty where the module itself is what is registered.
-        summary: what the package is, without a full stop.
-        use: a command that uses it.
-        entry: the entry point's name.
-        dependencies: besides minisgl-core.
+        module: name of the provider's module and of its template.
+        provider: name of the provider in the module; empty if the module itself is registered.
+        summary: description of the package, without a full stop.
+        use: command that uses the plugin.
+        entry: name of the entry point.
+        dependencies: dependencies besides minisgl-core.
     """
 
     module: str
@@ -66,7 +66,7 @@ SCAFFOLDS = {
     "quantization": Scaffold(
         "quantization",
         "{Name}Quantization",
-        "Matrices of fewer bits",
+        "A quantization method",
         "minisgl launch --quantization {name}",
         dependencies=("torch",),
     ),
@@ -78,7 +78,7 @@ SCAFFOLDS = {
         dependencies=("numpy", "torch"),
     ),
     "executor": Scaffold(
-        "executor", "{Name}Executor", "A place for ranks to run", "minisgl launch --tp 2 --executor {name}"
+        "executor", "{Name}Executor", "An executor of ranks", "minisgl launch --tp 2 --executor {name}"
     ),
     "platform": Scaffold(
         "platform", "{Name}Platform", "A device", "minisgl launch --platform {name}", dependencies=("psutil", "torch")
@@ -95,28 +95,28 @@ SCAFFOLDS = {
     "grammar": Scaffold(
         "grammar",
         "{Name}Grammar",
-        "A provider of structured output",
+        "A grammar provider for structured outputs",
         "minisgl launch --grammar {name}",
         dependencies=("minisgl-backends[grammar]", "numpy"),
     ),
     "hooks": Scaffold("hooks", "", "A hook module", "minisgl launch"),
 }
-"""By kind."""
+"""Scaffolds by kind."""
 
 
 def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     """Write a package into a new folder.
 
     Args:
-        name: of the distribution and the folder. What providers are called is `name` without a leading ``minisgl-``.
-        kind: of `SCAFFOLDS`.
-        parent: where the folder goes.
+        name: name of the distribution and the folder. The provider's name is `name` without a leading ``minisgl-``.
+        kind: a key of `SCAFFOLDS`.
+        parent: parent of the new folder.
 
     Returns:
         The files, relative to `parent`.
 
     Raises:
-        InvalidValueError: `name` cannot be a distribution's or a package's, or is taken; or the folder exists.
+        InvalidValueError: `name` is not valid for a distribution or a package, or is taken; or the folder exists.
     """
     distribution = canonicalize_name(name)
     package = distribution.replace("-", "_")
@@ -128,7 +128,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     _check(name, package, short, kind, entry)
     folder = parent / distribution
     if folder.exists():
-        raise InvalidValueError("NAME", name, "the name of a new folder", f"There is one at {folder} already.")
+        raise InvalidValueError("NAME", name, "the name of a new folder", f"The folder {folder} exists already.")
 
     provider = scaffold.provider.format(**words)
     core = Version(version("minisgl-core"))

@@ -1,6 +1,6 @@
-"""Click options made from dataclass fields: one declaration is flag, environment variable and config-file key.
+"""Click options from dataclass fields: one declaration makes a flag, an environment variable and a config-file key.
 
-A command takes its options from the dataclasses whose fields are made with `minisgl_core.config.options.option`::
+The options of a command are fields of dataclasses, made with `minisgl_core.config.options.option`::
 
     @dataclass(frozen=True, kw_only=True)
     class ServerOptions:
@@ -14,8 +14,8 @@ A command takes its options from the dataclasses whose fields are made with `min
         config = EngineConfig.from_flat(**pick(values, EngineConfig))
         server = ServerOptions(**pick(values, ServerOptions))
 
-``values`` holds every option by field name, checked and converted; ``sources`` says in words where each came from. The
-order is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``. The
+``values`` has all options by field name, checked and converted. ``sources`` describes where each value came from. The order of
+precedence is flag, environment variable, config file, default. `with_options` adds ``--config`` and ``--print-config``. The
 group passes its `Registry` as the context's object.
 """
 
@@ -47,9 +47,9 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
 
     Args:
         sections: dataclasses whose fields are options, or whose defaults are such dataclasses (`EngineConfig`).
-        print_config: add ``--print-config``, which prints the options, or says which provider among them is not
-            installed, and ends the command before the function runs. A command that has more to resolve passes False, adds
-            the flag itself and calls `print_config`.
+        print_config: add ``--print-config``, which prints the options and exits before the function runs. It fails if a
+            selected provider is not installed. A command that resolves more options passes False, adds the flag itself and
+            calls `print_config`.
 
     Returns:
         A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
@@ -83,13 +83,13 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
 
 
 def _shown(values: Mapping[str, Any], declared: Sequence[dataclasses.Field[Any]]) -> dict[str, Any]:
-    """`values`, secrets aside."""
+    """Return `values` without secrets."""
     secret = {item.name for item in declared if item.metadata["option"].secret}
     return {name: _HIDDEN if name in secret and value else value for name, value in values.items()}
 
 
 def pick(values: Mapping[str, Any], *sections: type) -> dict[str, Any]:
-    """Those of `values` that are options of `sections`."""
+    """Return the `values` that are options of `sections`."""
     return {item.name: values[item.name] for section in sections for item in _option_fields(section)}
 
 
@@ -99,9 +99,9 @@ def print_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
 
 
 def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
-    """`values` as TOML, each with its source as a comment; what is None is a comment, as TOML has no word for it.
+    """Return `values` as TOML, each with its source as a comment. A value of None is a comment, as TOML has no null.
 
-    The result is a valid ``--config`` file, without the values that must not be shown.
+    The result is a valid ``--config`` file without secret values.
     """
     lines = [_line(name, value) for name, value in values.items()]
     width = max(map(len, lines), default=0)
@@ -109,10 +109,10 @@ def format_config(values: Mapping[str, Any], sources: Mapping[str, str]) -> str:
 
 
 class ConfigOption(click.Option):
-    """One dataclass field as a click option.
+    """Click option of one dataclass field.
 
     Args:
-        param_decls: click's declarations: the flag, and the field's name.
+        param_decls: declarations for click: the flag and the field's name.
         item: the field.
     """
 
@@ -135,7 +135,7 @@ class ConfigOption(click.Option):
         )
 
     def source(self, ctx: click.Context) -> str:
-        """Where the value came from, in words."""
+        """Return a phrase that tells where the value came from."""
         found = ctx.get_parameter_source(self.name or "")
         if found is ParameterSource.COMMANDLINE:
             negated = self.is_flag and ctx.params.get(self.name or "") is False
@@ -145,12 +145,12 @@ class ConfigOption(click.Option):
         return f"file {ctx.meta[_CONFIG_PATH]}" if found is ParameterSource.DEFAULT_MAP else "default"
 
     def spelling(self, ctx: click.Context | None) -> str:
-        """What the user wrote to set it: the flag or the environment variable."""
+        """Return the flag or environment variable that the user set."""
         found = ctx and ctx.get_parameter_source(self.name or "")
         return self._variable() if found is ParameterSource.ENVIRONMENT else self.opts[0]
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """Add the providers installed, for options that name one."""
+        """Add the installed providers to the help of options that select one."""
         kind = self.item.metadata["option"].kind
         record = super().get_help_record(ctx)
         if not kind or record is None:
@@ -164,7 +164,7 @@ class ConfigOption(click.Option):
 
 
 class _Checked(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """Converts by the field's own check, under the name that the user wrote."""
+    """Parameter type that converts with the field's check; errors have the name that the user wrote."""
 
     name = "value"
 
@@ -175,7 +175,7 @@ class _Checked(click.ParamType):  # type: ignore[type-arg]  # generic since clic
 
 
 class _CheckedFlag(_Checked, click.types.BoolParamType):
-    """The same for flags; click wants a boolean type for ``--x/--no-x``."""
+    """Boolean `_Checked`, since click requires a boolean type for ``--x/--no-x``."""
 
 
 def _config_option(function: Any) -> Any:
@@ -195,8 +195,8 @@ def _config_option(function: Any) -> Any:
         expose_value=False,
         callback=load,
         envvar="MINISGL_CONFIG",
-        help="TOML or YAML file of options, by name. Each option is also an environment variable: MINISGL_ and its"
-        " name in capitals. A flag wins over the environment, the environment over the file.",
+        help="TOML or YAML file with options by name. Each option is also an environment variable: MINISGL_ and its"
+        " name in capitals. Flags take precedence over the environment, and the environment over the file.",
     )(function)
 
 

@@ -1,4 +1,4 @@
-"""``minisgl plugins``: what is installed, and whether it works here."""
+"""``minisgl plugins``: commands that list, check and create plugins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _kind_option = click.option("--kind", type=click.Choice(list(KINDS)), help="Only
 
 @click.group()
 def plugins() -> None:
-    """List the installed plugins, check them, and begin new ones."""
+    """List and check the installed plugins, and create new ones."""
 
 
 @plugins.command("list")
@@ -32,7 +32,7 @@ def plugins() -> None:
 @_kind_option
 @click.pass_obj
 def list_plugins(registry: Registry, as_json: bool, kind: str | None) -> None:
-    """List every provider, from metadata alone; nothing is imported."""
+    """List all providers, from metadata only; nothing is imported."""
     entries = [entry for each in KINDS if kind in (None, each) for entry in registry.entries(each)]
     if as_json:
         click.echo(json.dumps([asdict(entry) for entry in entries], indent=2))
@@ -48,13 +48,13 @@ def list_plugins(registry: Registry, as_json: bool, kind: str | None) -> None:
 @_kind_option
 @click.pass_obj
 def check_plugin(registry: Registry, name: str, kind: str | None) -> None:
-    """Load the providers called NAME and say whether they apply on this machine.
+    """Load the providers called NAME and check if they can be used on this machine.
 
-    The exit status is 0 where all of them load, whether or not they apply here, and 2 where one does not.
+    The exit status is 0 if all of them load, even if they cannot be used here, and 2 if one fails to load.
     """
     kinds = [each for each in KINDS if kind in (None, each) and name in registry.names(each)]
     if not kinds and kind is not None:
-        registry.entry(kind, name)  # raises, with what would bring it
+        registry.entry(kind, name)  # raises an error with the remedy
     if not kinds:
         known = {each_name for each in KINDS for each_name in registry.names(each)}
         text = f"no provider of any kind is called {name!r}. {did_you_mean(name, known)}".rstrip()
@@ -77,10 +77,10 @@ def check_plugin(registry: Registry, name: str, kind: str | None) -> None:
     type=click.Choice(list(SCAFFOLDS)),
     default="attention",
     show_default=True,
-    help="What the package provides.",
+    help="Kind of the plugin.",
 )
 def new_plugin(name: str, kind: str) -> None:
-    """Write a package called NAME into a new folder: a provider that works, and tests that say what it must do."""
+    """Write a package called NAME into a new folder, with a working provider and tests of its contract."""
     for path in write_plugin(name, kind, Path()):
         click.echo(path)
     click.echo(f"\nNext: cd {canonicalize_name(name)}; pip install -e '.[test]'; pytest")
@@ -114,7 +114,7 @@ def _report(registry: Registry, entry: Entry) -> None:
         raise
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ProviderLoadError(f"asking it whether it applies here failed: {cause}") from error
+        raise ProviderLoadError(f"the check on this machine failed: {cause}") from error
     if tried_on:
         rows["applies"] = f"{'no' if reasons else 'yes'}, for {tried_on}"
     for title, text in rows.items():

@@ -1,4 +1,4 @@
-"""Tables on standard output."""
+"""Printing of tables on standard output."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A rich table on a terminal, aligned columns elsewhere."""
+    """Print a rich table on a terminal, and aligned columns elsewhere."""
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.table import Table

@@ -1,1 +1,1 @@
-"""What the user asks for (`options`) and what the checkpoint says of itself (`model`)."""
+"""Options of the user, their resolution, and the model's config."""

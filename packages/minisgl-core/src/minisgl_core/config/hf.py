@@ -1,4 +1,4 @@
-"""Reading Hugging Face configs: one `ModelConfig` from what transformers 4 or 5 wrote."""
+"""Conversion of Hugging Face configs, from transformers 4 or 5, to a `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "max_window_layers": 28, **_QWEN_WINDOW},
     "Qwen3MoeForCausalLM": {"moe_intermediate_size": 768, **_QWEN_WINDOW},
 }
-"""What transformers' config classes mean by a key that is missing, where it is not the same for all; and what the
-architecture fixes without a key. Where ``max_window_layers`` is not listed, it means nothing to the model."""
+"""Defaults of missing keys that differ between transformers' config classes, and values that an architecture fixes without a
+key. An architecture whose entry lacks ``max_window_layers`` ignores that key."""
 
 
 def model_config(
     raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
 ) -> ModelConfig:
-    """Normalise a ``config.json``.
+    """Normalise a ``config.json``. The function is long because one call lists all fields of the config.
 
-    An architecture that is not known here is read by the same keys, so that a plugin's model needs no code in this file:
-    what it needs besides is in `ModelConfig.raw`, and `Model.standard_config` translates other keys.
+    Unknown architectures are read by the same keys, so that a plugin's model needs no code in this file. `ModelConfig.raw` has
+    all other keys, and `Model.standard_config` translates keys with other names.
 
     Args:
-        raw: the config; rope settings as ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
-        generation_config: a ``generation_config.json``; its end-of-sequence ids are added.
-        tokenizer_eos: the tokenizer's end-of-sequence id, which is added: fine-tunes may name another one there alone.
+        raw: the config, with RoPE settings in ``rope_theta`` and ``rope_scaling`` (transformers 4) or ``rope_parameters`` (5).
+        generation_config: a ``generation_config.json``; its EOS ids are added.
+        tokenizer_eos: the tokenizer's EOS id, which is added, because fine-tuned models may declare an EOS only there.
 
     Raises:
         ModelFormatError: a key is missing, of the wrong type, or contradicts another; the message names it.
@@ -45,11 +45,11 @@ def model_config(
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise ModelFormatError(
-            f"config: num_attention_heads={num_q_heads} is no multiple of num_key_value_heads={num_kv_heads}"
+            f"config: num_attention_heads={num_q_heads} is not a multiple of num_key_value_heads={num_kv_heads}"
         )
     if keys.get("head_dim") is None and hidden_size % num_q_heads:
         raise ModelFormatError(
-            f"config: head_dim is missing, and hidden_size={hidden_size} is no multiple of num_attention_heads={num_q_heads}"
+            f"config: head_dim is missing, and hidden_size={hidden_size} is not a multiple of num_attention_heads={num_q_heads}"
         )
     head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
     max_position = keys.positive("max_position_embeddings")
@@ -81,10 +81,10 @@ def model_config(
         sliding_windows=_sliding_windows(keys, num_layers, has_first="max_window_layers" in defaults),
         moe=_moe(keys, num_layers, intermediate_size),
         bos_token_id=_first(_token_ids(raw, "bos_token_id")),
-        # Some checkpoints list ids that the model has no logit for, or -1 for none.
+        # Some checkpoints list ids beyond the vocabulary, or -1 for none.
         eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
         quantization=_quantization(raw),
-        # Gemma 2 and 3 have the second key.
+        # Gemma 2 and 3 use the second key.
         hidden_act=str(keys.get("hidden_act") or keys.get("hidden_activation") or "silu"),
         soft_cap=keys.above("attn_logit_softcapping", 0.0) if keys.get("attn_logit_softcapping") else None,
         has_sinks=keys.flag("attention_sinks"),
@@ -94,7 +94,7 @@ def model_config(
 
 
 class _Keys:
-    """Typed look-ups that name the key when they fail."""
+    """Typed lookups in a config, whose errors name the key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
         self._raw, self._where = raw, where
@@ -133,15 +133,15 @@ class _Keys:
 def _quantization(raw: Mapping[str, Any]) -> str:
     config = raw.get("quantization_config") or raw.get("compression_config") or {}
     if not isinstance(config, Mapping) or (config and not isinstance(config.get("quant_method"), str)):
-        raise ModelFormatError("config: quantization_config names no quant_method")
+        raise ModelFormatError("config: quantization_config has no quant_method")
     return str(config.get("quant_method", ""))
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:
-    """The name of the model's class in a ``config.json``.
+    """Return the name of the model's class in a ``config.json``.
 
     Raises:
-        ModelFormatError: it names none.
+        ModelFormatError: the config does not name one.
     """
     names = raw.get("architectures")
     if not isinstance(names, (list, tuple)) or not names or not isinstance(names[0], str):
@@ -157,7 +157,7 @@ def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[
     value = raw.get(key)
     ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ModelFormatError(f"{where}: {key}={value!r} is neither a token id nor a list of them")
+        raise ModelFormatError(f"{where}: {key}={value!r} is neither a token id nor a list of token ids")
     return list(ids)
 
 
@@ -165,7 +165,7 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
     raw = keys.get(name, {})
     if not isinstance(raw, Mapping):
-        raise ModelFormatError(f"config: {name}={raw!r} is not a set of parameters")
+        raise ModelFormatError(f"config: {name}={raw!r} is not an object with parameters")
     is_per_layer = any(isinstance(value, Mapping) for value in raw.values())
     rope = _Keys({} if is_per_layer else raw, name)
     kind = "per_layer" if is_per_layer else str(rope.get("rope_type", rope.get("type", "default")))
@@ -174,7 +174,7 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     if rotary_dim % 2 or not (4 if kind == "dynamic" else 2) <= rotary_dim <= head_dim:
         raise ModelFormatError(
             f"config: head_dim={head_dim} and partial_rotary_factor={fraction:g} give {rotary_dim} rotary dimensions; "
-            "they must be even, fit in a head, and be 4 at least where rope_type is dynamic"
+            "their number must be even, at most head_dim, and at least 4 if rope_type is dynamic"
         )
     theta = rope.above("rope_theta", 1.0, keys.above("rope_theta", 1.0, 10000.0))
     if kind not in ROPE_KINDS:
@@ -209,7 +209,7 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
 
 
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """The context length: some kinds keep the unscaled one in ``max_position_embeddings``."""
+    """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``."""
     if rope.kind in ("linear", "dynamic", "yarn"):
         return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
@@ -224,10 +224,12 @@ def _sliding_windows(keys: _Keys, num_layers: int, has_first: bool) -> tuple[int
         return tuple(window if i >= first else None for i in range(num_layers))
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ModelFormatError(
-            f"config: layer_types must hold full_attention or sliding_attention for each of num_hidden_layers={num_layers}"
+            f"config: layer_types must have full_attention or sliding_attention per layer (num_hidden_layers={num_layers})"
         )
     if "sliding_attention" in kinds and window is None:
-        raise ModelFormatError("config: layer_types names sliding_attention, but sliding_window is not set or not used")
+        raise ModelFormatError(
+            "config: layer_types has sliding_attention, but sliding_window is not set or use_sliding_window is false"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
@@ -238,7 +240,7 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
     num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
-        raise ModelFormatError(f"config: num_experts_per_tok={top_k} is more than {name}={num_experts}")
+        raise ModelFormatError(f"config: num_experts_per_tok={top_k} is greater than {name}={num_experts}")
     step, mlp_only = keys.positive("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
     if not isinstance(mlp_only, (list, tuple)):
         raise ModelFormatError(f"config: mlp_only_layers={mlp_only!r} is not a list of layers")

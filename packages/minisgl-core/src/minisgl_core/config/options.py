@@ -1,7 +1,7 @@
-"""Every option of the engine, once: launch flags, `LLM` keywords, environment variables and config-file keys.
+"""Declaration of all engine options: launch flags, `LLM` keywords, environment variables and config-file keys.
 
-A field's flag is its name with dashes; its environment variable is ``MINISGL_`` and the name in capitals. Imports
-nothing heavy.
+The flag of a field is its name with dashes. Its environment variable is ``MINISGL_`` and the name in capitals. This module
+imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.suggest import did_you_mean
 
 AUTO = "auto"
-"""Value of an option that is to be chosen from the hardware and the model."""
+"""Value of an option that is resolved from the hardware and the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """How one field appears to users.
+    """User-visible properties of an option.
 
     Attributes:
         help: one sentence for ``--help``.
-        kind: the plugin kind whose providers it names; empty for plain values.
-        choices: the values allowed; empty for any.
-        low, high: bounds of a number, both allowed; None for none.
+        kind: the plugin kind whose providers it selects; empty for plain values.
+        choices: the allowed values; empty for any.
+        low, high: inclusive bounds of a number; None for no bound.
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
-        secret: the value must not be shown.
+        secret: True if the value must not be shown.
     """
 
     help: str
@@ -45,52 +45,52 @@ class Option:
 
 
 LIST = "tuple[str, ...]"
-"""The type of an option that may be given several times."""
+"""Type of an option that may be given several times."""
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
-    """A dataclass field that is an option."""
+    """Return a dataclass field that is an option."""
     return field(default=default, metadata={"option": Option(help, **details)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelOptions:
-    """Which model, and in what precision."""
+    """Options of the model and its precision."""
 
     model: str | None = option(
         None,
-        "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct where it is missing.",
+        "Folder, .gguf file or hub id; the embedded SmolLM2-135M-Instruct by default.",
         metavar="PATH_OR_ID",
     )
-    model_source: str = option("huggingface", "Hub that ids refer to.", choices=("huggingface", "modelscope"))
+    model_source: str = option("huggingface", "Hub of model ids.", choices=("huggingface", "modelscope"))
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     dtype: str = option(AUTO, "Precision of weights and activations.", choices=(AUTO, "bfloat16", "float16", "float32"))
     dummy_weight: bool = option(False, "Random weights instead of the checkpoint's, for benchmarks.")
     chat_template: str | None = option(
         None,
-        "Jinja template of conversations, or a file that holds it, instead of the model's.",
+        "Jinja chat template, or a file with one, to use instead of the model's.",
         metavar="FILE_OR_TEXT",
     )
     max_seq_len_override: int | None = option(
-        None, "Longest sequence in tokens, prompt and output; the model's own where it is missing.", low=1
+        None, "Longest sequence in tokens, prompt and output together; the model's context length by default.", low=1
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOptions:
-    """The KV pool and the prefix cache."""
+    """Options of the KV pool and the prefix cache."""
 
     cache: str = option(AUTO, "Prefix cache.", kind="prefix_cache")
-    page_size: int | str = option(AUTO, "Tokens in a page of KV.", low=1)
+    page_size: int | str = option(AUTO, "Tokens per KV page.", low=1)
     kv_dtype: str = option(
         AUTO,
-        "Precision of KV: auto is that of --dtype; fp8 (float8 e4m3) takes half the memory of bfloat16.",
+        "Precision of the KV cache: auto is that of --dtype; fp8 (float8 e4m3) needs half the memory of bfloat16.",
         choices=(AUTO, "bfloat16", "float16", "float32", "fp8", "fp8_e4m3"),
     )
-    num_pages: int | None = option(None, "Pages of KV; sized by --memory-ratio where it is missing.", low=2)
+    num_pages: int | None = option(None, "Number of KV pages; derived from --memory-ratio by default.", low=2)
     memory_ratio: float = option(
         0.9,
-        "Share of the device's memory for weights, steps and KV (on a CPU: of half the free memory, for KV).",
+        "Fraction of the device's memory for weights, steps and KV; on a CPU, fraction of half the free memory, for KV.",
         low=0.05,
         high=1.0,
     )
@@ -98,45 +98,45 @@ class CacheOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerOptions:
-    """What runs together."""
+    """Options of the scheduler and of CUDA graphs."""
 
     max_running_requests: int = option(256, "Most requests in a batch.", low=1)
     max_prefill_length: int | str = option(
-        AUTO, "Most prompt tokens computed in one step; longer prompts take several.", low=1
+        AUTO, "Most prompt tokens per step; longer prompts are computed in chunks.", low=1
     )
     max_queued_requests: int = option(
-        4096, "Most requests waiting for a place in the batch; more are refused with status 429.", low=1
+        4096, "Most waiting requests; further requests are refused with status 429.", low=1
     )
     policy: str = option("fcfs", "Order of the waiting requests.", kind="policy")
     disable_overlap: bool | str = option(
         AUTO,
-        "Prepare a step only when the one before is done; auto overlaps where the device runs beside the host.",
+        "Schedule a step only after the step before it; auto overlaps them if the device runs asynchronously.",
         env=("MINISGL_DISABLE_OVERLAP_SCHEDULING",),
     )
     cuda_graph_max_bs: int | str = option(
-        AUTO, "Largest decode batch that is recorded as a graph; 0 records none.", low=0
+        AUTO, "Largest decode batch to capture as a CUDA graph; 0 captures none.", low=0
     )
     piecewise_cuda_graph_max_tokens: int | str = option(
         AUTO,
-        "Most tokens of a step without a decode graph, such as one with prompts, that is recorded between attention calls;"
-        " 0 records none, and auto none where decodes are not recorded.",
+        "Most tokens of a step, such as one with prompts, to capture as piecewise CUDA graphs; 0 captures none, and auto"
+        " captures none if decodes are not captured.",
         low=0,
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelOptions:
-    """How the model is split."""
+    """Options of parallelism."""
 
     tp: int = option(1, "Tensor-parallel ranks.", low=1)
-    executor: str = option("local", "Where the ranks run: local is processes of this host.", kind="executor")
+    executor: str = option("local", "Executor of the ranks; local starts processes on this host.", kind="executor")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """Which providers do the work."""
+    """Options that select the providers of kernels, collectives, platform and grammars."""
 
-    attn: str = option(AUTO, "Attention backend; 'a,b' takes a for prefill and b for decode.", kind="attention")
+    attn: str = option(AUTO, "Attention backend; 'a,b' uses a for prefill and b for decode.", kind="attention")
     moe: str = option(AUTO, "Mixture-of-experts kernel.", kind="moe")
     ops: str = option(
         AUTO,
@@ -146,17 +146,17 @@ class BackendOptions:
     )
     quantization: str = option(
         AUTO,
-        "Precision of the layers' matrices: fp8, or none for that of --dtype; auto takes fp8 where the checkpoint has it.",
+        "Quantization of the weights: fp8, or none; auto uses fp8 if the checkpoint has it.",
         kind="quantization",
     )
     communicator: str = option(AUTO, "Collectives between ranks.", kind="communicator")
     platform: str = option(AUTO, "Device.", kind="platform")
-    grammar: str = option(AUTO, "Structured output.", kind="grammar")
+    grammar: str = option(AUTO, "Grammar provider for structured outputs.", kind="grammar")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """All options of an engine, grouped by the part that reads them."""
+    """All options of an engine, grouped by component."""
 
     model: ModelOptions = ModelOptions()
     cache: CacheOptions = CacheOptions()
@@ -166,15 +166,15 @@ class EngineConfig:
 
     @classmethod
     def from_flat(cls, **values: Any) -> EngineConfig:
-        """Build from option names, as `LLM` and ``minisgl launch`` pass them.
+        """Build a config from option names and values, as `LLM` and ``minisgl launch`` pass them.
 
         Raises:
-            InvalidValueError: an unknown option or a value that is not allowed.
+            InvalidValueError: an option is unknown, or a value is not allowed.
         """
         return cls().with_flat(**values)
 
     def with_flat(self, **values: Any) -> EngineConfig:
-        """A copy with some options changed, by name."""
+        """Return a copy with some options changed, by name."""
         known = {item.name: (section, item) for section, item in _all_fields()}
         changes: dict[str, dict[str, Any]] = {}
         for name, value in values.items():
@@ -187,12 +187,12 @@ class EngineConfig:
         return replace(self, **parts)
 
     def flat(self) -> dict[str, Any]:
-        """Every option and its value, by name."""
+        """Return all options and their values, by name."""
         return {item.name: getattr(getattr(self, section), item.name) for section, item in _all_fields()}
 
 
 def engine_options() -> Mapping[str, dataclasses.Field[Any]]:
-    """Every engine option's dataclass field by name, in the order of ``--help``."""
+    """Return the dataclass field of each engine option by name, in the order of ``--help``."""
     return {item.name: item for _, item in _all_fields()}
 
 
@@ -203,10 +203,10 @@ def _all_fields() -> Iterator[tuple[str, dataclasses.Field[Any]]]:
 
 
 def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
-    """Check `value` against a field's type, choices and bounds; paths, and numbers written as text, are converted.
+    """Check `value` against a field's type, choices and bounds. Paths, and numbers written as text, are converted.
 
     Raises:
-        InvalidValueError: names the option, the value and what is allowed.
+        InvalidValueError: the value is not allowed. The message names the option, the value and the allowed values.
     """
     meta: Option = item.metadata["option"]
     words = type_words(item)
@@ -239,7 +239,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
 
 
 def type_words(item: dataclasses.Field[Any]) -> list[str]:
-    """The types a field allows, such as ``["int", "str"]``, whether its annotation is text or a type."""
+    """Return the types of a field, such as ``["int", "str"]``; its annotation may be text or a type."""
     return (item.type.__name__ if isinstance(item.type, type) else str(item.type)).split(" | ")
 
 
@@ -261,7 +261,7 @@ def _from_text(name: str, value: str, words: list[str]) -> Any:
 
 
 def _expected(words: list[str]) -> str:
-    """What a field of these types takes, for people; a text besides another type can only be ``auto``."""
+    """Return a phrase with the allowed values of these types. If a text is allowed besides another type, it is ``auto``."""
     texts = ["a text"] if words[0] == "str" else [AUTO]
     named = {"int": ["a whole number"], "float": ["a number"], "bool": ["true", "false"], "str": texts, "None": []}
     *others, last = [each for word in words for each in named[word]]
@@ -271,7 +271,7 @@ def _expected(words: list[str]) -> str:
 def _check_bounds(name: str, value: float, meta: Option) -> None:
     low = -math.inf if meta.low is None else meta.low
     high = math.inf if meta.high is None else meta.high
-    if not low <= value <= high:  # also true of nan
+    if not low <= value <= high:  # also true for nan
         bounds = [f"at least {meta.low:g}"] if meta.low is not None else []
         bounds += [f"at most {meta.high:g}"] if meta.high is not None else []
         raise InvalidValueError(name, value, ", ".join(bounds) or "a number")

@@ -1,4 +1,4 @@
-"""Whether the providers that options name are installed. Imports nothing heavy."""
+"""Check that the selected providers are installed. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def check_providers(values: Mapping[str, Any], registry: Registry) -> None:
-    """Look for every provider that an engine option names, whether this model needs one of its kind or not.
+    """Check that each provider named by an engine option is installed, even if the model does not need its kind.
 
     Args:
-        values: options by name; others than the engine's are passed over.
-        registry: the installed providers; none is imported.
+        values: options by name; those that are not the engine's are ignored.
+        registry: the installed providers, none of which is imported.
 
     Raises:
-        PluginError: there is none of that name, or more than one.
+        PluginError: no provider, or more than one, has that name.
     """
     for name, item in engine_options().items():
         kind = item.metadata["option"].kind

@@ -1,6 +1,6 @@
-"""The extension point for attention over the paged KV pool.
+"""Contract of attention backends over the paged KV pool.
 
-Shape legend: T tokens of the batch, B requests, Hq query heads, Hkv KV heads (both local to the rank), D head dimension,
+Shape legend: T tokens of the batch, B requests, Hq query heads and Hkv KV heads, both local to the rank. D head dimension,
 P pages of the pool, S tokens per page, R rows and M columns of the page table.
 """
 
@@ -22,25 +22,25 @@ from minisgl_core.fp8 import FP8
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """All that decides whether and how a backend can serve a model.
+    """Requirements of a model on its attention backend.
 
-    A backend refuses what it lacks: `AttentionCapabilities.missing` has the reasons.
+    A backend refuses requirements that it does not support; `AttentionCapabilities.missing` returns the reasons.
 
     Attributes:
         num_q_heads: Hq, local to the rank.
         num_kv_heads: Hkv, local to the rank; divides Hq.
         head_dim: D.
         page_size: S.
-        dtype: of q, k, v and the output.
-        kv_dtype: of the KV pool: `dtype`, or torch.float8_e4m3fn.
-        device: of all tensors.
+        dtype: dtype of q, k, v and the output.
+        kv_dtype: dtype of the KV pool: `dtype`, or torch.float8_e4m3fn.
+        device: device of all tensors.
         max_seq_len: longest sequence, in tokens.
         max_batch: most requests in one batch.
-        sliding_windows: the distinct windows of the model's layers, in tokens; empty where every layer attends to all.
-        soft_caps: the distinct soft caps of the layers' scores; empty where no layer has one.
-        has_sinks: a layer has attention sinks.
+        sliding_windows: the distinct windows of the model's layers, in tokens; empty if all layers have full attention.
+        soft_caps: the distinct soft caps of the layers' scores; empty if no layer has one.
+        has_sinks: True if any attention layer has sinks.
         value_head_dim: head dimension of v and the output; None for `head_dim`.
-        is_mla: K and V of all heads are one compressed vector per token (multi-head latent attention).
+        is_mla: True if K and V of all heads are one compressed vector per token (multi-head latent attention).
         max_decode_query_len: most tokens per decoding request in a step; 1 without speculation.
     """
 
@@ -63,23 +63,22 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCapabilities:
-    """Tells the engine what a backend can do; the optional methods of `AttentionBackend` stand behind some of the fields.
+    """Capabilities of an attention backend. Some of them require optional methods of `AttentionBackend`.
 
     Attributes:
-        layouts: of the KV pool, best first; two backends that are combined share one.
-        fused_kv_store: with layout NHD, the kernel that rotates K may store K and V: `kv_slots` and `attend_stored`.
-        fused_rope_decode: rotates queries and keys and stores K and V in the kernel that attends to decodes: `rotates` and
-            `attend_rotating`.
-        cuda_graphs: takes part in CUDA graphs of decodes: `plan_capture` and `plan_replay`.
-        graph_reads_page_table: `plan_replay` reads nothing that is on the device; captured kernels read the page table and the
-            batch's tensors themselves. Then the replay updates these before `forward`, otherwise before `plan_replay`.
+        layouts: KV layouts, best first; two combined backends use a common one.
+        fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
+        fused_rope_decode: the decode kernel applies RoPE and stores K and V. Requires `rotates` and `attend_rotating`.
+        cuda_graphs: supports CUDA graphs of decodes. Requires `plan_capture` and `plan_replay`.
+        graph_reads_page_table: `plan_replay` reads no device memory; captured kernels read the page table and the batch's
+            tensors themselves. Then the replay updates these before `forward`, otherwise before `plan_replay`.
         fp8_kv: reads and writes a KV pool in float8_e4m3fn.
-        sliding_windows: serves `AttentionLayer.sliding_window`.
-        soft_cap: serves `AttentionLayer.soft_cap`.
-        sinks: serves `AttentionLayer.sinks`.
-        value_head_dim: serves values of another head dimension than keys.
-        mla: serves multi-head latent attention.
-        multi_token_decodes: serves several tokens per decoding request.
+        sliding_windows: supports `AttentionLayer.sliding_window`.
+        soft_cap: supports `AttentionLayer.soft_cap`.
+        sinks: supports `AttentionLayer.sinks`.
+        value_head_dim: supports values with another head dimension than keys.
+        mla: supports multi-head latent attention.
+        multi_token_decodes: supports several tokens per decoding request.
     """
 
     layouts: tuple[KVLayout, ...] = ("NHD",)
@@ -96,7 +95,7 @@ class AttentionCapabilities:
     multi_token_decodes: bool = False
 
     def missing(self, spec: AttentionSpec) -> list[str]:
-        """Return what `spec` asks for and these capabilities lack, one sentence per reason."""
+        """Return the requirements of `spec` that these capabilities do not meet, one sentence per reason."""
         pool = [spec.dtype, FP8] if self.fp8_kv else [spec.dtype]
         named = " or ".join(str(each).removeprefix("torch.") for each in pool)
         lacks = {
@@ -118,14 +117,14 @@ class AttentionCapabilities:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """The constants of one layer's attention.
+    """Constants of one attention layer.
 
     Attributes:
-        index: the layer's place in the KV pool.
+        index: index of the layer in the KV pool.
         scale: factor on ``q @ k.T`` before the softmax.
         sliding_window: a query attends to this many latest tokens, itself included; None for all.
-        kv_scales: factors of K and V in an fp8 pool: k times the first, v times the second; 1 where the pool is of another
-            dtype. Storing divides by them and saturates.
+        kv_scales: scales of K and V in an FP8 pool; 1 for pools of other dtypes. Storing divides by them and saturates, and
+            attention multiplies by them.
         soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)`` before the mask (Gemma 2); None for none.
         sinks: logits per query head, [Hq], that take part in the softmax without a value (StreamingLLM, gpt-oss); None for
             none.
@@ -140,11 +139,11 @@ class AttentionLayer:
 
 
 def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[str]:
-    """Return why a model's layers are not as `spec` announces them, so that a backend would ignore something.
+    """Return the differences between a model's layers and `spec`, which a backend would ignore silently.
 
     Args:
-        spec: for which a backend's `unsupported` returned nothing.
-        layers: all layers with attention.
+        spec: spec for which a backend's `unsupported` returned nothing.
+        layers: all attention layers.
     """
     reasons = []
     for layer in layers:
@@ -170,21 +169,21 @@ def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """The requests of one step, decodes first; the same for every layer.
+    """Attention metadata of one step's requests, decodes first; the same for all layers.
 
-    A request's queries are its last ``q_lens[i]`` tokens; its keys are all ``seq_lens[i]`` tokens, of which those before the
-    queries lie in the pool already. Attention is causal. Prefills may share pages that others of them write in this step; what a
-    decode reads besides its own new token was written in earlier ones.
+    A request's queries are its last ``q_lens[i]`` tokens. Its keys are all ``seq_lens[i]`` tokens, and those before the queries
+    are in the pool already. Attention is causal. A prefill may read pages that other prefills write in this step. A decode
+    reads only its own new token and tokens of earlier steps.
 
     Attributes:
         num_decodes: requests ``[0, num_decodes)`` have exactly `decode_query_len` queries.
         rows: page-table row of each request, int32 [B], on the device.
         cu_seqlens_q: start of each request's queries, then T; int32 [B + 1], on the device.
-        seq_lens: tokens of each request, this step's included; int32 [B], on the device.
-        slots: where to store each token's K and V, ``page * S + offset``; int64 [T], on the device.
-        q_lens_host: int32 [B], on the CPU.
+        seq_lens: tokens of each request, including those of this step; int32 [B], on the device.
+        slots: slot of each token's K and V, ``page * S + offset``; int64 [T], on the device.
+        q_lens_host: queries of each request, int32 [B], on the CPU.
         seq_lens_host: `seq_lens` on the CPU.
-        decode_query_len: queries per decoding request: 1, or more where drafted tokens are verified.
+        decode_query_len: queries per decoding request: 1, or more if draft tokens are verified.
     """
 
     num_decodes: int
@@ -203,16 +202,16 @@ class AttentionBatch:
 
     @property
     def num_requests(self) -> int:
-        """B."""
+        """Number of requests, B."""
         return len(self.q_lens_host)
 
     @property
     def num_tokens(self) -> int:
-        """T."""
+        """Number of tokens, T."""
         return len(self.slots)
 
     def decodes(self) -> AttentionBatch:
-        """The decode requests alone."""
+        """Return the batch of the decodes only."""
         n = self.num_decodes
         return AttentionBatch(
             num_decodes=n,
@@ -226,7 +225,7 @@ class AttentionBatch:
         )
 
     def prefills(self) -> AttentionBatch:
-        """The other requests alone."""
+        """Return the batch of the prefills only."""
         n = self.num_decodes
         return AttentionBatch(
             num_decodes=0,
@@ -240,37 +239,38 @@ class AttentionBatch:
 
 
 class AttentionBackend(ABC):
-    """Stores K and V into the pool and attends over it.
+    """Attention backend: it stores K and V in the pool and attends over it.
 
     One instance serves all layers of a rank. Per step, `plan` runs once on the host, then `forward` once per layer.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
     capabilities: AttentionCapabilities = AttentionCapabilities()
-    """Set on the class. What it does not declare is refused, and the optional methods behind it are never called."""
+    """Capabilities, set on the class. Undeclared capabilities are refused, and their optional methods are never called."""
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """Say why this backend cannot serve `spec`, one sentence per reason; empty if it can. Must not allocate.
+        """Return the reasons why this backend does not support `spec`, one sentence each; empty if it does.
 
-        An override begins with these reasons, which are those of `capabilities`.
+        An override extends these reasons, which are those of `capabilities`. It must not allocate memory.
         """
         return cls.capabilities.missing(spec)
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
-        """Prepare for `spec`.
+        """Initialise the backend.
 
         Args:
-            spec: one for which `unsupported` returned nothing.
-            pool: K and V of every layer.
-            page_table: page ids, int32 [R, M] on the device; column j of a row holds tokens ``[j * S, (j + 1) * S)``.
-                Entries past a request's tokens are any pages of the pool. Its contents change between steps, its address never.
+            spec: spec for which `unsupported` returned nothing.
+            pool: K and V of all layers.
+            page_table: page ids, int32 [R, M] on the device; column j of a row is the page of tokens ``[j * S, (j + 1) * S)``.
+                Entries past a request's tokens are arbitrary pages of the pool. The contents change between steps, and the
+                address never changes.
         """
         self.spec, self.pool, self.page_table = spec, pool, page_table
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> Any:
-        """Prepare a step: index tensors, kernel schedules. The result goes to `forward`; it is valid for this step only."""
+        """Prepare index tensors and kernel schedules of a step. The result is passed to `forward` in this step only."""
 
     @abstractmethod
     def forward(
@@ -278,41 +278,41 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Store k and v of the whole batch at its slots, then attend.
 
-        In this order: a request may share pages that another request of the same batch writes in this step.
+        The order matters: a request may read pages that another request of the batch writes in this step.
 
         Args:
-            q: [T, Hq, D].
-            k: [T, Hkv, D].
-            v: [T, Hkv, D].
-            layer: which layer, and its constants.
-            plan: what `plan` returned for this step's batch.
+            q: queries, [T, Hq, D].
+            k: keys, [T, Hkv, D].
+            v: values, [T, Hkv, D].
+            layer: index and constants of the layer.
+            plan: result of `plan` for this step's batch.
 
         Returns:
-            [T, Hq, D], in q's dtype.
+            Output, [T, Hq, D], in q's dtype.
         """
 
     def kv_slots(self, plan: Any) -> torch.Tensor:
-        """Return where a planned step's K and V go, ``page * S + offset`` of each token; int64 [T], on the device.
+        """Return the slots of a planned step's K and V, ``page * S + offset`` per token; int64 [T], on the device.
 
         For `AttentionCapabilities.fused_kv_store`.
         """
         raise NotImplementedError
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: Any, out: torch.Tensor) -> None:
-        """Do `forward` for a step whose K and V are stored already, to `out`: [T, Hq, D], contiguous.
+        """Attend in a step whose K and V are stored already, and write to `out`, [T, Hq, D], contiguous.
 
         For `AttentionCapabilities.fused_kv_store`.
         """
         raise NotImplementedError
 
     def rotates(self, plan: Any, rotation: Rotation) -> bool:
-        """Return whether `attend_rotating` does a planned step. For `AttentionCapabilities.fused_rope_decode`."""
+        """Return True if `attend_rotating` supports a planned step. For `AttentionCapabilities.fused_rope_decode`."""
         return False
 
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
     ) -> torch.Tensor:
-        """Do `Ops.rotate`, then `forward`, in a step for which `rotates` is true. Leaves q, k and v as they are.
+        """Apply RoPE like `RotaryOps.rotate`, then run `forward`, if `rotates` is true for the step. q, k and v do not change.
 
         For `AttentionCapabilities.fused_rope_decode`.
         """
@@ -321,16 +321,16 @@ class AttentionBackend(ABC):
     def plan_capture(self, batch: AttentionBatch) -> Any:
         """Plan a batch of decodes whose tensors keep their addresses through all replays.
 
-        It is called once for every captured batch size, and its result is used while `forward` is captured. A batch is padded to
-        the captured size with decodes of row 0, one token long, at slot 0. For `AttentionCapabilities.cuda_graphs`.
+        It is called once per capture size, and its result is used while `forward` is captured. Batches are padded to the
+        capture size with decodes of row 0, which have one token, at slot 0. For `AttentionCapabilities.cuda_graphs`.
         """
         raise NotImplementedError
 
     def plan_replay(self, batch: AttentionBatch) -> None:
-        """Bring the plan that was captured for this batch size up to date, in place.
+        """Update the captured plan of this batch size in place.
 
-        Before a replay the captured batch's tensors are overwritten with the step's values; `batch` has those tensors and new
-        host arrays. `slots` are overwritten by the replay itself, before `forward`, and with
-        `AttentionCapabilities.graph_reads_page_table` the batch's other tensors and the page table are too.
+        Before a replay, the captured batch's tensors are overwritten with the step's values; `batch` has these tensors and new
+        host arrays. The replay itself overwrites `slots` before `forward`. With `AttentionCapabilities.graph_reads_page_table`
+        it also overwrites the batch's other tensors and the page table.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The extension point for executors: they start the ranks of an engine somewhere."""
+"""Contract of executors, which start the ranks of an engine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, ClassVar, Protocol
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Place of one rank of an engine, and the addresses at which it meets the others. Plain data, to hand to its process.
+    """Ranks and addresses of one rank's process. Plain data, which is passed to the process.
 
     Attributes:
-        rank: global, in ``[0, size)``; rank 0 schedules.
-        size: ranks of the engine.
-        local_rank: number among the ranks of its own host; it picks the device.
-        address: ZeroMQ address at which the rank receives the plans of rank 0.
-        init_method: torch.distributed URL at which all ranks meet, the same for each.
+        rank: global rank, in ``[0, size)``; rank 0 schedules.
+        size: number of ranks of the engine.
+        local_rank: rank on its host, which selects the device.
+        address: ZeroMQ address where the rank receives the plans of rank 0.
+        init_method: torch.distributed URL, the same for all ranks.
     """
 
     rank: int = 0
@@ -28,47 +28,47 @@ class RankPlacement:
 
 
 class StartProcess(Protocol):
-    """Starts a named child of this process, which is watched from then on; see `minisgl_core.process.Supervisor`."""
+    """Function that starts a named child process and watches it; see `minisgl_core.process.Supervisor`."""
 
     def __call__(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run ``target(*args, report)`` in it; `report` is called with a `Ready` once it has started."""
+        """Run ``target(*args, report)`` in the child, which calls `report` with a `Ready` once it has started."""
 
 
 class Executor(ABC):
-    """Starts the ranks of an engine, and tells each its placement.
+    """Starter of an engine's ranks, which assigns their placements.
 
-    Every rank has a child of this process, made by `start_process`, and the launch watches those children: where one ends, the
-    engine ends with its error, and at the end of the launch they are asked to end. `local` runs a rank in its child. An executor
-    that runs ranks elsewhere has the child wait for its rank there, pass on what it reports, and end with it.
+    Each rank has a child of this process, made by `start_process`, which the launch watches. If a child ends, the engine ends
+    with its error. At the end of the launch the children are asked to end. `local` runs the rank in the child. If an executor
+    runs the rank elsewhere, the child waits for the rank, passes its report on, and ends with it.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, size: int) -> list[str]:
-        """Say why this executor cannot run `size` ranks here, one sentence per reason; empty if it can."""
+        """Return the reasons why this executor cannot run `size` ranks here, one sentence each; empty if it can."""
         return []
 
     def __init__(self, start_process: StartProcess) -> None:
-        """Keep what starts children of this process."""
+        """`start_process` starts children of this process."""
         self.start_process = start_process
 
     @abstractmethod
     def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        """Decide where each rank runs, in rank order. Rank 0 runs on this host.
+        """Return the placement of each rank, in rank order. Rank 0 runs on this host.
 
         Args:
             size: number of ranks.
-            directory: private to the launch, on this host, for Unix sockets and files.
+            directory: private directory of the launch on this host, for Unix sockets and files.
         """
 
     @abstractmethod
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run ``target(*args, report)`` at a placement; returns without waiting for it.
+        """Run ``target(*args, report)`` at a placement, and return without waiting for it.
 
         Args:
-            name: of the process, for people.
-            placement: one of those that `place` returned; it is among `args`.
+            name: name of the process, for people.
+            placement: one of the results of `place`; `args` contain it.
             target: a function, or ``module:function``.
-            args: plain data that pickle takes.
+            args: plain data that can be pickled.
         """

@@ -1,6 +1,6 @@
-"""The seam for grammars: which tokens a structured output allows next.
+"""Contract of grammar providers for constrained decoding: token masks of structured outputs.
 
-Masks are packed: bit ``t % 32`` of word ``t // 32`` is set where token ``t`` may come next. Shape legend: V vocabulary,
+Masks are packed: bit ``t % 32`` of word ``t // 32`` is set if token ``t`` may come next. Shape legend: V vocabulary,
 W = ceil(V / 32) words.
 """
 
@@ -18,29 +18,30 @@ from minisgl_core.errors import InvalidValueError
 Masks = npt.NDArray[np.int32]
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json", "structural_tag"]
-"""What the text of a grammar is:
+"""Kind of a grammar's text:
 
 - ``json_object``: empty; any JSON object.
-- ``json_schema``: a JSON schema. Its member ``x-whitespace`` (`WHITESPACE`) says which whitespace the output may have.
+- ``json_schema``: a JSON schema. Its member ``x-whitespace`` (`WHITESPACE`) sets the whitespace of the output.
 - ``regex``: a pattern that the whole output matches.
-- ``choice``: a JSON list of texts, one of which the output is.
-- ``grammar``: a context-free grammar, in Lark's notation and beginning at ``start``, or as EBNF, whose rules have ``::=``, and
-  beginning at ``root``.
-- ``tagged_json``: a JSON object of ``prefix``, ``schema``, ``suffix``, ``separator`` (texts but for the schema) and
-  ``max_items`` (a number or null): one or more JSON values, each between prefix and suffix. ``otherwise``, where it is not
-  null, is a schema of what the output may be instead. A tag such as ``<tool_call>`` is the token of that name, if any.
-- ``structural_tag``: a JSON object of ``triggers``, a list of texts, and ``structures``, a list of objects of ``begin`` (a text
-  that begins with a trigger), ``schema`` (what the JSON value after it fits) and ``end`` (the text after that). The output is
-  free, special tokens included, but from each trigger on it is one of the structures that begin with it, and free again after
-  it. It may end only outside of them. Tags are tokens as above; spelled out in text, a trigger holds just as well.
+- ``choice``: a JSON list of texts; the output is one of them.
+- ``grammar``: a context-free grammar, in Lark's notation with the start rule ``start``, or in EBNF, whose rules have ``::=``,
+  with the start rule ``root``.
+- ``tagged_json``: a JSON object with ``prefix``, ``schema``, ``suffix``, ``separator`` (all texts except the schema) and
+  ``max_items`` (a number or null). The output is one or more JSON values, each between prefix and suffix. If ``otherwise`` is
+  not null, it is a schema of an alternative output. A tag such as ``<tool_call>`` is the token of that name, if there is one.
+- ``structural_tag``: a JSON object with ``triggers``, a list of texts, and ``structures``, a list of objects. A structure has
+  ``begin`` (a text that begins with a trigger), ``schema`` (of the JSON value after it) and ``end`` (the text after the value).
+  The output is unrestricted, special tokens included, until a trigger. From the trigger on it is one of the structures that
+  begin with it, and it is unrestricted again after that. It may end only outside of structures. Tags are tokens as above; a
+  trigger also counts if it is spelled out in text.
 """
 
 
 WHITESPACE = "x-whitespace"
-"""Member of a schema: a pattern that the whitespace between the parts of the JSON matches, empty for none.
+"""Member of a schema: a pattern of the whitespace between JSON tokens, empty for no whitespace.
 
-Without it, a comma and a colon may have one space behind them, and nothing else may have any. It holds for a schema as a
-whole, in ``tagged_json`` and ``structural_tag`` too.
+Without it, only one space after a comma or a colon is allowed. It applies to a whole schema, also in ``tagged_json`` and
+``structural_tag``.
 """
 
 MAX_GRAMMAR_BYTES: dict[GrammarKind, int] = {
@@ -52,14 +53,14 @@ MAX_GRAMMAR_BYTES: dict[GrammarKind, int] = {
     "tagged_json": 256 * 1024,
     "structural_tag": 256 * 1024,
 }
-"""Longest texts that a provider gets, in UTF-8."""
+"""Most bytes of a text by kind, in UTF-8."""
 
 
 def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
-    """Refuse a text that is longer than `MAX_GRAMMAR_BYTES`.
+    """Check that a text is not longer than `MAX_GRAMMAR_BYTES`.
 
     Raises:
-        InvalidValueError: it is; names `name` and the limit.
+        InvalidValueError: it is longer. The message has `name` and the limit.
     """
     limit = MAX_GRAMMAR_BYTES[kind]
     try:
@@ -71,12 +72,12 @@ def check_grammar_size(kind: GrammarKind, text: str, name: str) -> None:
 
 
 def mask_width(vocab_size: int) -> int:
-    """W: words in a mask."""
+    """Return the number of words of a mask, W."""
     return -(-vocab_size // 32)
 
 
 def clear_tokens(mask: Masks, token_ids: Iterable[int]) -> None:
-    """Forbid tokens in a mask [W]."""
+    """Ban tokens in a mask [W]."""
     words = mask.view(np.uint32)
     for token in token_ids:
         words[token // 32] &= np.uint32(~(1 << token % 32) & 0xFFFFFFFF)
@@ -88,20 +89,20 @@ def allow_token(mask: Masks, token_id: int) -> None:
 
 
 class GrammarState(ABC):
-    """One output's progress through a grammar."""
+    """State of one output in a grammar."""
 
     @abstractmethod
     def fill_mask(self, mask: Masks) -> None:
-        """Write which tokens may come next into `mask` [W], all of it.
+        """Overwrite `mask` [W] with the tokens that may come next.
 
-        The end-of-sequence tokens are among them where `is_complete`. At least one token always is.
+        EOS tokens are allowed if `is_complete`. At least one token is always allowed.
         """
 
     @abstractmethod
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; False where the grammar does not allow it (and the state is unchanged).
+        """Advance by one token. Return False, without a change, if the grammar does not allow it.
 
-        After the end, more end-of-sequence tokens are accepted.
+        After the end, further EOS tokens are accepted.
         """
 
     @abstractmethod
@@ -110,65 +111,70 @@ class GrammarState(ABC):
 
     @abstractmethod
     def copy(self) -> Self:
-        """A state at the same place that goes its own way. May be called while another copy is at work in another thread."""
+        """Return an independent copy of this state. Other threads may use other copies at the same time."""
 
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """Whether the output may end here."""
+        """True if the output may end here."""
 
     @property
     @abstractmethod
     def is_finished(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """True if only the end may follow."""
 
     @property
     def error(self) -> str:
-        """Why the state cannot go on, where it exceeded a bound on the way; empty for none. It is finished then."""
+        """Reason why the state cannot continue because it exceeded a limit; empty if there is none. It is finished then."""
         return ""
 
 
 class Grammar(ABC):
-    """Compiles structured-output requests for one tokenizer."""
+    """Compiler of grammars for one tokenizer."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @abstractmethod
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: a transformers tokenizer; `vocab_size`: width of the model's logits, V.
+        """Read the tokenizer.
+
+        Args:
+            tokenizer: a transformers tokenizer.
+            vocab_size: width of the model's logits, V.
+            eos_token_ids: EOS tokens of the model.
 
         Raises:
-            MinisglError: the tokenizer's tokens cannot be read.
+            MinisglError: the tokens of the tokenizer cannot be read.
         """
 
     @staticmethod
     @abstractmethod
     def check(kind: GrammarKind, text: str, name: str) -> None:
-        """Find most faults of a text without a tokenizer.
+        """Find most errors of a text without a tokenizer.
 
-        The engine calls it in a process of its own, which has half a second of processor time and 128 MiB of memory for it.
-        A text that passes is compiled in the engine's process. So `check` must do what is expensive in `compile`, and nothing
-        that comes after it may be more expensive: `GrammarState.fill_mask` and `GrammarState.accept` take at most some tens of
-        milliseconds for any text and any output, and set `GrammarState.error` where they would need more.
+        The engine calls it in a separate process with limits of 0.5 s of CPU time and 128 MiB of memory. A text that passes is
+        compiled in the engine's process. So `check` must do the expensive work of `compile`, and no later step may be more
+        expensive. `GrammarState.fill_mask` and `GrammarState.accept` must take at most some tens of milliseconds for any text and
+        output. They set `GrammarState.error` if they would need more.
 
         Args:
-            kind: what `text` is.
+            kind: kind of `text`.
             text: see `GrammarKind`.
-            name: what the user calls the text, for the error.
+            name: the user's name for the text, for the error.
 
         Raises:
-            InvalidValueError: `text` is not valid for its kind, or no output fits it; says why.
+            InvalidValueError: `text` is not valid for its kind, or no output matches it. The message has the reason.
         """
 
     @abstractmethod
     def compile(self, kind: GrammarKind, text: str, name: str) -> GrammarState:
-        """The state at the beginning of an output. Called from several threads.
+        """Compile a grammar and return its initial state. Several threads call this.
 
         Raises:
             InvalidValueError: see `check`.
         """
 
     def fill_masks(self, states: Sequence[GrammarState], masks: Masks) -> None:
-        """`GrammarState.fill_mask` of several states, which `compile` or a copy gave, at once; `masks`: [len(states), W]."""
+        """Fill the masks [len(states), W] of several states, which come from `compile` or `GrammarState.copy`."""
         for state, mask in zip(states, masks, strict=True):
             state.fill_mask(mask)

@@ -1,4 +1,4 @@
-"""The KV cache as backends and models see it: groups of layers, and pages of tokens in each.
+"""Shapes of the KV cache and access to its pages, for backends and models.
 
 Shape legend: P pages, S tokens per page, Hkv KV heads (local to the rank), D head dimension, T tokens of the batch.
 """
@@ -11,20 +11,20 @@ from typing import Literal, Protocol
 import torch
 
 KVLayout = Literal["NHD", "HND"]
-"""Order of a page's dimensions: tokens, heads, head dimension; or heads first."""
+"""Order of a page's dimensions: tokens, heads, head dimension (NHD); or heads, tokens, head dimension (HND)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
-    """Layers whose K and V have one shape and keep a request's tokens in the same pages.
+    """Group of layers whose K and V have one shape and use the same pages per request.
 
     Attributes:
-        num_layers: layers with attention.
-        page_size: S.
-        num_kv_heads: Hkv.
-        head_dim: D of keys.
-        value_head_dim: of values; None for `head_dim`.
-        window: latest tokens that are kept, where all layers have that sliding window; None for all tokens.
+        num_layers: attention layers.
+        page_size: tokens per page, S.
+        num_kv_heads: KV heads, Hkv.
+        head_dim: head dimension of keys, D.
+        value_head_dim: head dimension of values; None for `head_dim`.
+        window: sliding window of all its layers, so that older tokens need not be kept; None to keep all tokens.
     """
 
     num_layers: int
@@ -36,7 +36,7 @@ class KVGroup:
 
     @property
     def elements_per_page(self) -> int:
-        """Elements that one page takes, K and V of all layers."""
+        """Elements per page, for K and V of all layers."""
         return (
             self.num_layers
             * self.page_size
@@ -47,10 +47,10 @@ class KVGroup:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheSpec:
-    """All that a model keeps of a request between steps.
+    """State that a model keeps per request between steps.
 
     Attributes:
-        groups: of layers; each has pages of its own.
+        groups: groups of layers, each with its own pages.
         state_bytes: bytes per request besides pages, such as the state of linear attention.
     """
 
@@ -59,10 +59,10 @@ class KVCacheSpec:
 
     @property
     def only_group(self) -> KVGroup:
-        """The one group of a cache that keeps nothing else, which is the plain case.
+        """Return the only group of a cache without other state, which is the usual case.
 
         Raises:
-            ValueError: there are several groups, or a state.
+            ValueError: there are several groups, or further state.
         """
         if len(self.groups) != 1 or self.state_bytes:
             raise ValueError(
@@ -73,17 +73,17 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVPoolSpec:
-    """Shape of the pool of one group, local to a rank.
+    """Shape of one group's pool, local to a rank.
 
     Attributes:
-        num_layers: layers with attention.
-        num_pages: P; page 0 is the padding page, written by padded slots and never owned by a request.
-        page_size: S, tokens per page.
-        num_kv_heads: Hkv.
-        head_dim: D.
-        dtype: of the stored K and V.
-        device: where the pool lies.
-        layout: order of a page's dimensions, one of the attention backend's.
+        num_layers: attention layers.
+        num_pages: pages, P. Page 0 is the padding page: padding tokens are written there, and no request owns it.
+        page_size: tokens per page, S.
+        num_kv_heads: KV heads, Hkv.
+        head_dim: head dimension, D.
+        dtype: dtype of the stored K and V.
+        device: device of the pool.
+        layout: order of a page's dimensions, one that the attention backend supports.
     """
 
     num_layers: int
@@ -99,36 +99,36 @@ class KVPoolSpec:
     def of_group(
         cls, group: KVGroup, num_pages: int, dtype: torch.dtype, device: torch.device, layout: KVLayout
     ) -> KVPoolSpec:
-        """The pool of a group with `num_pages` pages."""
+        """Return the spec of a group's pool with `num_pages` pages."""
         assert group.value_head_dim in (None, group.head_dim), "values of another size than keys"
         shape = group.page_size, group.num_kv_heads, group.head_dim
         return cls(group.num_layers, num_pages, *shape, dtype, device, layout)
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes that one page takes, K and V of all layers."""
+        """Bytes per page, for K and V of all layers."""
         group = KVGroup(self.num_layers, self.page_size, self.num_kv_heads, self.head_dim)
         return group.elements_per_page * self.dtype.itemsize
 
 
 class KVPages(Protocol):
-    """K and V of a group's layers in pages, as an attention backend reads and writes them."""
+    """Interface of the KV pool that attention backends use."""
 
     @property
     def spec(self) -> KVPoolSpec:
         """Shape of the pool."""
 
     def k(self, layer: int) -> torch.Tensor:
-        """K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
+        """Return the K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
 
     def v(self, layer: int) -> torch.Tensor:
-        """V pages of a layer, shaped like `k`."""
+        """Return the V pages of a layer, shaped like `k`."""
 
     def kv(self, layer: int) -> torch.Tensor:
-        """K and V pages of a layer in one tensor, a first dimension of 2 before those of `k`."""
+        """Return K and V pages of a layer as one tensor, with a leading dimension of 2 before those of `k`."""
 
     def store_index(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the index that `store` wants for a step's slots (int64 [T]); the same for all layers."""
+        """Return the index for `store` from a step's slots, int64 [T]. It is the same for all layers."""
 
     def store(
         self,
@@ -138,4 +138,4 @@ class KVPages(Protocol):
         index: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Write k and v of a layer, [T, Hkv, D] each, where `store_index` says; an fp8 pool divides them by `scales`."""
+        """Write k and v of a layer, [T, Hkv, D] each, at an index from `store_index`. An FP8 pool divides them by `scales`."""

@@ -1,4 +1,4 @@
-"""A part of a model: parameters by name, and where the checkpoint's tensors go."""
+"""Base class of layers: named parameters and the checkpoint tensors that fill them."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ PackedModules = Mapping[str, Sequence[str]]
 """Fused projections and the checkpoint's names for their parts: ``{"gate_up_proj": ("gate_proj", "up_proj")}``."""
 
 Targets = Iterator[tuple[str, WeightTarget]]
-"""Names of checkpoint tensors and where their values go."""
+"""Names of checkpoint tensors with their destinations."""
 
 
 class Layer:
-    """A plain object with a `forward`.
+    """Plain object with a `forward` method.
 
     Its parameters (`torch.nn.Parameter`) and its sub-layers (a `Layer` or a list of them) are attributes, named as in the
-    checkpoint. An attribute whose name begins with an underscore belongs to the layer alone. It is no `torch.nn.Module`,
-    which spends a microsecond per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
+    checkpoint. Attributes with a leading underscore are private. It is not a `torch.nn.Module`, whose overhead is a microsecond
+    per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
     """
 
     def sublayers(self) -> Iterator[tuple[str, Layer]]:
-        """Yield the name of each direct sub-layer, such as ``layers.0``, and the sub-layer."""
+        """Yield each direct sub-layer with its name, such as ``layers.0``."""
         for name, value in vars(self).items():
             if name.startswith("_"):
                 continue
@@ -34,7 +34,7 @@ class Layer:
                 yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Layer))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the name and the parameter of this layer and of all below it."""
+        """Yield the parameters of this layer and its sub-layers with their names."""
         for name, value in vars(self).items():
             if isinstance(value, nn.Parameter) and not name.startswith("_"):
                 yield name, value
@@ -42,12 +42,12 @@ class Layer:
             yield from ((f"{name}.{each}", parameter) for each, parameter in layer.named_parameters())
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield the name of each checkpoint tensor and where this rank's part of it goes.
+        """Yield the name and the destination of each checkpoint tensor, for this rank.
 
-        The default takes every parameter whole, under its attribute's name. A layer that is sharded or fused overrides it.
+        By default, each parameter is loaded whole, under its attribute's name. Sharded and fused layers override this.
 
         Args:
-            name: of this layer in the checkpoint, such as ``model.layers.0.mlp``; empty for the model.
+            name: name of this layer in the checkpoint, such as ``model.layers.0.mlp``; empty for the model.
             packed: see `Model.packed_modules`.
         """
         dot = "." if name else ""
@@ -58,11 +58,11 @@ class Layer:
             yield from layer.weight_targets(f"{name}{dot}{attribute}", packed)
 
     def prepare(self) -> None:
-        """Compute what depends on loaded weights. Called once, before the first `forward`; sub-layers' after this one's."""
+        """Compute values that depend on loaded weights. Called once before the first `forward`, and before sub-layers'."""
 
 
 def prepare_all(layer: Layer) -> None:
-    """Prepare a layer and all below it."""
+    """Prepare a layer and all its sub-layers."""
     layer.prepare()
     for _, each in layer.sublayers():
         prepare_all(each)

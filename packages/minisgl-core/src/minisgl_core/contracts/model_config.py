@@ -1,4 +1,4 @@
-"""The model's config, normalised from what Hugging Face checkpoints write."""
+"""Model config, normalised from Hugging Face's keys."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-"""The scaling rules that `minisgl_core.layers.rotary` knows."""
+"""Scaling rules that `minisgl_core.layers.rotary` implements."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` and the fields it uses follow transformers' ``modeling_rope_utils``.
+    """Config of rotary embeddings. ``kind`` and its fields follow transformers' ``modeling_rope_utils``.
 
-    A kind that is not among `ROPE_KINDS` comes without parameters of its own; they are in `ModelConfig.raw`.
+    The parameters of a kind outside of `ROPE_KINDS` are only in `ModelConfig.raw`.
 
     Attributes:
         theta: base of the frequencies.
-        rotary_dim: dimensions of a head that rotate.
-        kind: the scaling rule; ``per_layer`` where the config has a set of parameters for each kind of layer.
-        factor: how far the context is stretched; 1 for ``default``.
+        rotary_dim: rotated dimensions of a head.
+        kind: the scaling rule; ``per_layer`` if the config has parameters per kind of layer.
+        factor: factor of context extension; 1 for ``default``.
         original_max_position: context of the unscaled model, in tokens.
         low_freq_factor, high_freq_factor: bounds of the llama3 rule.
         beta_fast, beta_slow: bounds of the YaRN rule, in rotations.
         attention_factor: YaRN's factor on cos and sin; None for the rule's own.
         mscale, mscale_all_dim: DeepSeek's parameters of the YaRN factor; 0 for none.
-        truncate: whether YaRN rounds its correction range to whole dimensions.
-        freq_factors: what each frequency is divided by (GGUF files hold the llama3 rule in this form); empty for none.
+        truncate: True if YaRN rounds its correction range to whole dimensions.
+        freq_factors: divisor of each frequency (GGUF files store the llama3 rule in this form); empty for none.
     """
 
     theta: float = 10000.0
@@ -48,13 +48,13 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """Mixture of experts.
+    """Config of mixture-of-experts layers.
 
     Attributes:
-        num_experts: experts in a layer.
-        top_k: experts a token uses.
+        num_experts: experts per layer.
+        top_k: experts per token.
         intermediate_size: width of an expert's hidden layer.
-        norm_topk_prob: whether the chosen experts' probabilities are rescaled to sum to 1.
+        norm_topk_prob: True if the selected experts' probabilities are normalised to sum to 1.
         dense_layers: indices of the layers with a plain MLP.
     """
 
@@ -67,7 +67,7 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Properties of a model that the engine and the layers read. Built by `minisgl_core.config.hf.model_config`.
+    """Properties of a model that the engine and the layers read. `minisgl_core.config.hf.model_config` builds it.
 
     Attributes:
         architecture: the Hugging Face class name, which is also the provider's name.
@@ -75,27 +75,27 @@ class ModelConfig:
         hidden_size: width of the residual stream.
         intermediate_size: width of a dense MLP.
         num_layers: decoder layers.
-        num_q_heads: query heads of the whole model.
-        num_kv_heads: KV heads of the whole model.
+        num_q_heads: query heads on all ranks together.
+        num_kv_heads: KV heads on all ranks together.
         head_dim: dimension of a head.
         max_position: context length, in tokens.
         rms_norm_eps: epsilon of the norms.
         rope: rotary embedding.
         dtype: dtype the checkpoint was saved for, such as ``bfloat16``.
-        tie_embeddings: whether the output matrix is the embedding.
-        qkv_bias: whether the q, k and v projections have biases.
-        o_bias: whether the attention's output projection has one.
-        mlp_bias: whether the MLP's projections have biases.
-        sliding_windows: window of each layer in tokens, None for full attention; one entry a layer.
-        moe: experts, or None.
-        bos_token_id: first token of a sequence, where the model has one.
-        eos_token_ids: every token that ends a sequence, generation_config's and the tokenizer's included.
-        quantization: how the checkpoint's matrices are quantised, such as ``fp8``; empty where they are not.
-        hidden_act: the MLP's activation, by transformers' name.
-        soft_cap: cap of the attention scores, as Gemma 2 has it; None for none. The model's layers must apply it.
-        has_sinks: the attention layers have sinks; a class says so by ``attention_sinks`` in its `standard_config`.
+        tie_embeddings: True if the LM head's weight is the embedding.
+        qkv_bias: True if the q, k and v projections have biases.
+        o_bias: True if the attention's output projection has a bias.
+        mlp_bias: True if the MLP's projections have biases.
+        sliding_windows: window of each layer in tokens, None for full attention; one entry per layer.
+        moe: config of the experts; None for a dense model.
+        bos_token_id: BOS token, or None.
+        eos_token_ids: all EOS tokens, including those of generation_config and the tokenizer.
+        quantization: quantization method of the checkpoint, such as ``fp8``; empty if it is not quantized.
+        hidden_act: activation of the MLP, by transformers' name.
+        soft_cap: cap of the attention scores, as in Gemma 2; None for none. The model's layers must apply it.
+        has_sinks: True if attention layers have sinks; models set ``attention_sinks`` in `standard_config` for this.
         value_head_dim: head dimension of values; None for `head_dim`.
-        raw: the config as read.
+        raw: the original config.
     """
 
     architecture: str

@@ -1,4 +1,4 @@
-"""The seam for hardware: device, streams, events, graphs and memory."""
+"""Contract of platforms: device, streams, events, CUDA graphs and memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What `auto` decides by.
+    """Properties of the hardware, on which ``auto`` bases its selections.
 
     Attributes:
         platform: the provider's name, such as ``cuda``.
         device_name: the marketing name, such as ``NVIDIA H200``.
         capability: compute capability on NVIDIA, such as ``(9, 0)``; empty elsewhere.
-        total_memory: bytes a device has.
-        num_devices: how many there are.
-        dtypes: precisions that matrix products run fast in, best first.
-        device_type: torch's name for the devices; that of the platform where it is empty.
+        total_memory: memory per device, in bytes.
+        num_devices: number of devices.
+        dtypes: dtypes with fast GEMMs, best first.
+        device_type: torch's device type; empty if it is the platform's name.
     """
 
     platform: str
@@ -37,35 +37,35 @@ class Hardware:
 
     @property
     def torch_name(self) -> str:
-        """What torch calls the devices, such as ``cuda``."""
+        """Device type of torch, such as ``cuda``."""
         return self.device_type or self.platform
 
 
 class Event(Protocol):
-    """A point in a stream that the host can wait for."""
+    """Point in a stream that the host can wait for."""
 
     def synchronize(self) -> None:
-        """Block the host until the work before the event is done."""
+        """Wait until the work before the event is done."""
 
 
 class Platform(ABC):
-    """One kind of device. Instances are bound to one local rank."""
+    """Kind of device. Each instance is bound to one local rank."""
 
     name: ClassVar[str]
     plugin_api: ClassVar[str] = ">=2,<3"
     supports_graphs: ClassVar[bool] = False
     is_async: ClassVar[bool] = False
-    """Whether work is enqueued and runs beside the host; overlap scheduling gains only then."""
+    """True if the device executes asynchronously, which overlap scheduling needs to gain anything."""
 
     @classmethod
     @abstractmethod
     def unsupported(cls) -> list[str]:
-        """Say why this machine lacks the device, one sentence a reason; empty if it is there."""
+        """Return the reasons why the device is not available here, one sentence each; empty if it is."""
 
     @classmethod
     @abstractmethod
     def hardware(cls) -> Hardware:
-        """Describe the device; called only where `unsupported` is empty."""
+        """Return properties of the device. Called only if `unsupported` is empty."""
 
     def __init__(self, local_rank: int = 0) -> None:
         """Bind to a device and make it current."""
@@ -78,61 +78,61 @@ class Platform(ABC):
 
     @abstractmethod
     def free_memory(self) -> int:
-        """Bytes free on the device now, the allocator's own cache counted as free."""
+        """Return the free bytes of the device. The allocator's cache counts as free."""
 
     def measure_peak(self, run: Callable[[], None]) -> int | None:
-        """Call `run` and return how many bytes more than before it took on the device at its peak.
+        """Call `run` and return its peak device memory in bytes, minus the memory in use before.
 
-        None, without a call, where memory is not measured: the KV pool then gets a fixed share of what is free, as on
-        a CPU, where the pages of the system's other programs come and go meanwhile.
+        Return None without a call if memory is not measured. The KV pool then gets a fixed fraction of the free memory. This is
+        so on a CPU, where other programs allocate and free memory at the same time.
         """
         return None
 
     def to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        """Copy a host array to the device without waiting for it; the array may be reused at once."""
+        """Copy a host array to the device asynchronously. The array may be reused at once."""
         return torch.from_numpy(np.array(array))
 
     def fill(self, tensor: torch.Tensor, array: npt.NDArray[Any]) -> None:
-        """Copy a host array into a tensor of its shape on the device, as `to_device` does."""
+        """Copy a host array into a device tensor of its shape, like `to_device`."""
         tensor.copy_(torch.from_numpy(np.array(array)))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start copying a tensor to the host; read the result only after an event recorded later has passed.
+        """Start to copy a tensor to the host. Read the result only after an event recorded later has passed.
 
-        A platform with graphs returns no memory that a replay writes to.
+        A platform with CUDA graphs must not return memory that a replay writes to.
         """
         return tensor
 
     def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of the host that the device addresses too, zeroed: the host's tensor, and the device's, valid while that lives.
+        """Allocate zeroed mapped pinned memory. Return its host tensor, and its device tensor, valid while the former lives.
 
-        What the host has written when it launches a kernel, or a graph, is there for that; what the device writes is there for
-        the host when an event recorded afterwards has passed. Recorded decode steps use it, so platforms with graphs have it.
-        Here, where both have the same memory, they are the same tensor.
+        A kernel or graph sees all that the host wrote before the launch. The host sees what the device wrote once an event
+        recorded afterwards has passed. CUDA graphs of decodes use this, so that platforms with CUDA graphs must implement it.
+        By default both are the same tensor, for devices that use host memory.
 
         Raises:
-            NotImplementedError: for a device with memory of its own.
+            NotImplementedError: the device has its own memory.
         """
         if self.device.type != "cpu":
             raise NotImplementedError(
-                f"the platform {self.name!r} shares no memory: share_memory() is to be overridden"
+                f"the platform {self.name!r} has no mapped pinned memory; it must override share_memory()"
             )
         shared = torch.zeros(shape, dtype=dtype)
         return shared, shared
 
     def record_event(self) -> Event:
-        """Mark the current point of the current stream."""
+        """Record an event in the current stream."""
         return _PastEvent()
 
     def stream(self) -> AbstractContextManager[Any]:
-        """A context in which work goes to the engine's own stream."""
+        """Return a context in which work is enqueued on the engine's own stream."""
         return nullcontext()
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        """Record `run` as one graph, by `capture_pieces`, which is the one to override.
+        """Capture `run` as one CUDA graph. Platforms override `capture_pieces` instead.
 
         Raises:
-            NotImplementedError: where `supports_graphs` is False.
+            NotImplementedError: `supports_graphs` is False.
         """
         [graph], output = self.capture_pieces(lambda between: run(), pool)
         return graph, output
@@ -140,22 +140,22 @@ class Platform(ABC):
     def capture_pieces(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
-        """Record `run` as several graphs, so that something else can be done between their replays.
+        """Capture `run` as several CUDA graphs, so that other work can run between their replays.
 
         Args:
-            run: is given a function that ends a graph and begins the next.
-            pool: what a graph's ``pool()`` returned, to share its memory; graphs that share it are replayed one after another.
+            run: function to capture; its argument is a function that ends one graph and begins the next.
+            pool: memory pool to share, from a graph's ``pool()``. Graphs that share a pool must not run concurrently.
 
         Returns:
-            Graphs with ``replay()``, ``pool()`` and ``reset()``, which frees it; and `run`'s output tensor.
+            Graphs with ``replay()``, ``pool()`` and ``reset()``, which frees the graph; and the output tensor of `run`.
 
         Raises:
-            NotImplementedError: where `supports_graphs` is False.
+            NotImplementedError: `supports_graphs` is False.
         """
-        raise NotImplementedError(f"the platform {self.name!r} has no graphs")
+        raise NotImplementedError(f"the platform {self.name!r} does not support CUDA graphs")
 
     def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same memory in a tensor that does not keep it from being used again, for what graphs pass on; or `tensor`."""
+        """Return a tensor that shares the memory without keeping it alive, for buffers between graphs; or `tensor` itself."""
         return tensor
 
     def synchronize(self) -> None:
@@ -164,4 +164,4 @@ class Platform(ABC):
 
 class _PastEvent:
     def synchronize(self) -> None:
-        """Nothing to wait for: the work was done when it was called."""
+        """Return at once, as all calls are synchronous."""

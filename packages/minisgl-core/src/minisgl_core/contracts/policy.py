@@ -1,4 +1,4 @@
-"""The extension point for scheduling policies: which waiting requests are admitted first."""
+"""Contract of scheduling policies, which order the waiting requests."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import ClassVar, Protocol
 
 
 class RequestView(Protocol):
-    """The properties of a request that a policy may look at."""
+    """Properties of a request that policies may read."""
 
     @property
     def priority(self) -> int:
-        """Lower runs first; 0 by default."""
+        """Priority; lower values run first, 0 by default."""
 
     @property
     def arrival(self) -> int:
-        """A counter that grows with each arrival; a preempted request keeps its own."""
+        """Number in order of arrival; a preempted request keeps it."""
 
     @property
     def arrival_s(self) -> float:
-        """When the request arrived, in ``time.monotonic()``."""
+        """Arrival time, by ``time.monotonic()``."""
 
     @property
     def user(self) -> str:
-        """The client's name for its user (OpenAI's ``user``); empty where it gave none."""
+        """The client's id of its user (OpenAI's ``user``); empty if it gave none."""
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -32,11 +32,11 @@ class RequestView(Protocol):
 
     @property
     def max_tokens_left(self) -> int:
-        """Output tokens that it may still get: its max_tokens, less those that it got already."""
+        """Output tokens that it may still generate: max_tokens minus those generated already."""
 
 
 class Policy(ABC):
-    """Orders the waiting requests. The scheduler admits from the front while tokens and pages last."""
+    """Scheduling policy. The scheduler admits requests from the front of its order while tokens and pages suffice."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
@@ -47,13 +47,13 @@ class Policy(ABC):
         running: Sequence[RequestView],
         num_cached: Callable[[RequestView], int],
     ) -> Sequence[RequestView]:
-        """Return `waiting`, first to admit first.
+        """Return `waiting` in the order of admission.
 
-        The order is a permutation of its input, lower priorities first, and depends on nothing but the arguments.
+        The result is a permutation of `waiting` with lower priorities first, and depends only on the arguments.
 
         Args:
-            waiting: by priority, then arrival; a copy.
-            running: the requests that have been admitted, oldest admission first; a copy.
-            num_cached: returns how many tokens of a request's prompt the prefix cache holds now. Each call costs a match, so ask
-                about a request once.
+            waiting: waiting requests by priority, then arrival; a copy.
+            running: admitted requests in order of admission; a copy.
+            num_cached: returns how many prompt tokens of a request are in the prefix cache now. Each call looks up the cache, so
+                call it once per request.
         """

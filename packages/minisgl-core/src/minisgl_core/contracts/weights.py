@@ -1,4 +1,4 @@
-"""The seam for checkpoints: config, tokenizer and tensors of a model, whatever the file format."""
+"""Contract of checkpoint formats: config, tokenizer and tensors of a model."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from minisgl_core.errors import ModelFormatError
 
 
 class LazyTensor(Protocol):
-    """A tensor of a checkpoint, read when it is indexed; only what the index covers needs to be read."""
+    """Tensor of a checkpoint that is read when it is indexed; only the indexed part needs to be read."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the whole tensor."""
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """Read a slice of it; an empty tuple reads all."""
+        """Read a slice of the tensor; an empty tuple reads all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightTarget:
-    """Where one tensor of a checkpoint goes.
+    """Destination of one checkpoint tensor.
 
     Attributes:
-        destination: the (view of a) parameter that receives the values.
-        index: which part of the checkpoint's tensor this rank holds; an empty tuple for all of it.
-        optional: whether the checkpoint may lack the tensor; the destination keeps what it holds then.
-        shape: of the checkpoint's whole tensor; where it is None, any tensor does of which `index` takes as much as the
-            destination holds.
+        destination: parameter, or view of one, that receives the values.
+        index: slice of the checkpoint's tensor for this rank; an empty tuple for all of it.
+        optional: True if the checkpoint may lack the tensor; the destination keeps its values then.
+        shape: shape of the whole checkpoint tensor; None accepts any shape whose slice fits the destination.
     """
 
     destination: torch.Tensor
@@ -44,43 +43,43 @@ class WeightTarget:
 
 
 class WeightSource(ABC):
-    """One checkpoint."""
+    """Checkpoint of a model."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     @abstractmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Say why `path` (a folder or a file) is not of this format, one sentence a reason; empty if it is."""
+        """Return the reasons why `path`, a folder or a file, does not have this format, one sentence each; empty if it does."""
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Open the checkpoint; reads no tensor data."""
+        """Open the checkpoint without reading tensor data."""
 
     @property
     @abstractmethod
     def config(self) -> Mapping[str, Any]:
-        """The model's config as in a Hugging Face ``config.json``, with its ``architectures``."""
+        """Return the model's config as in a Hugging Face ``config.json``, with its ``architectures``."""
 
     @property
     def generation_config(self) -> Mapping[str, Any]:
-        """As in a ``generation_config.json``; empty where there is none."""
+        """Return the content of ``generation_config.json``; empty if there is none."""
         return {}
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A new transformers tokenizer with the checkpoint's chat template.
+        """Return a new transformers tokenizer with the checkpoint's chat template.
 
         Raises:
-            TokenizerNotFoundError: the checkpoint holds none. `LLM` then takes token ids only.
-            ModelFormatError: it cannot be read.
+            TokenizerNotFoundError: the checkpoint has none. `LLM` then accepts only token ids.
+            ModelFormatError: the tokenizer cannot be read.
         """
 
     @property
     def eos_token_id(self) -> int | None:
-        """The tokenizer's end-of-sequence token; None where it has none, or where there is no tokenizer.
+        """Return the tokenizer's EOS token; None if it has none or there is no tokenizer.
 
-        Override it where it can be known without a tokenizer: to make one takes seconds.
+        Override it if the token is known without a tokenizer, because loading a tokenizer takes seconds.
         """
         try:
             eos: int | None = self.tokenizer().eos_token_id
@@ -90,15 +89,15 @@ class WeightSource(ABC):
 
     @abstractmethod
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Every tensor once, under the name it has in a Hugging Face checkpoint, in the order that reads fastest.
+        """Yield each tensor once, under its name in Hugging Face checkpoints, in the order that reads fastest.
 
-        `config` is the normalised form of `self.config`; sources of other naming schemes need it to translate.
+        `config` is the normalised form of `self.config`, which sources with other names need for translation.
         """
 
 
 @runtime_checkable
 class WeightGenerator(Protocol):
-    """What a source adds that stores no tensors but makes up whatever the model asks for; `tensors` is not called then."""
+    """Interface of a source that generates weights instead of reading them; its `tensors` is not called."""
 
     def generate(self, name: str, target: WeightTarget) -> None:
-        """Fill the target's destination, on its device. Ranks that hold the same slice must get the same values."""
+        """Fill the target's destination on its device. Ranks with the same slice must get the same values."""

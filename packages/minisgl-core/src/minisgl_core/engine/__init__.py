@@ -1,1 +1,1 @@
-"""The engine: runs the steps that the scheduler plans, on one rank's device."""
+"""The engine: it runs the scheduler's plans on one rank's device."""

@@ -1,4 +1,4 @@
-"""Attention of one step, as the model calls it."""
+"""Attention of one step, which the model calls per layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from minisgl_core.contracts.ops import RotaryOps, Rotation
 
 
 def stores_apart(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
-    """Return the backend if it can leave the KV store to `rotary`, which fuses it with the rotation."""
+    """Return the backend if `rotary` can store K and V fused with RoPE instead of the backend; None otherwise."""
     fuses = rotary.fuses_store and backend.pool.spec.layout == "NHD"
     return backend if fuses and backend.capabilities.fused_kv_store else None
 
@@ -26,17 +26,20 @@ def rotate(
     rotation: Rotation | None,
     slots: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """What comes before attention: q and k, rotated if need be, and whether K and V are stored by then.
+    """Apply RoPE to q and k, fused with the KV store if `slots` is given.
+
+    Returns:
+        q, k, and True if K and V are stored.
 
     Args:
-        backend: of the pool.
-        rotary: rotates.
+        backend: attention backend with the KV pool.
+        rotary: ops that rotate.
         q: see `Attend`.
         k: likewise.
         v: likewise.
         layer: likewise.
         rotation: likewise.
-        slots: where K and V are to be stored with the rotation; None where the backend stores them (see `stores_apart`).
+        slots: slots to store K and V in; None if the backend stores them (see `stores_apart`).
     """
     if rotation is None:
         return q, k, False
@@ -47,7 +50,7 @@ def rotate(
 
 
 class BoundAttention:
-    """A backend and its plan for a step; see `minisgl_core.contracts.model.Attend`."""
+    """Attention backend with its plan for one step; see `minisgl_core.contracts.model.Attend`."""
 
     __slots__ = ("_apart", "_backend", "_plan", "_rotary", "_rotating", "_slots")
 

@@ -1,4 +1,4 @@
-"""``--attn a,b``: one backend for prefills, another for decodes."""
+"""``--attn a,b``: one attention backend for prefills and one for decodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minisgl_core.contracts.ops import Rotation
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """A step; None for a part that it does not have."""
+    """Plans of both backends for one step; None for a part that the step does not have."""
 
     num_decode_tokens: int
     slots: torch.Tensor
@@ -28,10 +28,10 @@ class _Plan:
 
 
 class CombinedAttention(AttentionBackend):
-    """Splits each batch at its first prefill.
+    """Attention backend that splits each batch at its first prefill.
 
-    Each part stores its own K and V before it attends. That is enough: only prefills share pages that are written in the
-    same step, and only with prefills.
+    Each part stores its own K and V before it attends. This is sufficient: pages that a step writes are shared only among its
+    prefills.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CombinedAttention(AttentionBackend):
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
-        """It can what its parts can; they are asked."""
+        """Return no reasons: both backends are asked themselves."""
         return []
 
     def plan(self, batch: AttentionBatch) -> _Plan:
@@ -60,11 +60,11 @@ class CombinedAttention(AttentionBackend):
         return _Plan(batch.num_decode_tokens, batch.slots, decode, prefill)
 
     def plan_capture(self, batch: AttentionBatch) -> _Plan:
-        """Graphs hold decodes alone."""
+        """Plan a capture with the backend for decodes, as CUDA graphs contain decodes only."""
         return _Plan(batch.num_decode_tokens, batch.slots, self._decode.plan_capture(batch), None)
 
     def plan_replay(self, batch: AttentionBatch) -> None:
-        """By the backend for decodes."""
+        """Plan a replay with the backend for decodes."""
         self._decode.plan_replay(batch)
 
     def forward(
@@ -79,21 +79,21 @@ class CombinedAttention(AttentionBackend):
         return torch.cat((first, self._prefill.forward(q[n:], k[n:], v[n:], layer, plan.prefill)))
 
     def rotates(self, plan: _Plan, rotation: Rotation) -> bool:
-        """By the backend for decodes, in steps of decodes alone."""
+        """Return True for a step of decodes only whose backend applies RoPE itself."""
         return plan.prefill is None and self._decode.rotates(plan.decode, rotation)
 
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: _Plan
     ) -> torch.Tensor:
-        """By the backend for decodes."""
+        """Attend with the backend for decodes, which applies RoPE."""
         return self._decode.attend_rotating(q, k, v, layer, rotation, plan.decode)
 
     def kv_slots(self, plan: _Plan) -> torch.Tensor:
-        """Of both parts."""
+        """Return the slots of both parts."""
         return plan.slots
 
     def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
-        """Each part by its backend."""
+        """Attend in each part with its backend."""
         prefill, decode, n = self._prefill, self._decode, plan.num_decode_tokens
         if plan.decode is not None:
             decode.attend_stored(q[:n], layer, plan.decode, out[:n])

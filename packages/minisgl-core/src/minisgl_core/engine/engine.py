@@ -1,13 +1,13 @@
-"""Runs plans on one rank.
+"""The engine of one rank, which runs plans.
 
 BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --sampler--> tokens [N] --> PendingStep
 |---------------------------- begin ---------------------------|          |---------- finish ----------|
                                                                                          |
                                           last_tokens[row], the next step's input  <-----+
 
-A recorded step of decodes samples in `begin`, by temperature; where a request wants more than that, `finish` samples again.
-Where grammars restrict the tokens of a step, the host builds their masks between `Engine.begin` and `Engine.finish`, while the
-device does what `begin` gave it.
+A CUDA graph of decodes also samples by temperature, in `begin`. If a request needs more than that, `finish` samples again. If
+grammars restrict a step's tokens, the host builds token masks between `begin` and `finish`, while the device runs the work of
+`begin`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,16 @@ _LOGITS_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step up to its logits, and where it was recorded, up to its tokens.
+    """A launched step up to its logits, or up to its tokens if a CUDA graph ran it.
 
     Attributes:
-        plan: the step.
-        hidden: of all its tokens, [T, hidden_size], or of those that sample, where no others are read.
+        plan: plan of the step.
+        hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from.
         rows: page-table rows of the sampling requests, int32 [N].
-        logits: of those, [N, V]; None where N is 0. With `tokens`, this rank's, where the model has a `vocab_shard`.
-        tokens: sampled already, by temperature alone, and noted as the rows' last ones; int64 [N].
-        left: the same on their way to the host.
+        logits: logits of these requests, [N, V]; None if N is 0. If `tokens` is set and the model has a `vocab_shard`, they are
+            this rank's shard.
+        tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
+        left: the same tokens on their way to the host.
     """
 
     plan: BatchPlan
@@ -58,7 +59,7 @@ class BegunStep:
 
 
 class Engine:
-    """A model, its KV pool behind an attention backend, and a sampler. Made by `minisgl_core.engine.build`."""
+    """Model, attention backend with its KV pool, and sampler of one rank. `minisgl_core.engine.build` makes it."""
 
     def __init__(
         self,
@@ -75,21 +76,21 @@ class Engine:
         self._table = table
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops.sampling)
-        # See `Model.forward`.
+        # `Model.forward` can compute the last layer for some tokens only; see there.
         self._selects = communicator.size == 1
         self._graphs: DecodeGraphs | None = None
         self._pieces: StepPieces | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def record_graphs(self, sizes: Sequence[int], progress: bool) -> None:
-        """Record decode steps of these batch sizes; steps that fit are replayed from now on."""
+        """Capture CUDA graphs of decode steps with these batch sizes. Steps that fit are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
             self._graphs = DecodeGraphs(
                 self.platform, self.model, self.attention, self._ops, self._table, self._last_tokens, sizes, progress
             )
 
     def record_pieces(self, sizes: Sequence[int], progress: bool) -> None:
-        """Record steps of these numbers of tokens in pieces; steps that fit, and have no graph, are replayed from now on."""
+        """Capture piecewise CUDA graphs for these numbers of tokens. Steps that fit and have no decode graph use them."""
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
             most = num_rows if self._selects else None
@@ -98,11 +99,11 @@ class Engine:
             )
 
     def launch(self, plan: BatchPlan) -> PendingStep:
-        """Start a step that nothing restricts. On an asynchronous device this returns before the step is done."""
+        """Launch a step without token masks. On an asynchronous device this returns before the step is done."""
         return self.finish(self.begin(plan))
 
     def begin(self, plan: BatchPlan) -> BegunStep:
-        """Start a step, up to its logits or, where it is recorded, its tokens."""
+        """Launch a step up to its logits, or up to its tokens if a CUDA graph runs it."""
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 found = self._graphs.run(plan)
@@ -122,11 +123,11 @@ class Engine:
             return BegunStep(plan, hidden, inputs.sample_rows, logits)
 
     def finish(self, step: BegunStep, masks: TokenMasks | None = None) -> PendingStep:
-        """Sample. Steps are finished in the order in which they were begun, each before the next is begun.
+        """Sample the tokens of a step. Each step is finished before the next one begins.
 
         Args:
-            step: what `begin` returned.
-            masks: of the requests in ``step.plan.sample.masked``; None where there are none.
+            step: result of `begin`.
+            masks: token masks of the requests in ``step.plan.sample.masked``; None if there are none.
         """
         plan = step.plan
         with self.platform.stream(), torch.inference_mode():
@@ -137,7 +138,7 @@ class Engine:
     def _sample(
         self, step: BegunStep, masks: TokenMasks | None
     ) -> tuple[torch.Tensor | LeftTokens, LogprobTensors | None]:
-        """Tokens, int64 [N], and what was asked about them."""
+        """Return the tokens, int64 [N], and their log-probabilities if requested."""
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
         num_top = int(step.plan.sample.num_logprobs.max())
@@ -153,17 +154,17 @@ class Engine:
         return left or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits of the whole vocabulary."""
+        """Return logits of the whole vocabulary."""
         return self.model.gather_logits(self.model.compute_logits(hidden))
 
     def _prompt_logprobs(self, plan: BatchPlan, hidden: torch.Tensor) -> LogprobTensors | None:
-        """Log-probabilities of the plan's prompt targets, a slice of the prompt at a time."""
+        """Return log-probabilities of the plan's prompt targets, computed for `_LOGITS_ROWS` tokens at a time."""
         ends = np.cumsum(plan.num_new)
-        places = np.concatenate([np.arange(ends[i] - plan.num_new[i], ends[i]) for i in plan.prompt_logprobs])
+        token_indices = np.concatenate([np.arange(ends[i] - plan.num_new[i], ends[i]) for i in plan.prompt_logprobs])
         keep = plan.prompt_targets >= 0
         if not keep.any():
             return None
-        index = self.platform.to_device(places[keep])
+        index = self.platform.to_device(token_indices[keep])
         targets = self.platform.to_device(plan.prompt_targets[keep].astype(np.int64))
         num_top = int(plan.num_prompt_logprobs.max())
         parts = [
@@ -178,9 +179,10 @@ class Engine:
         )
 
     def free_graphs(self) -> None:
-        """Forget the recorded steps; they run as any other from now on.
+        """Free the CUDA graphs. Later steps run without them.
 
-        None is to be under way, unless nothing is to run any more: what it reads of the host's memory is free for others then.
+        No graph may be running, since this frees the pinned host memory that it reads. After the last step that does not
+        matter.
         """
         recorded = self._graphs, self._pieces
         self._graphs = self._pieces = None
@@ -189,7 +191,7 @@ class Engine:
                 each.close()
 
     def close(self) -> None:
-        """Leave the tensor-parallel group and drop the tensors."""
+        """Leave the tensor-parallel group and free the tensors."""
         self.free_graphs()
         self.platform.synchronize()
         self.communicator.close()

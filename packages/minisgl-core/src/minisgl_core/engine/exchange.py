@@ -1,7 +1,7 @@
-"""How a recorded step gets its few numbers and gives back its tokens: through memory that the host and the device share.
+"""Zero-copy input and output of a CUDA graph, through mapped pinned memory.
 
-The step's first kernel reads the numbers there and its last one leaves the tokens there, so that no copy stands between two
-steps. There are two places, used in turn; the device counts the turns itself, as what is recorded is the same each time:
+The first kernel of a step reads the step inputs there, and its last kernel writes the tokens there. So no copy is needed
+between two steps. There are two buffers, used in turn. The device counts the turns itself, since each replay is the same:
 
     host    | fill 0, launch | fill 1, launch | wait, read 0 | fill 0, launch | wait, read 1 | ...
     device           | step: reads 0, leaves 0 | step: reads 1, leaves 1 | step: reads 0, ...
@@ -17,15 +17,15 @@ from minisgl_core.contracts.platform import Event, Platform
 
 
 class LeftTokens:
-    """What a step leaves in a place."""
+    """Tokens that a step writes to one of the buffers."""
 
     def __init__(self, place: npt.NDArray[np.int64], event: Event) -> None:
-        """`place`: int64 [N], right when `event` has passed and until the place's next turn."""
+        """`place`: int64 [N], valid from `event` until the buffer is used again."""
         self._place, self._event = place, event
         self._tokens: npt.NDArray[np.int64] | None = None
 
     def read(self) -> npt.NDArray[np.int64]:
-        """Wait for the step and return its tokens, int64 [N], which are nobody else's; again, at once."""
+        """Wait for the step and return a copy of its tokens, int64 [N]. Further calls return it at once."""
         if self._tokens is None:
             self._event.synchronize()
             self._tokens = self._place.copy()
@@ -33,16 +33,16 @@ class LeftTokens:
 
 
 class Exchange:
-    """The shared memory of one recorded step.
+    """Mapped pinned memory of one CUDA graph.
 
     Attributes:
-        inputs: what the host filled in, int32 [2, K, B], for the device.
-        tokens: what the host gets, int64 [2, B], for the device.
-        turn: whose of the two turn it is, int32 [1], on the device; see `StepOps`.
+        inputs: step inputs that the host writes, as a device tensor, int32 [2, K, B].
+        tokens: tokens that the device writes, as a device tensor, int64 [2, B].
+        turn: index of the buffer of the next step, int32 [1], on the device; see `StepOps`.
     """
 
     def __init__(self, platform: Platform, num_inputs: int, size: int) -> None:
-        """`num_inputs` rows of numbers for `size` requests."""
+        """Allocate `num_inputs` numbers per request for `size` requests."""
         self._platform = platform
         self._host_inputs, self.inputs = platform.share_memory((2, num_inputs, size), torch.int32)
         self._host_tokens, self.tokens = platform.share_memory((2, size), torch.int64)
@@ -51,11 +51,11 @@ class Exchange:
         self._left: list[LeftTokens | None] = [None, None]
 
     def restart(self) -> None:
-        """Have the device begin with the first place, after a run that the host does not count."""
+        """Reset the device to the first buffer, after a run that the host does not count."""
         self.turn.zero_()
 
     def begin(self) -> npt.NDArray[np.int32]:
-        """The next step's place, int32 [K, B], to be filled before it is launched; its last user has been waited for."""
+        """Return the input buffer of the next step, int32 [K, B]. This waits for the step that used it last."""
         left = self._left[self._turn]
         if left is not None:
             left.read()
@@ -63,7 +63,7 @@ class Exchange:
         return place
 
     def launched(self, count: int) -> LeftTokens:
-        """Where the step that has been launched by now leaves the tokens of its first `count` requests."""
+        """Return the tokens to come of the step that was just launched, for its first `count` requests."""
         left = LeftTokens(self._host_tokens[self._turn, :count].numpy(), self._platform.record_event())
         self._left[self._turn] = left
         self._turn = 1 - self._turn

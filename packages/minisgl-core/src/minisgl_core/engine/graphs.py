@@ -1,9 +1,9 @@
-"""Decode steps recorded as device graphs, one for each batch size of a ladder.
+"""CUDA graphs of decode steps, one per capture size.
 
-A replay takes one launch instead of hundreds, so that small models are not bound by the host. Everything between the plan's
-few numbers and the sampled tokens is recorded: filling in the tokens that only the device knows, writing the page table, the
-layers, logits, sampling by temperature. Whoever wants more than that (see `needs_sampler`) samples again from the logits. A
-batch runs in the smallest graph that holds it; what is left over is padded with row 0, which owns page 0.
+A replay takes one launch instead of hundreds, so that launches do not limit small models. A graph contains everything from
+the step inputs to the sampled tokens: filling in the tokens that only the device knows, writing the page table, the layers,
+the logits, and sampling by temperature. Other sampling is done again from the logits (see `needs_sampler`). A batch runs in
+the smallest graph that fits it, padded with page-table row 0, which points to page 0.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from minisgl_core.kv.page_table import PageTable
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """The ladder up to `max_batch`: 1, 2, 4, then every multiple of 8."""
+    """Return the capture sizes up to `max_batch`: 1, 2, 4, then multiples of 8."""
     return sorted({*(size for size in (1, 2, 4) if size <= max_batch), *range(8, max_batch + 1, 8), max_batch})
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """What a recorded step of N requests leaves, valid until the next step.
+    """Outputs of a replay for N requests, valid until the next step.
 
     Attributes:
-        rows: of the page table, int32 [N].
-        hidden: [N, hidden_size].
-        logits: [N, V], or this rank's, where the model has a `vocab_shard`.
-        tokens: sampled by temperature alone, int64 [N]; they are the rows' last tokens by now.
-        left: the same on their way to the host; they stay valid.
+        rows: page-table rows, int32 [N].
+        hidden: hidden states, [N, hidden_size].
+        logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
+        tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
+        left: the same tokens on their way to the host; these stay valid.
     """
 
     rows: torch.Tensor
@@ -53,16 +53,16 @@ class DecodeResult:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """One graph of B requests and its fixed buffers.
+    """One CUDA graph of B requests and its fixed buffers.
 
     Attributes:
-        exchange: for the host's part.
+        exchange: mapped pinned memory of the step inputs and the tokens.
         inputs: rows, token ids, positions, new pages, sequence lengths, and the bits of temperatures and of random numbers;
-            int32 [7, B]. The replay takes them from the exchange.
+            int32 [7, B]. The replay copies them from `exchange`.
         batch: views of the inputs, for the attention backend.
-        attend: holds the backend's plan, whose buffers the graph reads.
-        graphs: one, replayed with ``replay()``.
-        hidden: [B, hidden_size], and the others as in `DecodeResult`; they borrow the graph's memory.
+        attend: attention with the backend's plan, whose buffers the graph reads.
+        graphs: the one graph, replayed with ``replay()``.
+        hidden, logits, tokens: as in `DecodeResult`, for B requests. They do not keep the graph's memory alive.
     """
 
     exchange: Exchange
@@ -76,20 +76,23 @@ class _Recorded:
 
 
 def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
-    """The new page of each request's token, -1 for none, int32 [B]; None where the plan has entries for others too."""
+    """Return the new page of each request's token, int32 [B], -1 for none.
+
+    None if the plan writes further page-table entries.
+    """
     found = np.full(plan.num_requests, -1, np.int32)
     if len(plan.new_pages):
         rows, columns, pages = plan.new_pages.reshape(3, -1)
         order = np.argsort(plan.rows)
-        place = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
-        if (plan.rows[place] != rows).any() or (plan.starts[place] // page_size != columns).any():
+        index = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
+        if (plan.rows[index] != rows).any() or (plan.starts[index] // page_size != columns).any():
             return None
-        found[place] = pages
+        found[index] = pages
     return found
 
 
 class DecodeGraphs:
-    """Records decode steps at start-up and replays them."""
+    """CUDA graphs of decode steps, captured at start-up."""
 
     def __init__(
         self,
@@ -102,13 +105,13 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Record a graph for each of `sizes`; see `record_ladder`. `attention` must have CUDA graphs."""
+        """Capture one graph per size; see `record_ladder`. `attention` must support CUDA graphs."""
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
-        remedy = "--cuda-graph-max-bs 0 records no decodes"
-        self._recorded = record_ladder(sizes, self._record, what="graphs", remedy=remedy, progress=progress)
+        remedy = "--cuda-graph-max-bs 0 captures none"
+        self._recorded = record_ladder(sizes, self._record, what="CUDA graphs", remedy=remedy, progress=progress)
 
     def close(self) -> None:
         """Free the graphs."""
@@ -116,7 +119,7 @@ class DecodeGraphs:
         self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether a graph can run the step: decodes alone, all of which sample, not too many."""
+        """Return True if a graph can run the step: only decodes, all of which sample, and not too many."""
         return plan.num_decodes == plan.num_tokens == len(plan.sample.index) and plan.num_tokens <= self._sizes[-1]
 
     def run(self, plan: BatchPlan) -> DecodeResult:
@@ -185,7 +188,7 @@ class DecodeGraphs:
             results[:] = borrow(hidden), borrow(logits), borrow(tokens)
             return tokens
 
-        run()  # compiles kernels, and lets libraries allocate their workspaces
+        run()  # warm-up: compiles kernels and lets libraries allocate workspaces
         exchange.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)

@@ -1,4 +1,4 @@
-"""Steps of several sizes, recorded as device graphs that share memory."""
+"""Capture of CUDA graphs for several sizes that share one memory pool."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from minisgl_core.errors import MinisglError
 
 
 class RecordedStep(Protocol):
-    """A step of one size."""
+    """Captured graphs of one size."""
 
     @property
     def graphs(self) -> Sequence[Any]:
-        """Its graphs, in the order of their replay; see `Platform.capture_pieces`."""
+        """Graphs in replay order; see `Platform.capture_pieces`."""
 
 
 Recorded = TypeVar("Recorded", bound=RecordedStep)
@@ -25,17 +25,17 @@ Recorded = TypeVar("Recorded", bound=RecordedStep)
 def record_ladder(
     sizes: Sequence[int], record: Callable[[int, Any], Recorded], *, what: str, remedy: str, progress: bool
 ) -> dict[int, Recorded]:
-    """Record each size, largest first, so that the smaller ones fit in its memory.
+    """Capture the graphs of all sizes, the largest first, so that smaller ones reuse its memory pool.
 
     Args:
-        sizes: of steps.
-        record: is given a size and the memory to share, None for the first.
-        what: for the bar that is drawn on stderr, with `progress`, where that is a terminal.
-        remedy: for whoever meets an error here.
-        progress: whether to draw it.
+        sizes: capture sizes.
+        record: captures one size, given the size and the memory pool to share, which is None for the first.
+        what: name of the graphs, for the progress bar and errors.
+        remedy: remedy in error messages.
+        progress: show a progress bar on stderr if that is a terminal.
 
     Raises:
-        MinisglError: one cannot be recorded.
+        MinisglError: a size cannot be captured.
     """
     recorded: dict[int, Recorded] = {}
     pool: Any = None
@@ -43,20 +43,20 @@ def record_ladder(
     disable = not (progress and console.is_terminal)
     largest_first = sorted(sizes, reverse=True)
     try:
-        for size in track(largest_first, f"Recording {what}", console=console, disable=disable, transient=True):
+        for size in track(largest_first, f"Capturing {what}", console=console, disable=disable, transient=True):
             recorded[size] = record(size, pool)
             pool = pool or recorded[size].graphs[0].pool()
     except BaseException as error:
         free(recorded)
         if isinstance(error, Exception):
             why = " ".join(str(error).split())
-            raise MinisglError(f"{what} cannot be recorded: {type(error).__name__}: {why} ({remedy})") from error
+            raise MinisglError(f"{what} cannot be captured: {type(error).__name__}: {why} ({remedy})") from error
         raise
     return recorded
 
 
 def free(recorded: Mapping[int, RecordedStep]) -> None:
-    """Free the graphs, whoever still refers to them: a communicator whose collectives they hold can be left only then."""
+    """Free the graphs even if references exist: a communicator can be left only after graphs with its collectives are freed."""
     for step in recorded.values():
         for graph in step.graphs:
             graph.reset()

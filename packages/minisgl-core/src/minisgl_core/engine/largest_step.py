@@ -1,4 +1,4 @@
-"""The step that takes the most memory, to measure what a device has to keep free for it."""
+"""Plan of the step that needs the most memory, to measure its peak."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from minisgl_core.sampling_params import MAX_LOGPROBS
 
 
 def largest_step(max_running: int, max_prefill_tokens: int, max_seq_len: int, vocab_size: int) -> BatchPlan:
-    """As many requests as run at once, all of which sample in the dearest way, and as many prompt tokens as fit in a step.
+    """Return a plan with the most requests and prompt tokens, all with the most expensive sampling parameters.
 
-    The prompts ask for log-probabilities; the other requests decode, over as many tokens as a prompt has. Nobody owns a
-    page: the page table is to be all zeros, so that everything is read from and written to the padding page.
+    The prompts return log-probabilities. The other requests decode with a context as long as a prompt. No request owns pages:
+    the page table must be all zeros, so that all reads and writes go to the padding page.
 
     Args:
         max_running: most requests in a batch.
         max_prefill_tokens: most prompt tokens in a step.
         max_seq_len: longest sequence.
-        vocab_size: of the model.
+        vocab_size: vocabulary size of the model.
     """
     longest = min(max_seq_len, max_prefill_tokens)
     num_prompts = min(max_running, -(-max_prefill_tokens // longest))

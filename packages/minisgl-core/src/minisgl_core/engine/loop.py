@@ -1,18 +1,18 @@
-"""Joins the scheduler and the engine: plans go out, results come back.
+"""Engine loop: it schedules steps, runs them on the engine, and returns the results to the scheduler.
 
-Without overlap, a step is scheduled, run and processed before the next. With overlap, step n + 1 is scheduled and launched
-while the device runs step n, whose results are processed meanwhile (NanoFlow, arXiv 2408.12757):
+Without overlap, each step is scheduled, run and processed before the next. With overlap, step n + 1 is scheduled and launched
+while the device runs step n. The results of step n are processed while the device runs step n + 1 (NanoFlow, arXiv 2408.12757):
 
     host    | schedule 1 | launch 1 | schedule 2 | launch 2 | wait 1, process 1 | schedule 3 | launch 3 | process 2 | ...
     device               |--------- step 1 ---------|--------- step 2 ---------|--------- step 3 -----------| ...
 
-Where grammars restrict the tokens of step n + 1, what it samples depends on step n's tokens, so sampling is held back:
+If grammars restrict the tokens of step n + 1, its token masks depend on step n's tokens, so sampling is delayed:
 
     host    | schedule 2 | begin 2 | wait 1, process 1 | masks for 2 | finish 2 | schedule 3 | ...
     device  |--- step 1 ---|------ step 2, up to its logits ------|-- sample 2 --|
 
-Step n + 1 is planned without knowing step n's tokens; they reach it on the device. So a request that ends by a stop token
-runs one step too many, whose token is dropped; its pages stay its own until that step has been processed.
+Step n + 1 is planned before the host knows step n's tokens, which the step reads on the device. So a request that ends with a
+stop token runs one step too many, whose token is dropped. The request keeps its pages until that step has been processed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Outputs = list[tuple[int, TokenOut]]
 
 
 class EngineLoop:
-    """Runs one step a call."""
+    """Engine loop that runs one step per call."""
 
     def __init__(
         self,
@@ -42,18 +42,18 @@ class EngineLoop:
         overlap: bool,
         send_plan: Callable[[BatchPlan | TokenMasks], None] | None = None,
     ) -> None:
-        """`send_plan` gives each plan, and the masks that go with it, to the other ranks before this one uses it."""
+        """`send_plan` sends each plan and its token masks to the other ranks before this rank uses them."""
         self.scheduler, self.engine, self.hooks, self.overlap = scheduler, engine, hooks, overlap
         self._send_plan = send_plan
         self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
 
     @property
     def has_work(self) -> bool:
-        """Whether another `step` would do anything."""
+        """True if another `step` has something to do."""
         return self._in_flight is not None or self.scheduler.has_work
 
     def step(self) -> Outputs:
-        """Launch the next step if there is one, process the step before it, and return what is new."""
+        """Launch the next step if there is one, process the step before it, and return the new outputs."""
         scheduled = self.scheduler.schedule()
         begun = None if scheduled is None else self._begin(scheduled.plan)
         outputs = self.scheduler.collect_aborted()

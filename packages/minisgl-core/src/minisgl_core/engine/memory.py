@@ -1,10 +1,10 @@
-"""How large the KV pool may be.
+"""Size of the KV pool.
 
-    total memory * --memory-ratio = in use (weights, libraries, other programs) + largest step + graphs + KV pool
+    total memory * --memory-ratio = in use (weights, libraries, other programs) + largest step + CUDA graphs + KV pool
 
-What the largest step takes is measured by running it (`largest_step`); what is left of the total is for what nobody foresees.
-Requests need little of a large pool: the rest keeps the prefixes of those that have ended. On a CPU, where nobody set the memory
-aside, the pool is bounded besides, by `CPU_POOL_BYTES` and `CPU_CACHED_SEQUENCES`.
+The memory of the largest step is measured by running it (`largest_step`). The rest of the total is a reserve. Running requests
+need little of a large pool, and the rest caches the prefixes of finished requests. On a CPU the pool is also limited by
+`CPU_POOL_BYTES` and `CPU_CACHED_SEQUENCES`, because a host's memory is not reserved for the engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 CPU_POOL_BYTES = 2 * _GIB
-"""Most that is taken on a CPU without being asked: a laptop's memory is there for other things too."""
+"""Largest default pool on a CPU, because a laptop's memory has other uses too."""
 CPU_CACHED_SEQUENCES = 64
-"""Longest sequences that a CPU's pool has room for besides those that run at once."""
+"""Sequences of the longest length that a default CPU pool can cache besides the running requests."""
 MAX_IMBALANCE_BYTES = 2 * _GIB
 GRAPH_BYTES = 16 * 2**20
-"""Set aside for each recorded size of a step."""
+"""Memory reserved per capture size."""
 
 
 def size_pool(
@@ -41,52 +41,54 @@ def size_pool(
     run_largest_step: Callable[[], None],
     num_graphs: int,
 ) -> KVPoolSpec:
-    """Size the pool by ``--num-pages``, or by what memory is left; the same on every rank.
+    """Set the number of pages from ``--num-pages`` or the memory that is left; equal on all ranks.
 
     Args:
-        spec: of the pool; its number of pages is not looked at.
+        spec: spec of the pool; its number of pages is ignored.
         config: the resolved options.
-        platform: tells how much memory there is; the weights are loaded.
-        communicator: the ranks.
-        run_largest_step: run where the platform measures the memory that it takes.
-        num_graphs: sizes of steps that will be recorded.
+        platform: platform whose free memory is measured after the weights are loaded.
+        communicator: communicator of the ranks.
+        run_largest_step: runs the largest step, on platforms that can measure its memory.
+        num_graphs: number of capture sizes.
 
     Raises:
-        OutOfMemoryError: the pages asked for do not fit, or not even a page of tokens does, or the ranks' free memory differs
-            by over 2 GiB.
+        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does, or the ranks' free memory
+            differs by more than 2 GiB.
     """
     if config.cache.num_pages is not None:
         given = replace(spec, num_pages=config.cache.num_pages)
         wanted, free = given.num_pages * given.bytes_per_page, platform.free_memory()
         if wanted > free:
             raise OutOfMemoryError(
-                f"--num-pages {given.num_pages} takes {wanted / _GIB:,.2f} GiB for KV, and {free / _GIB:,.2f} are free: at most"
-                f" {free // given.bytes_per_page} would fit. Lower it, or leave it out to have it chosen."
+                f"--num-pages {given.num_pages} needs {wanted / _GIB:,.2f} GiB for KV, and {free / _GIB:,.2f} GiB are free, which"
+                f" fit at most {free // given.bytes_per_page} pages. Lower it, or leave it out for a default."
             )
         return given
     peak = platform.measure_peak(run_largest_step)
     if peak is None:
-        # Ranks on one CPU share its memory.
+        # All ranks share the memory of the CPU.
         budget = int(config.cache.memory_ratio * platform.free_memory() / 2 / config.parallel.tp)
         budget = min(budget, CPU_POOL_BYTES // config.parallel.tp)
     else:
         total = platform.hardware().total_memory
         in_use = total - platform.free_memory()
         budget = int(config.cache.memory_ratio * total) - in_use - peak - num_graphs * GRAPH_BYTES
-        text = "of %.1f GiB, %.1f are in use, the largest step takes %.1f more, KV may have %.1f"
+        text = "device memory in GiB: %.1f total, %.1f in use, %.1f for the largest step, %.1f for KV"
         logger.info(text, *(value / _GIB for value in (total, in_use, peak, budget)))
     mine = torch.tensor([budget], dtype=torch.int64, device=platform.device)
     budgets = [int(value) for value in communicator.all_gather(mine, dim=0)]
     if peak is not None and max(budgets) - min(budgets) > MAX_IMBALANCE_BYTES:
         shown = ", ".join(f"rank {rank}: {value / _GIB:.1f} GiB" for rank, value in enumerate(budgets))
-        raise OutOfMemoryError(f"the ranks' memory for KV differs by over 2 GiB ({shown}): is a device in use?")
+        raise OutOfMemoryError(
+            f"the ranks' memory for KV differs by more than 2 GiB ({shown}); free the devices that other programs use"
+        )
     num_pages = min(budgets) // spec.bytes_per_page
     if peak is None:
         longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
         num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
     if num_pages < 2:
         raise OutOfMemoryError(
-            f"{max(0, min(budgets)) / _GIB:.2f} GiB are left for KV and a page takes {spec.bytes_per_page:,} bytes."
+            f"{max(0, min(budgets)) / _GIB:.2f} GiB are left for KV, and one page needs {spec.bytes_per_page:,} bytes."
             " Raise --memory-ratio, lower --max-prefill-length, --max-running-requests or --page-size, or use more ranks"
             " (--tp) or a smaller model."
         )

@@ -1,4 +1,4 @@
-"""What an engine is put together from, when its KV pool has been sized, and before, to measure what a step takes."""
+"""Factory of the engine, first with a minimal KV pool to measure a step's memory, then with the full pool."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from minisgl_core.kv.pool import KVPool
 from minisgl_core.plugins.registry import Registry
 
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
-"""What it takes to launch a layer's kernels one by one, and what a device computes meanwhile, both measured on an H200."""
+"""Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
 _LEAST_PIECES = 512
 
 
 def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
-    """Tokens up to which a layer's products take the device less time than its launches take the host."""
+    """Return the number of tokens up to which launching a layer's kernels takes longer than its GEMMs."""
     moe = shape.moe
     width = shape.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
     attention = 2 * (shape.num_q_heads + shape.num_kv_heads) * shape.head_dim
@@ -38,12 +38,12 @@ def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
 
 
 class EngineParts:
-    """What an engine is put together from, around a KV pool of any size.
+    """Factory of the engine for a KV pool of any size.
 
     Attributes:
-        attention: the backends' classes, the decodes' last.
-        longest: most tokens of a sequence, as far as the options say.
-        least_pool: of the fewest pages.
+        attention: classes of the attention backends; the last one is that for decodes.
+        longest: longest sequence by the options, in tokens.
+        least_pool: spec of the smallest pool.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class EngineParts:
         page_size, layers = int(config.cache.page_size), model.attention_layers()
         spec = attention_spec(config, shape, self.longest, page_size, ops.dtype, platform.device)
         if reasons := check_layers(spec, layers):
-            raise ModelFormatError(f"the model {shape.architecture} cannot be run: {'; '.join(reasons)}")
+            raise ModelFormatError(f"the model {shape.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
         self.least_pool = KVPoolSpec.of_group(
@@ -71,7 +71,7 @@ class EngineParts:
         )
 
     def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
-        """Allocate the pool and put an engine around it."""
+        """Allocate the pool and return an engine with it."""
         num_rows = self._config.scheduler.max_running_requests
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
         spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, self._ops.dtype, pool.device)
@@ -79,23 +79,24 @@ class EngineParts:
         return Engine(self._platform, self._communicator, self._model, attention, table, self._ops, num_rows)
 
     def run_largest_step(self) -> None:
-        """Put an engine around the fewest pages, run what takes the most memory, and forget it."""
+        """Run the step that needs the most memory on an engine with the smallest pool."""
         limits = self._config.scheduler
         prefill, vocab = int(limits.max_prefill_length), self._shape.vocab_size
         plan = largest_step(limits.max_running_requests, prefill, self.longest, vocab)
         self.engine(self.least_pool, self.longest).launch(plan).result()
 
     def graph_sizes(self) -> list[int]:
-        """Batch sizes of decode steps to record.
+        """Return the batch sizes of decode steps to capture.
 
         Raises:
-            InvalidValueError: graphs were asked for, and cannot be recorded.
+            InvalidValueError: CUDA graphs were requested and cannot be captured.
         """
         decode, platform, limits = self.attention[-1], self._platform, self._config.scheduler
         wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
         name = self._config.backends.attn.split(",")[-1]
-        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} has no graphs"]
-        reasons += [] if decode.capabilities.cuda_graphs else [f"the attention backend {name} cannot be recorded"]
+        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} does not support CUDA graphs"]
+        if not decode.capabilities.cuda_graphs:
+            reasons.append(f"the attention backend {name} does not support CUDA graphs")
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
@@ -103,11 +104,12 @@ class EngineParts:
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
     def piece_sizes(self, records_graphs: bool) -> list[int]:
-        """Numbers of tokens of steps to record in pieces; with auto, none where there are no graphs of decodes, and otherwise
-        as long as launches would be what a step waits for.
+        """Return the numbers of tokens to capture piecewise CUDA graphs for.
+
+        With ``auto`` there are none without CUDA graphs of decodes. Otherwise they cover the sizes that kernel launches limit.
 
         Raises:
-            InvalidValueError: pieces were asked for, and cannot be recorded.
+            InvalidValueError: piecewise CUDA graphs were requested and cannot be captured.
         """
         platform, limits = self._platform, self._config.scheduler
         wanted, largest = (
@@ -115,8 +117,8 @@ class EngineParts:
             int(limits.max_prefill_length) + limits.max_running_requests,
         )
         if not platform.supports_graphs and wanted not in (AUTO, 0):
-            remedy = f"0 here: the platform {platform.name} has no graphs"
-            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, remedy)
+            allowed = f"0 here: the platform {platform.name} does not support CUDA graphs"
+            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
         if wanted == AUTO:
             most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
             return piece_sizes(min(most, largest)) if records_graphs else []
@@ -124,23 +126,23 @@ class EngineParts:
 
 
 def common_layout(names: str, registry: Registry) -> KVLayout:
-    """Return the layout of the KV pool that all backends of ``--attn`` read, the first one's best.
+    """Return a KV layout that all backends of ``--attn`` support; the first backend's order decides.
 
     Raises:
-        InvalidValueError: they have none in common; names the installed backends that each would go with.
+        InvalidValueError: they have none in common. The message names the installed backends that each can be combined with.
     """
     layouts = {name: _layouts(name, registry) for name in names.split(",")}
     first, *others = layouts.values()
     for layout in first:
         if all(layout in each for each in others):
             return layout
-    have = " and ".join(f"{name} has {' and '.join(each)}" for name, each in layouts.items())
+    have = " and ".join(f"{name} supports {' and '.join(each)}" for name, each in layouts.items())
     partners = [
-        f"{name} goes with {', '.join(_sharing(each, name, registry)) or 'none that is installed'}."
+        f"{name} can be combined with {', '.join(_sharing(each, name, registry)) or 'no installed backend'}."
         for name, each in layouts.items()
     ]
     remedy = " ".join([*partners, "See: minisgl plugins check NAME"])
-    raise InvalidValueError("--attn", names, f"two backends with one layout of the KV pool; {have}", remedy)
+    raise InvalidValueError("--attn", names, f"two backends with a common KV layout; {have}", remedy)
 
 
 def _layouts(name: str, registry: Registry) -> tuple[KVLayout, ...]:
@@ -149,7 +151,7 @@ def _layouts(name: str, registry: Registry) -> tuple[KVLayout, ...]:
 
 
 def _sharing(layouts: tuple[KVLayout, ...], besides: str, registry: Registry) -> list[str]:
-    """Return the installed backends with one of these layouts, but for one; those that do not load are left out."""
+    """Return the other installed backends with one of these layouts. Those that do not load are left out."""
     found = []
     for name in registry.names("attention"):
         with suppress(PluginError):

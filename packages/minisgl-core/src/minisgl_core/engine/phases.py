@@ -1,4 +1,4 @@
-"""What an engine's start spends its time on."""
+"""Timer of the phases of an engine's start."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 class Phases:
-    """A stop watch with names.
+    """Timer of named phases.
 
     Attributes:
-        seconds: of each phase so far, by name, in order.
+        seconds: duration of each phase so far, by name, in order.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Phases:
         self._last = time.perf_counter()
 
     def done(self, what: str) -> None:
-        """Everything since the last call was `what`, such as ``loaded the weights``."""
+        """End a phase, which began with the last call; `what` names it, such as ``loaded the weights``."""
         now = time.perf_counter()
         self.seconds[what], self._last = now - self._last, now
         logger.info("%s in %.1f s", what, self.seconds[what])

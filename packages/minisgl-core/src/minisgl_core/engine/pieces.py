@@ -1,12 +1,12 @@
-"""Steps with prompts, recorded as device graphs for all that lies between attention calls.
+"""Piecewise CUDA graphs of steps with prompts, split at attention calls.
 
-A model's kernels between two attention calls depend on nothing but the number of tokens, so they are recorded once for each of
-a ladder of them, and what is left over is padded. Attention is planned for each step, and called between the pieces:
+A model's kernels between two attention calls depend only on the number of tokens. So they are captured once per capture size,
+and batches are padded to the next size. Attention is planned for each step and called between the graphs:
 
-    host    | upload | plan | replay 0 | attend | replay 1 | attend | ...         a launch a piece instead of one a kernel
+    host    | upload | plan | replay 0 | attend | replay 1 | attend | ...         one launch per graph, not per kernel
     device           | embed, norm, qkv, rotate, store | attention | o, norm, MLP, norm, qkv, ... | attention | ...
 
-So a step with few prompt tokens takes the device's time and not the host's. Other engines call such graphs piecewise.
+So kernel launches do not limit steps with few prompt tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minisgl_core.engine.step import StepInputs
 
 
 def piece_sizes(max_tokens: int) -> list[int]:
-    """The ladder up to `max_tokens`: in steps of 16, from 256 on of 32, from 512 on of 64, and so on; all are multiples of 16."""
+    """Return the capture sizes up to `max_tokens`: in steps of 16, from 256 in steps of 32, from 512 of 64, and so on."""
     sizes, size, most = [], 0, -(-max_tokens // 16) * 16
     while size < most:
         size += max(16, (1 << size.bit_length()) // 16)
@@ -39,9 +39,9 @@ def piece_sizes(max_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An attention call between two pieces: q, k and v as the first leaves them, and whether k and v are stored by then.
+    """Attention call between two graphs: its inputs, its output, and a flag that tells if K and V are stored already.
 
-    They are borrowed, as is where the output goes: later pieces write over them.
+    The tensors do not keep their memory alive, and later graphs overwrite it.
     """
 
     q: torch.Tensor
@@ -53,7 +53,10 @@ class _Call:
 
 
 class _Recording:
-    """Stands in for attention while a piece of more than `least` tokens is recorded; see `contracts.model.Attend`."""
+    """Attention during the capture of a size, which notes the calls; see `contracts.model.Attend`.
+
+    Steps of this size have more than `least` tokens.
+    """
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class _Recording:
     ) -> torch.Tensor:
         q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        out[self._least :].zero_()  # padding attends to nothing
+        out[self._least :].zero_()  # attention does not write the output of padding tokens
         borrow = self._platform.borrow
         self.calls.append(_Call(borrow(q), borrow(k), borrow(v), borrow(out), layer, is_stored))
         self._between()
@@ -88,7 +91,10 @@ class _Recording:
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """Graphs of one size; a call comes after each but the last, which gives hidden states: of all, or of `StepPieces._rows`."""
+    """Graphs of one size. A call follows each graph but the last, which returns the hidden states.
+
+    These are the hidden states of all tokens, or of those in `StepPieces._rows`.
+    """
 
     graphs: list[Any]
     calls: list[_Call]
@@ -96,10 +102,10 @@ class _Recorded:
 
 
 class StepPieces:
-    """Records steps in pieces at start-up and replays them.
+    """Piecewise CUDA graphs of all sizes, captured at start-up.
 
-    All sizes read the same inputs. Padding is stored at slot 0, in the padding page. Of more tokens than there can be requests,
-    the last layer computes those that sample.
+    All sizes share their input buffers. Padding tokens are stored in slot 0 of the padding page. If a size has more tokens than
+    there can be requests, the last layer computes only the tokens that are sampled from.
     """
 
     def __init__(
@@ -112,7 +118,10 @@ class StepPieces:
         max_requests: int | None,
         progress: bool,
     ) -> None:
-        """Record for each of `sizes`; see `record_ladder`. `max_requests`: of a step; None to compute all tokens always."""
+        """Capture all sizes; see `record_ladder`.
+
+        Without `max_requests`, the most requests of a step, the last layer computes all tokens.
+        """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
         self._apart = stores_apart(attention, rotary)
         self._sizes = np.array(sorted(sizes))
@@ -120,8 +129,10 @@ class StepPieces:
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.zeros(most if max_requests is None else max_requests, dtype=torch.int32, device=device)
-        remedy = "--piecewise-cuda-graph-max-tokens 0 records no pieces"
-        self._recorded = record_ladder(sizes, self._record, what="pieces", remedy=remedy, progress=progress)
+        remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
+        self._recorded = record_ladder(
+            sizes, self._record, what="piecewise CUDA graphs", remedy=remedy, progress=progress
+        )
 
     def close(self) -> None:
         """Free the graphs."""
@@ -129,7 +140,7 @@ class StepPieces:
         self._recorded.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
-        """Whether there are pieces for so many tokens, which give all that the step wants of them."""
+        """Return True if graphs exist for the step's tokens and compute all hidden states that it needs."""
         if plan.num_tokens > int(self._sizes[-1]):
             return False
         return len(plan.prompt_logprobs) == 0 or not self._selects(self._size(plan.num_tokens))
@@ -144,7 +155,7 @@ class StepPieces:
         """Run a step that `fits`.
 
         Returns:
-            Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of those that sample, [N, hidden_size].
+            Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of the sampled ones, [N, hidden_size].
         """
         count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
         size = self._size(count)
@@ -156,7 +167,7 @@ class StepPieces:
         self._slots[count:size].zero_()
         if self._selects(size):
             self._rows[:num_sampled].copy_(inputs.logits_index)
-            self._rows[num_sampled:].zero_()  # those of a larger step lie outside
+            self._rows[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
         for graph, call in zip(recorded.graphs, recorded.calls, strict=False):
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
@@ -168,7 +179,7 @@ class StepPieces:
         return recorded.hidden[: num_sampled if self._selects(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
-        least = int(max(self._sizes[self._sizes < size], default=0))  # fewer tokens are a smaller size's
+        least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
         attend = _Recording(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
         index = self._rows if self._selects(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
@@ -181,7 +192,7 @@ class StepPieces:
             calls.extend(found)
             return hidden
 
-        self._run(size, lambda: None)  # compiles kernels, and lets libraries allocate their workspaces
+        self._run(size, lambda: None)  # warm-up: compiles kernels and lets libraries allocate workspaces
         self._platform.synchronize()
         graphs, hidden = self._platform.capture_pieces(run, pool)
         return _Recorded(graphs, calls, self._platform.borrow(hidden))

@@ -1,4 +1,4 @@
-"""The other ranks of an engine whose rank 0 is this process."""
+"""Processes of the other ranks, for an engine whose rank 0 is this process."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from minisgl_core.process import GRACE_S, Supervisor
 
 
 class Build(Protocol):
-    """Builds rank 0's engine, where everything else about it is known."""
+    """Function that builds rank 0's engine, with all other arguments bound."""
 
     def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltEngine:
-        """See `build_engine`."""
+        """Build the engine; see `build_engine`."""
 
 
 class OtherRanks:
-    """Ranks 1 to tp - 1, a process each, which run the plans that this process sends.
+    """Processes of ranks 1 to tp - 1, which run the plans that this process sends.
 
     Attributes:
-        followers: take the plans.
+        followers: senders of plans to these ranks.
     """
 
     def __init__(self, config: EngineConfig, registry: Registry) -> None:
-        """Start the processes; they wait for rank 0."""
+        """Start the processes, which wait for rank 0."""
         size = config.parallel.tp
         self._communicator: Communicator | None = None
         self._failure = ""
@@ -59,12 +59,12 @@ class OtherRanks:
             self._stack = stack.pop_all()
 
     def join(self, build: Build) -> BuiltEngine:
-        """Build rank 0's engine while the others build theirs, wait for all, and watch them from then on.
+        """Build rank 0's engine while the others build theirs, wait for all ranks, and watch them afterwards.
 
-        `build` runs in a thread: it waits for the other ranks, and one that has ended will never come.
+        `build` runs in a thread, because it waits for the other ranks and would wait forever for one that has ended.
 
         Raises:
-            MinisglError: what `build` raised.
+            MinisglError: `build` raised it.
             WorkerDiedError: another rank failed.
         """
         built: Future[BuiltEngine] = Future()
@@ -74,7 +74,7 @@ class OtherRanks:
             try:
                 built.set_result(build(placement=self._placement, joined=self._joined))
             except BaseException as error:
-                # Its frames hold the model, which whoever catches the error may want the memory of.
+                # The frames refer to the model, whose memory the caller may need after this error.
                 traceback.clear_frames(error.__traceback__)
                 built.set_exception(error)
             finally:
@@ -85,7 +85,9 @@ class OtherRanks:
             thread.start()
             self._supervisor.wait(built.done, wake=reader)
             if isinstance(built.exception(), RuntimeError):
-                self._supervisor.wait(timeout_s=GRACE_S)  # a connection breaks before the end of its rank is known
+                self._supervisor.wait(
+                    timeout_s=GRACE_S
+                )  # a connection may break before the supervisor sees the end of its rank
             result = built.result()
             self._supervisor.wait_ready()
         except BaseException:
@@ -104,7 +106,7 @@ class OtherRanks:
         self._communicator = communicator
 
     def _watch(self) -> None:
-        """From now on, notice the end of a rank at once, also while this process waits for it on the device."""
+        """Start a thread that notices the end of a rank at once, even while this process waits for the device."""
         reader, writer = os.pipe()
 
         def watch() -> None:
@@ -115,7 +117,7 @@ class OtherRanks:
                 self._has_failed.set()
                 self.abort()
             except OSError:
-                pass  # the interpreter ends, and the pipes were closed meanwhile
+                pass  # the interpreter is ending and has closed the pipes
 
         thread = threading.Thread(target=watch, name="watch the ranks", daemon=True)
         thread.start()
@@ -124,26 +126,26 @@ class OtherRanks:
         self._stack.callback(os.close, writer)
 
     def check(self, grace_s: float = 0.0) -> None:
-        """Raise if a rank has ended.
+        """Check that no rank has ended.
 
         Raises:
-            WorkerDiedError: one has, or does within `grace_s`.
+            WorkerDiedError: another rank ended already, or ends within `grace_s`.
         """
         if self._has_failed.wait(grace_s) if grace_s else self._has_failed.is_set():
             raise WorkerDiedError(self._failure)
 
     def abort(self) -> None:
-        """End this rank's waiting for the others on the device; nothing can be computed any more."""
+        """Abort collectives that wait for other ranks. The engine cannot run any more afterwards."""
         if self._communicator is not None:
-            # It may wait until the engine has freed its graphs.
+            # In a thread, since abort may wait until the engine has freed its CUDA graphs.
             threading.Thread(target=self._communicator.abort, name="abort", daemon=True).start()
 
     def stop(self) -> None:
-        """Have the ranks end in their own time. Fine to call twice."""
+        """Tell the ranks to end. May be called twice."""
         followers, self.followers = self.followers, []
         send_all(followers, Stop())
 
     def close(self) -> None:
-        """End the processes. Fine to call twice."""
+        """End the processes. May be called twice."""
         self.stop()
         self._stack.close()

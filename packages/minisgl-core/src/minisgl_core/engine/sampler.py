@@ -1,9 +1,9 @@
-"""From logits to tokens, for a whole batch at once.
+"""Batched sampling of tokens from logits.
 
 Shape legend: N sampling requests, V vocabulary.
 
-A token is picked by inverting the cumulative distribution, in vocabulary order, at one random number a request. So the result
-depends on the request's logits and number alone, not on what else is in the batch or how its filters are computed.
+Tokens are sampled by inverting the cumulative distribution, in vocabulary order, at one random number per request. So the
+result depends only on the request's logits and its random number, not on other requests in the batch.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _FEW_CANDIDATES = 1024
 
 @dataclass(frozen=True, slots=True)
 class LogprobTensors:
-    """Log-probabilities of N tokens and, for each place, of the K most likely ones.
+    """Log-probabilities of N tokens and of the K most likely tokens at each position.
 
     Attributes:
-        token: float32 [N].
-        rank: place of the token among all, from 1, int64 [N].
-        top: float32 [N, K], best first.
-        top_ids: int64 [N, K].
+        token: log-probability of each token, float32 [N].
+        rank: rank of each token in the vocabulary, from 1, int64 [N].
+        top: log-probabilities of the most likely tokens, best first, float32 [N, K].
+        top_ids: ids of the most likely tokens, int64 [N, K].
     """
 
     token: torch.Tensor
@@ -39,7 +39,7 @@ class LogprobTensors:
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
-    """Log-probabilities under `logits` ([N, V]) of `token_ids` (int64 [N]) and of the `num_top` best, or all."""
+    """Return log-probabilities under `logits` ([N, V]) of `token_ids` (int64 [N]) and of the `num_top` most likely tokens."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(-1, token_ids[:, None])
     rank = (logprobs > chosen).sum(-1) + 1
@@ -48,40 +48,40 @@ def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) 
 
 
 def needs_sampler(plan: SamplePlan) -> bool:
-    """Whether a plan asks for more than `SamplingOps.sample` does: penalties, biases, masks, or filters of what is random."""
+    """Return True if a plan has penalties, biases, masks or sampling filters, which `SamplingOps.sample` does not support."""
     return bool(len(plan.penalties) or len(plan.bias_index) or len(plan.masked)) or _has_filters(plan)
 
 
 def _has_filters(plan: SamplePlan) -> bool:
-    """Whether a request that is random has any."""
+    """Return True if a request that is not greedy has a sampling filter."""
     filters = (plan.top_k > 0) | (plan.top_p < 1) | (plan.min_p > 0)
     return bool((filters & (plan.temperature > 0)).any())
 
 
 class Sampler:
-    """Applies penalties, biases and filters, and picks tokens. Keeps the token counts that penalties need."""
+    """Sampler with penalties, biases, masks and filters. It keeps the token counts for penalties."""
 
     def __init__(self, num_rows: int, vocab_size: int, platform: Platform, ops: SamplingOps) -> None:
-        """`num_rows`: rows of the page table that requests can hold."""
+        """`num_rows`: page-table rows for requests."""
         self._shape = (num_rows + 1, vocab_size)
         self._platform, self._ops = platform, ops
-        # Allocated when the first request with penalties comes.
+        # Allocated for the first request with penalties.
         self._output_counts: torch.Tensor | None = None
         self._in_prompt: torch.Tensor | None = None
 
     def __call__(
         self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor, masks: TokenMasks | None = None
     ) -> torch.Tensor:
-        """Sample.
+        """Sample one token per request.
 
         Args:
-            logits: [N, V].
-            plan: N requests.
-            rows: their page-table rows, int [N], on the device.
-            masks: of the requests in ``plan.masked``.
+            logits: logits of N requests, [N, V].
+            plan: sampling parameters of the requests.
+            rows: page-table rows of the requests, int [N], on the device.
+            masks: token masks of the requests in ``plan.masked``.
 
         Returns:
-            int64 [N].
+            Token ids, int64 [N].
         """
         for state in plan.penalty_states:
             self._start_counts(state.row, state.prompt_ids, state.output_ids)
@@ -93,7 +93,7 @@ class Sampler:
             logits = logits.float().index_put((index.long(), token.long()), value, accumulate=True)
         if masks is not None:
             words = self._platform.to_device(masks.words).view(len(plan.masked), -1)
-            # The log-probabilities that are reported are those before any restriction.
+            # The returned log-probabilities are those before all modifications of the logits.
             logits = logits.clone() if (plan.num_logprobs >= 0).any() else logits
             logits = self._ops.mask_logits(logits, self._platform.to_device(plan.masked).long(), words)
         tokens = self._pick(logits, plan)
@@ -122,9 +122,9 @@ class Sampler:
         min_p: torch.Tensor,
         asked: dict[str, np.ndarray],
     ) -> torch.Tensor:
-        """Logits with -inf at the tokens that top-k, top-p and min-p rule out; per-request tensors are [N, 1].
+        """Return logits with -inf for tokens that top-k, top-p and min-p exclude; tensors per request are [N, 1].
 
-        `asked` holds the parameters of the rows that are random, on the host. Greedy rows keep their largest logit.
+        `asked` has the parameters of the requests that are not greedy, on the host. Greedy requests keep their largest logit.
         """
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)
         if asked["top_k"].any():
@@ -139,13 +139,13 @@ class Sampler:
         return logits.masked_fill((probs < threshold) | (scaled == -torch.inf), -torch.inf)
 
     def _nucleus_threshold(self, probs: torch.Tensor, top_p: torch.Tensor, sampled_k: np.ndarray) -> torch.Tensor:
-        """Smallest probability in the top-p nucleus (arXiv 1904.09751) of each row, [N, 1]; 0 where top_p is 1."""
+        """Return the smallest probability in each row's top-p nucleus (arXiv 1904.09751), [N, 1]; 0 if top_p is 1."""
         vocab_size = probs.shape[-1]
         num_candidates = vocab_size
         if sampled_k.all():
             num_candidates = min(int(sampled_k.max()), vocab_size)
         elif not self._platform.is_async and vocab_size > _FEW_CANDIDATES:
-            # A look at the mass of a few candidates costs no wait here, and mostly saves the sort.
+            # The probability mass of a few candidates is known without a wait here, and usually makes the sort unnecessary.
             few = probs.topk(_FEW_CANDIDATES, dim=-1).values.sum(-1, keepdim=True)
             if bool(((few >= top_p) | (top_p >= 1)).all()):
                 num_candidates = _FEW_CANDIDATES
@@ -155,7 +155,7 @@ class Sampler:
         return torch.where(top_p < 1, best.gather(-1, num_kept - 1), 0.0)
 
     def _penalise(self, logits: torch.Tensor, plan: SamplePlan, rows: torch.Tensor) -> torch.Tensor:
-        """OpenAI's presence and frequency penalties, and CTRL's repetition penalty (arXiv 1909.05858)."""
+        """Apply OpenAI's presence and frequency penalties, and CTRL's repetition penalty (arXiv 1909.05858)."""
         assert self._output_counts is not None
         assert self._in_prompt is not None
         presence, frequency, repetition = self._platform.to_device(plan.penalties).view(3, -1, 1).unbind(0)

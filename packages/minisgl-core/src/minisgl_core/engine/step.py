@@ -1,4 +1,4 @@
-"""One launched step: its inputs on the device, and its results on their way to the host."""
+"""Inputs of a step on the device, and its results on their way to the host."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from minisgl_core.messages import Logprob, TokenLogprobs
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """A plan on the device.
+    """Step inputs on the device.
 
     Attributes:
-        input_ids: int32 [T].
-        positions: int32 [T].
-        batch: for the attention backend.
+        input_ids: token ids, int32 [T].
+        positions: positions of the tokens, int32 [T].
+        batch: metadata for the attention backend.
         sample_rows: page-table rows of the sampling requests, int32 [N].
-        logits_index: the token of the batch whose hidden state each of them samples from, int32 [N].
+        logits_index: index of the token whose hidden state each sampling request uses, int32 [N].
     """
 
     input_ids: torch.Tensor
@@ -43,13 +43,13 @@ def update_table(plan: BatchPlan, platform: Platform, table: PageTable) -> None:
 
 
 def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
-    """Bring a plan to the device in one copy, bring the page table up to date, and fill in the tokens that only it knows.
+    """Copy a plan to the device at once, update the page table, and fill in the tokens that only the device knows.
 
     Args:
-        plan: the step.
-        platform: whose device to use.
-        table: the page table, changed in place.
-        last_tokens: the last token sampled for each row, int32 [R].
+        plan: plan of the step.
+        platform: platform of the device.
+        table: page table, which is changed in place.
+        last_tokens: last sampled token of each row, int32 [R].
     """
     num_requests, num_tokens = plan.num_requests, plan.num_tokens
     cu_seqlens = np.zeros(num_requests + 1, np.int32)
@@ -92,7 +92,7 @@ def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: t
 
 
 class PendingStep:
-    """Results that a device may still be computing."""
+    """Results of a step that the device may still be computing."""
 
     def __init__(
         self,
@@ -102,7 +102,15 @@ class PendingStep:
         logprobs: LogprobTensors | None,
         prompt: LogprobTensors | None,
     ) -> None:
-        """`tokens`: int64 [N], or what a recorded step leaves; `prompt`: about the prompt targets that are not -1, in order."""
+        """Start copying the results to the host.
+
+        Args:
+            plan: plan of the step.
+            platform: platform of the device.
+            tokens: sampled tokens, int64 [N], or those that a CUDA graph writes to the host.
+            logprobs: log-probabilities of the sampled tokens, if requested.
+            prompt: log-probabilities of the prompt targets that are not -1, in order.
+        """
         self._plan = plan
         self._tokens = tokens if isinstance(tokens, LeftTokens) else platform.to_host(tokens)
         self._logprobs = _to_host(logprobs, platform)
@@ -110,7 +118,7 @@ class PendingStep:
         self._done: Event = platform.record_event()
 
     def result(self) -> StepResult:
-        """Wait for the device and return what the step sampled."""
+        """Wait for the device and return the result of the step."""
         self._done.synchronize()
         tokens = self._tokens.read() if isinstance(self._tokens, LeftTokens) else self._tokens.numpy()
         plan = self._plan
@@ -162,9 +170,9 @@ def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[i
     )
     for token, count, logprob, rank, top, top_ids in values:
         best = [
-            Logprob(i, value, place)
-            for place, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
-            if place <= max(count, 0)
+            Logprob(i, value, top_rank)
+            for top_rank, (i, value) in enumerate(zip(top_ids, top, strict=True), 1)
+            if top_rank <= max(count, 0)
         ]
         rows.append(TokenLogprobs(Logprob(token, logprob, rank), best))
     return rows

@@ -1,4 +1,4 @@
-"""The process of one rank: rank 0 schedules, every rank runs the plans."""
+"""Main function of one rank's process: rank 0 schedules, and every rank runs the plans."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def run_worker(
     endpoints: Endpoints,
     report: Callable[[Ready], None],
 ) -> None:
-    """Build this rank's engine, report that it is ready, and serve until told to stop.
+    """Build this rank's engine, report that it is ready, and serve until stopped.
 
     Args:
-        config: the user's options.
-        placements: of all ranks.
-        rank: this one's.
-        endpoints: where messages come from and go to.
-        report: told once the engine is ready.
+        config: options of the user.
+        placements: placements of all ranks.
+        rank: this rank.
+        endpoints: addresses of the launch.
+        report: called once the engine is ready.
     """
     logger.info("started the process in %.1f s", time.time() - psutil.Process().create_time())
     registry = Registry.from_environment()
@@ -84,19 +84,19 @@ def run_worker(
 
 @contextmanager
 def in_use(engine: Engine) -> Iterator[None]:
-    """Close the engine at the end; where that is an error, leave the other ranks without waiting for them."""
+    """Close the engine at the end. After an error, abort the communicator instead of waiting for the other ranks."""
     try:
         yield
     except BaseException:
         for leave in (engine.free_graphs, engine.communicator.abort):
-            with suppress(Exception):  # the error that brought it here is the one to tell
+            with suppress(Exception):  # the original error is the one to report
                 leave()
         raise
     engine.close()
 
 
 def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: list[Sender]) -> EngineLoop:
-    """Rank 0's scheduler and loop around an engine."""
+    """Return rank 0's loop with a scheduler for an engine."""
     config = built.config
     limits = SchedulerLimits(
         max_running=config.scheduler.max_running_requests,
@@ -119,10 +119,10 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
 
 
 def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
-    """The provider of grammars, for the engine's model.
+    """Return the grammar provider for the engine's model.
 
     Raises:
-        MinisglError: it is not installed, or cannot read the model's tokenizer.
+        MinisglError: the provider is not installed, or cannot read the model's tokenizer.
     """
     checkpoint = built.checkpoint
     provider: type[Grammar] = registry.load("grammar", built.config.backends.grammar)
@@ -130,9 +130,10 @@ def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
 
 
 def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
-    """Run the plans of rank 0, in their order, until it stops.
+    """Run the plans of rank 0 in order, until it stops.
 
-    One step's result is waited for before the step after next is launched, so that a rank never runs ahead without bound.
+    The result of a step is awaited before the second step after it is launched, so that a rank does not run ahead without
+    limit.
     """
     pending = None
     with in_use(built.engine):
@@ -150,7 +151,7 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
 def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
     monitor = Monitor(loop.scheduler)
     while True:
-        # All that came, even beside the one waited for: what ends within a step would run one by one otherwise.
+        # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
         for message in messages:
             if isinstance(message, Submit):
@@ -168,7 +169,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
-    """Nothing that a client sends stops the scheduler: what it cannot take is answered."""
+    """Submit a request, or answer that it is refused. No client's request may stop the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
     try:

@@ -1,4 +1,4 @@
-"""Ranks as processes of this host."""
+"""Executor ``local``: ranks are processes on this host."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from minisgl_core.contracts.executor import Executor, RankPlacement
 
 
 class LocalExecutor(Executor):
-    """One process per rank on this host; local ranks are the global ones."""
+    """One process per rank on this host; local ranks equal global ranks."""
 
     def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        """Unix sockets and a file of the launch's directory."""
-        meeting = f"file://{directory}/rendezvous"
-        return [RankPlacement(rank, size, rank, f"ipc://{directory}/rank-{rank}", meeting) for rank in range(size)]
+        """Return placements with Unix sockets and a rendezvous file in the launch's directory."""
+        rendezvous = f"file://{directory}/rendezvous"
+        return [RankPlacement(rank, size, rank, f"ipc://{directory}/rank-{rank}", rendezvous) for rank in range(size)]
 
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
-        """Run the rank in the child itself."""
+        """Run the rank in a child process."""
         self.start_process(name, target, *args)

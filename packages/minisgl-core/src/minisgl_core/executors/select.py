@@ -1,4 +1,4 @@
-"""Makes the executor that the options name."""
+"""Selection of the executor."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from minisgl_core.plugins.registry import Registry
 
 
 def make_executor(config: EngineConfig, registry: Registry, start_process: StartProcess) -> Executor:
-    """Return the executor of ``--executor``.
+    """Return the executor that ``--executor`` selects.
 
     Raises:
-        PluginError: it is not installed, or cannot run so many ranks here.
+        PluginError: it is not installed, or cannot run this number of ranks here.
     """
     name = config.parallel.executor
     if reasons := registry.unsupported("executor", name, config.parallel.tp):

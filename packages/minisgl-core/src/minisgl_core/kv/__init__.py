@@ -1,1 +1,1 @@
-"""The paged KV cache: the pool of pages on the device, the page table, and the allocator on the host."""
+"""Paged KV cache: the page pool and the page table on the device, and the allocators on the host."""

@@ -1,4 +1,4 @@
-"""Free pages and free page-table rows, on the host."""
+"""Host-side allocators of KV pages and page-table rows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Int32 = npt.NDArray[np.int32]
 
 
 class PageAllocator:
-    """The free list of the KV pool.
+    """Free list of the KV pool.
 
-    Page 0 takes the writes of padded tokens and is never handed out, so a pool of P pages holds P - 1 pages of tokens.
+    Page 0 receives the writes of padding tokens and is never allocated, so a pool of P pages holds P - 1 pages of tokens.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -24,27 +24,27 @@ class PageAllocator:
 
     @property
     def capacity(self) -> int:
-        """Pages that can be handed out in all."""
+        """Total number of pages that can be allocated."""
         return len(self._free)
 
     @property
     def num_free(self) -> int:
-        """Pages that can be handed out now."""
+        """Number of pages that can be allocated now."""
         return self._num_free
 
     @property
     def is_free(self) -> npt.NDArray[np.bool_]:
-        """Whether each page of the pool is free, shape [P]; not to be changed."""
+        """Flag per page of the pool, bool [P]: True if the page is free. Read-only."""
         return self._is_free
 
     def allocate(self, num_pages: int) -> Int32:
-        """Take `num_pages` pages, int32 [num_pages].
+        """Allocate `num_pages` pages; return their ids, int32 [num_pages].
 
         Raises:
-            OutOfPagesError: fewer are free; nothing is taken then.
+            OutOfPagesError: fewer pages are free; none is allocated then.
         """
         if num_pages > self._num_free:
-            raise OutOfPagesError(f"{num_pages} pages were asked for, {self._num_free} are free")
+            raise OutOfPagesError(f"{num_pages} pages were requested, but only {self._num_free} are free")
         start = self._num_free - num_pages
         pages = self._free[start : self._num_free].copy()
         self._num_free = start
@@ -52,17 +52,17 @@ class PageAllocator:
         return pages
 
     def free(self, pages: Int32) -> None:
-        """Give pages back. Each must have been handed out and not freed since."""
+        """Free pages. Each must have been allocated and not freed since."""
         if len(pages) == 0:
             return
-        assert pages.min() > 0, "page 0 is nobody's"
-        assert not self._is_free[pages].any(), f"pages freed twice or never handed out: {pages}"
+        assert pages.min() > 0, "page 0 is reserved for padding"
+        assert not self._is_free[pages].any(), f"pages freed twice or never allocated: {pages}"
         self._is_free[pages] = True
         self._free[self._num_free : self._num_free + len(pages)] = pages
         self._num_free += len(pages)
 
     def check(self) -> None:
-        """Verify the free list against the flags. O(P); for tests."""
+        """Verify that the free list and the flags agree. O(P); for tests."""
         listed = self._free[: self._num_free]
         assert len(np.unique(listed)) == self._num_free, "a page is listed twice"
         assert self._is_free[listed].all(), "a listed page is not marked free"
@@ -70,23 +70,23 @@ class PageAllocator:
 
 
 class RowAllocator:
-    """Free rows of the page table. Row 0 belongs to padding."""
+    """Free list of page-table rows. Row 0 is reserved for padding."""
 
     def __init__(self, num_rows: int) -> None:
-        """`num_rows`: rows that requests can hold at once; they are numbered from 1."""
+        """`num_rows`: most rows that are allocated at once. They are numbered from 1."""
         self._free = list(range(num_rows, 0, -1))
         self.capacity = num_rows
 
     @property
     def num_free(self) -> int:
-        """Rows that can be handed out now."""
+        """Number of rows that can be allocated now."""
         return len(self._free)
 
     def allocate(self) -> int:
-        """Take a row; one must be free."""
+        """Allocate a row; one must be free."""
         return self._free.pop()
 
     def free(self, row: int) -> None:
-        """Give a row back."""
+        """Free a row."""
         assert row not in self._free, f"row {row} freed twice"
         self._free.append(row)

@@ -1,4 +1,4 @@
-"""K and V of every layer, in pages."""
+"""KV pool: pages of K and V for all layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from minisgl_core.fp8 import FP8, to_fp8
 
 
 class KVPool:
-    """One tensor: ``[num_layers, 2, P, S, Hkv, D]`` (NHD) or ``[num_layers, 2, P, Hkv, S, D]`` (HND); K first, then V."""
+    """One tensor ``[num_layers, 2, P, S, Hkv, D]`` (NHD) or ``[num_layers, 2, P, Hkv, S, D]`` (HND); K first, then V."""
 
     def __init__(self, spec: KVPoolSpec) -> None:
         self.spec = spec
@@ -25,26 +25,26 @@ class KVPool:
         self._v = [layer[1] for layer in self._layers]
         width = spec.head_dim if spec.layout == "HND" else spec.num_kv_heads * spec.head_dim
         is_fp8 = spec.dtype == FP8
-        self._encode = _fp8_bits if is_fp8 else _as_it_is
+        self._encode = _fp8_bits if is_fp8 else _unchanged
         rows = [part.view(torch.uint8) if is_fp8 else part for part in (*self._k, *self._v)]
         rows = [part.view(-1, width) for part in rows]
         self._k_rows, self._v_rows = rows[: spec.num_layers], rows[spec.num_layers :]
         self._heads = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
 
     def k(self, layer: int) -> torch.Tensor:
-        """K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
+        """Return the K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
         return self._k[layer]
 
     def v(self, layer: int) -> torch.Tensor:
-        """V pages of a layer, shaped like `k`."""
+        """Return the V pages of a layer, shaped like `k`."""
         return self._v[layer]
 
     def kv(self, layer: int) -> torch.Tensor:
-        """K and V pages of a layer in one tensor, a first dimension of 2 before those of `k`."""
+        """Return K and V pages of a layer as one tensor, with a leading dimension of 2 before those of `k`."""
         return self._layers[layer]
 
     def store_index(self, slots: torch.Tensor) -> torch.Tensor:
-        """What `store` needs to know of a step's slots (int64 [T]); the same for all layers."""
+        """Return the index for `store` from a step's slots, int64 [T]. It is the same for all layers."""
         if self.spec.layout == "NHD":
             return slots
         size = self.spec.page_size
@@ -59,14 +59,14 @@ class KVPool:
         index: torch.Tensor,
         scales: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        """Write k and v of a layer.
+        """Write K and V of a layer to their slots.
 
         Args:
-            layer: its place in the pool.
+            layer: index of the layer in the pool.
             k: [T, Hkv, D].
             v: like k.
-            index: from `store_index`; stands for their slots.
-            scales: `AttentionLayer.kv_scales`, which k and v are divided by where the pool is fp8.
+            index: result of `store_index` for their slots.
+            scales: `AttentionLayer.kv_scales`; k and v are divided by them if the pool is FP8.
         """
         rows = self._k_rows[layer]
         rows.index_copy_(0, index, self._encode(k, scales[0]).reshape(-1, rows.shape[1]))
@@ -74,7 +74,7 @@ class KVPool:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that take memory of a CPU where they are written only: many a pool is never filled."""
+    """Return zeros. On a CPU, only pages that are written occupy memory, since many pools never fill up."""
     num_bytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or sys.platform == "win32" or num_bytes == 0:
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -82,10 +82,10 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
 
 
-def _as_it_is(x: torch.Tensor, scale: float) -> torch.Tensor:
+def _unchanged(x: torch.Tensor, scale: float) -> torch.Tensor:
     return x
 
 
 def _fp8_bits(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """As bytes, since torch copies few float8 tensors by index."""
+    """Return FP8 values as bytes, since few of torch's indexed copies support float8."""
     return to_fp8(x, scale).view(torch.uint8)

@@ -1,1 +1,1 @@
-"""The devices that minisgl runs on by itself."""
+"""Platforms that ship with minisgl: CPU and CUDA."""

@@ -1,4 +1,4 @@
-"""Any machine, without a GPU."""
+"""CPU platform."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_core.contracts.platform import Hardware, Platform
 
 
 class CpuPlatform(Platform):
-    """The host's processor; work is done when the call returns."""
+    """CPU of the host; calls are synchronous."""
 
     name: ClassVar[str] = "cpu"
 

@@ -1,4 +1,4 @@
-"""NVIDIA GPUs."""
+"""CUDA platform: NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from minisgl_core.contracts.platform import Event, Hardware, Platform
 
 
 class CudaPlatform(Platform):
-    """One GPU a rank. The engine's work goes to a stream of its own."""
+    """One GPU per rank. The engine uses its own CUDA stream."""
 
     name: ClassVar[str] = "cuda"
     supports_graphs: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class CudaPlatform(Platform):
         return int(free) + cached
 
     def measure_peak(self, run: Callable[[], None]) -> int | None:
-        """By what torch's allocator reserves; what libraries allocate for good is missing from `free_memory` afterwards."""
+        """Return the growth of torch's reserved memory. Permanent allocations of libraries reduce `free_memory` afterwards."""
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -97,7 +97,7 @@ class CudaPlatform(Platform):
 
         def begin() -> None:
             graphs.append(torch.cuda.CUDAGraph())
-            # NCCL's watchdog thread asks for events meanwhile, which must not end the capture.
+            # NCCL's watchdog thread queries events meanwhile, which must not invalidate the capture.
             graphs[-1].capture_begin(pool=shared, capture_error_mode="thread_local")
 
         def between() -> None:
@@ -105,7 +105,7 @@ class CudaPlatform(Platform):
             begin()
 
         self.synchronize()
-        if pool is None:  # what garbage holds is better free for the first, which takes the most
+        if pool is None:  # free unreferenced memory before the first capture, which needs the most
             gc.collect()
             torch.cuda.empty_cache()
         with self.stream():
@@ -113,9 +113,9 @@ class CudaPlatform(Platform):
             try:
                 output = run(between)
             except BaseException:
-                with suppress(RuntimeError):  # a capture that has failed says so again
+                with suppress(RuntimeError):  # a failed capture raises the error again
                     graphs[-1].capture_end()
-                for graph in graphs:  # a communicator whose collectives they hold can be left only then
+                for graph in graphs:  # a communicator can be left only after graphs with its collectives are freed
                     graph.reset()
                 raise
             graphs[-1].capture_end()
@@ -133,15 +133,15 @@ class CudaPlatform(Platform):
 
 
 def _pinned(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A copy whose block stays reserved by torch's caching host allocator until what is copied from it has arrived."""
-    # What came in a message cannot be written to, which torch minds.
+    """Return a pinned copy, which torch's caching host allocator keeps until copies from it are done."""
+    # Arrays from messages are read-only, which torch warns about.
     tensor = torch.from_numpy(array if array.flags.writeable else array.copy())
-    # Memory that host and device share is pinned already, and would not be copied.
+    # Mapped pinned memory is pinned already, so that `pin_memory` would not copy it.
     return (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
 
 
 class _Memory:
-    """A tensor's, by NVIDIA's array interface, which torch reads; what is made of it keeps this alive and not the tensor."""
+    """CUDA array interface of a tensor's memory. A tensor made from it keeps this object alive and not the original."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()

@@ -1,4 +1,4 @@
-"""Selects the platform that an engine runs on."""
+"""Selection of the platform that an engine runs on."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from minisgl_core.plugins.selection import SHIPPED
 logger = logging.getLogger(__name__)
 
 Preferred = Callable[[str, Hardware], str | None]
-"""The hook `preferred_provider`: kind and hardware to a provider's name, or None."""
+"""The hook `preferred_provider`, which maps kind and hardware to a provider's name or None."""
 
 
 def pick_platform(
     wanted: str, registry: Registry, preferred: Preferred = lambda kind, hardware: None
 ) -> tuple[type[Platform], Hardware]:
-    """Return the platform that was named or, under ``auto``, the machine's own: CUDA where there is a GPU, otherwise the CPU.
+    """Return the selected platform. Under ``auto`` this is CUDA if there is a GPU, otherwise the CPU.
 
-    Another package's platform is taken under ``auto`` where a hook prefers it, or where no shipped one applies.
+    Under ``auto``, another package's platform is selected if a hook prefers it, or if no shipped one applies.
 
     Raises:
-        ProviderUnsupportedError: the platform does not apply to this machine.
+        ProviderUnsupportedError: the platform is not available on this machine.
         PluginError: it is not installed or cannot be loaded.
     """
     if wanted != AUTO:
@@ -45,11 +45,11 @@ def pick_platform(
                 logger.warning("a plugin prefers the platform %r, which is not installed or does not apply", hinted)
             return taken or found
     names = ", ".join(registry.names("platform"))
-    raise ProviderUnsupportedError("platform", AUTO, [f"none of {names} is on this machine"])
+    raise ProviderUnsupportedError("platform", AUTO, [f"none of {names} is available on this machine"])
 
 
 def _own_first(registry: Registry) -> list[str]:
-    """Names in the order that ``auto`` tries: cuda, cpu, then those of other packages."""
+    """Return the names in the order of ``auto``: cuda, cpu, then those of other packages."""
     shipped = {entry.name for entry in registry.entries("platform") if entry.distribution in SHIPPED}
     return sorted(registry.names("platform"), key=lambda name: (name not in shipped, name != "cuda", name))
 
@@ -61,7 +61,7 @@ def _applicable(registry: Registry, name: str) -> tuple[type[Platform], Hardware
         platform = registry.load("platform", name)
         return platform, _hardware_of(platform)
     except ProviderLoadError as error:
-        logger.warning("skipped: %s", str(error))
+        logger.warning("skipped a platform: %s", str(error))
         return None
 
 
@@ -71,7 +71,7 @@ def _hardware_of(platform: type[Platform]) -> Hardware:
         torch.device(hardware.torch_name)
     except RuntimeError as error:
         raise ProviderLoadError(
-            f"the platform {hardware.platform!r} cannot be used: torch knows no devices called {hardware.torch_name!r}; "
-            "its Hardware must have their name as device_type"
+            f"the platform {hardware.platform!r} cannot be used: torch has no device type {hardware.torch_name!r}; "
+            "its Hardware must set device_type to torch's name"
         ) from error
     return hardware

@@ -1,1 +1,1 @@
-"""The plugin seams: which kinds there are, how providers are found, and hooks."""
+"""Plugins: kinds, discovery of providers, and hooks."""

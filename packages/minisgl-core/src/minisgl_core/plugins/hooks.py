@@ -1,6 +1,7 @@
-"""Calls the hooks of installed plugins.
+"""Calls to the hooks of installed plugins.
 
-Modules are loaded by our own registry, not by pluggy's loader: one that does not import costs a warning, not the launch.
+The registry loads the modules instead of pluggy's loader, so that a module that fails to import causes a warning and does not
+stop the launch.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from minisgl_core.plugins.registry import Entry, Registry
 logger = logging.getLogger(__name__)
 
 Hook = Callable[..., Any]
-"""Calls every implementation of one hook, with the keyword arguments of its spec in `hookspecs`."""
+"""Caller of all implementations of one hook, with the keyword arguments of its spec in `hookspecs`."""
 
 
 class Hooks:
-    """The hooks of one process. Each attribute is None where no plugin implements it, so that a loop pays one comparison::
+    """Hooks of one process. An attribute is None if no plugin implements the hook, which then costs one comparison::
 
         if hooks.batch_finished is not None:
             hooks.batch_finished(plan=plan, result=result)
 
-    An exception in an implementation is logged with its traceback, the first time, and goes no further: it counts as one that
-    returns None. Only those in `api_routes` are raised: who asks for a plugin's routes wants to know that they are missing.
+    The first exception of an implementation is logged with its traceback, and the implementation counts as returning None.
+    Exceptions in `api_routes` are raised, since routes that the user has enabled must not be missing silently.
     """
 
     engine_started: Hook | None = None
@@ -44,13 +45,13 @@ class Hooks:
     preferred_provider: Hook | None = None
 
     def __init__(self, registry: Registry | None = None) -> None:
-        """Load the hook modules in `registry`; a bad one is skipped with a warning. Without a registry, there are none."""
+        """Load the hook modules in `registry`. A module that fails is skipped with a warning. None means no hooks."""
         manager = _new_manager()
         for entry in registry.entries("hooks") if registry else ():
             try:
                 _add(manager, registry, entry)
             except PluginError as error:
-                logger.warning("hooks %r of %s are skipped: %s", entry.name, entry, " ".join(str(error).split()))
+                logger.warning("skipped the hook module %r of %s: %s", entry.name, entry, " ".join(str(error).split()))
         for name, caller in vars(manager.hook).items():
             if isinstance(caller, pluggy.HookCaller) and caller.get_hookimpls():
                 assert hasattr(Hooks, name), f"Hooks has no attribute for the hook {name}"
@@ -58,10 +59,10 @@ class Hooks:
 
 
 def check_hooks(registry: Registry, entry: Entry) -> None:
-    """See that a hook module can be used.
+    """Check that a hook module can be used.
 
     Raises:
-        PluginError: why not.
+        PluginError: it cannot be used; the message has the reason.
     """
     _add(_new_manager(), registry, entry)
 
@@ -73,7 +74,7 @@ def _new_manager() -> pluggy.PluginManager:
 
 
 def _add(manager: pluggy.PluginManager, registry: Registry | None, entry: Entry) -> None:
-    """Load a hook module and register it; raises PluginError where it cannot be used."""
+    """Load a hook module and register it. Raises PluginError if it cannot be used."""
     try:
         if (module := _load(registry, entry)) is not None:
             _register(manager, entry, module)
@@ -82,10 +83,10 @@ def _add(manager: pluggy.PluginManager, registry: Registry | None, entry: Entry)
 
 
 def _load(registry: Registry | None, entry: Entry) -> object:
-    """The hook module, or what a function or class in its place makes; None for no hooks.
+    """Return the hook module, or the object that a function or class in its place returns; None for no hooks.
 
     Raises:
-        ProviderLoadError: see `Registry.load_entry`; or the call failed.
+        ProviderLoadError: the module cannot be loaded (see `Registry.load_entry`), or the call failed.
     """
     assert registry is not None
     module = registry.load_entry(entry)
@@ -103,11 +104,11 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
     for attribute in dir(module):
         if options := manager.parse_hookimpl_opts(module, attribute):
             function = getattr(module, attribute)
-            # The exceptions of a wrapper, which is a generator, are those of what it wraps.
+            # A wrapper is a generator, whose exceptions come from the implementations that it wraps.
             is_plain = not options["hookwrapper"] and not options["wrapper"] and attribute != "api_routes"
             setattr(guarded, attribute, _guard(function, f"{attribute} of {name}") if is_plain else function)
     if not vars(guarded):
-        raise PluginError("it implements no hook: its functions must be marked with minisgl_core.hookimpl")
+        raise PluginError("it implements no hook; mark its functions with minisgl_core.hookimpl")
     try:
         manager.register(guarded, name)
         manager.check_pending()
@@ -118,11 +119,11 @@ def _register(manager: pluggy.PluginManager, entry: Entry, module: object) -> No
 
 
 class _Guarded:
-    """A hook module's implementations."""
+    """Implementations of one hook module."""
 
 
 def _guard(function: Callable[..., Any], what: str) -> Callable[..., Any]:
-    """The function, that lets no exception out."""
+    """Return a function that logs exceptions instead of raising them."""
     failed = False
 
     @functools.wraps(function)

@@ -1,4 +1,4 @@
-"""What a hook module may implement. A plugin registers one in the group ``minisgl.hooks``::
+"""Hook specifications. A plugin registers a hook module in the group ``minisgl.hooks``::
 
     # minisgl_example/hooks.py, registered as: example = "minisgl_example.hooks"
     from minisgl_core import hookimpl
@@ -7,11 +7,11 @@
     def request_finished(record):
         print(record.request_id, record.num_output_tokens)
 
-An implementation takes the arguments that it needs, by name. Hooks of the engine's loop run inside it: they must return
-quickly and must not touch the device.
+An implementation declares the arguments that it needs, by name. Hooks of the engine loop run inside the loop: they must return
+quickly and must not use the device.
 
-The entry point may name a function or a class instead of a module. It is called without arguments once for each engine, and what
-it returns is registered, so that hooks can have state; None registers nothing, and costs nothing from then on.
+The entry point may name a function or a class instead of a module. It is called without arguments, once per engine, and the
+result is registered, so that hooks can have state. A result of None registers nothing and costs nothing.
 """
 
 from __future__ import annotations
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
     from minisgl_core.scheduler.stats import SchedulerStats
 
 PROJECT = "minisgl"
-"""Pluggy's name for the project."""
+"""Project name for pluggy."""
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
-"""Marks a function of a hook module as an implementation."""
+"""Decorator that marks a function of a hook module as an implementation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRecord:
-    """What became of one request; times are of ``time.monotonic()``.
+    """Record of one finished request; times by ``time.monotonic()``.
 
     Attributes:
-        request_id: the scheduler's id; one of n for a request with several outputs.
+        request_id: the scheduler's id; a request with several outputs has one id per output.
         finish_reason: ``stop``, ``length`` or ``abort``.
         num_prompt_tokens: tokens of the prompt.
-        num_cached_tokens: those of them that the prefix cache held.
-        num_output_tokens: tokens generated.
-        num_preemptions: how often it lost its pages and was resumed.
-        arrival_s: when the scheduler received it.
-        scheduled_s: when it was first given a place in a batch; None if it ended before.
-        first_token_s: when its first token was known; None if it ended before.
-        finish_s: when it ended.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_output_tokens: generated tokens.
+        num_preemptions: number of times that it was preempted.
+        arrival_s: time when the scheduler received it.
+        scheduled_s: time of its first admission to a batch; None if it ended before.
+        first_token_s: time when its first token was known; None if it ended before.
+        finish_s: time when it ended.
     """
 
     request_id: str
@@ -70,81 +70,81 @@ class RequestRecord:
 
 
 class EngineState(Protocol):
-    """What an engine holds at the moment; to be read within a hook only."""
+    """Current state of an engine. Read it only within a hook."""
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for their first step or to be resumed."""
+        """Requests that wait for their first step or for resumption."""
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a place in the batch."""
+        """Requests that have been admitted to the batch."""
 
     @property
     def num_pages_used(self) -> int:
-        """Pages of KV that requests hold; the prefix cache's others, which can be evicted, do not count."""
+        """KV pages that requests use. Evictable pages of the prefix cache do not count."""
 
     @property
     def stats(self) -> SchedulerStats:
-        """Totals since the start; they begin anew, in another object, where an `LLM` recovers from a step that failed."""
+        """Totals since the start. After an `LLM` recovers from a failed step, they restart in a new object."""
 
 
 @hookspec
 def engine_started(info: EngineInfo) -> None:
-    """The engine of this process is ready for its first step. Called once an engine, on rank 0."""
+    """Called once per engine, on rank 0, when it is ready for its first step."""
 
 
 @hookspec
 def engine_stopped() -> None:
-    """The engine of this process ends and has released the device. Called once for each `engine_started`."""
+    """Called once per `engine_started`, when the engine ends and has released the device."""
 
 
 @hookspec
 def batch_scheduled(plan: BatchPlan, num_waiting: int, num_running: int) -> None:
-    """A step was planned and goes to the engine next. Called on rank 0.
+    """Called on rank 0 when a step was planned, before the engine runs it.
 
     Args:
-        plan: the step; must not be changed.
-        num_waiting: requests that wait for their first step or to be resumed.
-        num_running: requests that hold pages, this step's included.
+        plan: plan of the step; must not be changed.
+        num_waiting: requests that wait for their first step or for resumption.
+        num_running: requests that hold pages, including those of this step.
     """
 
 
 @hookspec
 def batch_finished(plan: BatchPlan, result: StepResult, state: EngineState) -> None:
-    """The host has a step's tokens. Under overlap, the next step has been scheduled by then. Called on rank 0."""
+    """Called on rank 0 when the host has a step's tokens. With overlap, the next step is scheduled already."""
 
 
 @hookspec
 def request_finished(record: RequestRecord, state: EngineState) -> None:
-    """A request ended, whatever the reason, and holds nothing any more. Called on rank 0."""
+    """Called on rank 0 after a request ended, for any reason, and released its pages."""
 
 
 @hookspec
 def pages_cached(namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
-    """The prefix cache has taken pages. Called on rank 0.
+    """Called on rank 0 when pages were inserted into the prefix cache.
 
-    With `pages_evicted` it tells all that enters and leaves the cache, such as for a router that follows what replicas hold.
+    Together with `pages_evicted`, it reports all changes of the cache, for example to a router that tracks its content.
 
     Args:
-        namespace: of the prefix.
+        namespace: namespace of the prefix.
         token_ids: the whole prefix that is cached now, int32 [len(pages) * page_size]; a copy.
-        pages: its pages, int32; must not be changed.
-        num_present: how many of them, from the first, were cached before.
+        pages: pages of the prefix, int32; must not be changed.
+        num_present: number of these pages, from the first, that were cached before.
     """
 
 
 @hookspec
 def pages_evicted(pages: PageIds) -> None:
-    """The prefix cache has given up pages, int32, which hold other KV from now on; must not be changed. Called on rank 0."""
+    """Called on rank 0 when pages, int32, were evicted from the prefix cache. The array must not be changed."""
 
 
 @hookspec
 def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-body]
-    """Further options for a command.
+    """Return further options for a command.
 
-    They take part in ``--config`` files like the command's own. Their values are not passed to the command: an option acts by
-    its click callback. Hooks of the loop may run in other processes, which inherit the environment.
+    ``--config`` files may set them like the command's own options. Their values are not passed to the command, so an option acts
+    in its click callback. Hooks of the engine loop may run in other processes, which inherit the environment.
 
     Args:
         command: the command's name, such as ``launch``.
@@ -153,16 +153,16 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
 
 @hookspec
 def api_routes(app: FastAPI) -> None:
-    """Add routes to the API server. Called only where the user asked for plugins' routes: they widen what the network reaches."""
+    """Add routes to the API server. Called only if the user enables plugins' routes, which expose more to the network."""
 
 
 @hookspec(firstresult=True)
 def preferred_provider(kind: str, hardware: Hardware) -> str | None:
-    """The provider that ``auto`` should take for this hardware, or None to leave it to others.
+    """Return the provider that ``auto`` should select for this hardware, or None for no preference.
 
-    The first implementation with an answer wins. A provider that does not apply is not taken, whoever prefers it.
+    The first implementation that returns a name decides. A provider that does not apply here is never selected.
 
     Args:
-        kind: the seam, such as ``attention``.
+        kind: the plugin kind, such as ``attention``.
         hardware: the devices that the engine will use.
     """

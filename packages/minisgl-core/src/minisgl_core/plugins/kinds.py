@@ -1,4 +1,4 @@
-"""The kinds of plugin: one entry-point group each. Imports nothing heavy."""
+"""Plugin kinds, each with an entry-point group. This module imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One seam.
+    """One plugin kind.
 
     Attributes:
-        name: what users and messages call it.
-        contract: ``module:attribute`` of the class that providers subclass; empty where any object will do.
-        flag: the command-line flag that selects a provider; empty where something else selects it.
+        name: name for users and messages.
+        contract: ``module:attribute`` of the base class of providers; empty if any object is allowed.
+        flag: the command-line flag that selects a provider; empty if there is none.
         summary: one line for listings.
     """
 
@@ -23,14 +23,14 @@ class Kind:
 
     @property
     def label(self) -> str:
-        """What messages call one provider of the kind."""
+        """Phrase for one provider of the kind in messages."""
         return {"commands": "command", "hooks": "hook module", "models": "model"}.get(
             self.name, f"{self.name} provider"
         )
 
     @property
     def group(self) -> str:
-        """The entry-point group."""
+        """Entry-point group."""
         return f"minisgl.{self.name}"
 
 
@@ -46,7 +46,7 @@ KINDS: dict[str, Kind] = {
         _kind("prefix_cache", "prefix_cache:PrefixCache", "--cache", "reuse of KV between prompts"),
         _kind("moe", "moe:MoeKernel", "--moe", "mixture-of-experts kernels"),
         _kind("ops", "ops:OpsProvider", "--ops", "GEMMs, norms, rotary embedding, sampling, step inputs, MoE routing"),
-        _kind("quantization", "quantization:Quantization", "--quantization", "precision of the layers' matrices"),
+        _kind("quantization", "quantization:Quantization", "--quantization", "quantized weights of the layers"),
         _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
         _kind("executor", "executor:Executor", "--executor", "where the ranks of an engine run"),
         _kind("platform", "platform:Platform", "--platform", "devices"),
@@ -57,4 +57,4 @@ KINDS: dict[str, Kind] = {
         _kind("hooks", "", "", "hook modules"),
     )
 }
-"""Every kind by name, in the order of listings."""
+"""All kinds by name, in the order of listings."""

@@ -1,7 +1,7 @@
-"""Finds providers among the installed distributions' entry points, and loads one when it is asked for.
+"""Discovery of providers in the entry points of installed distributions, and loading on demand.
 
-Own code over `importlib.metadata`: names are listed from metadata alone, two distributions with one name are an error
-that names both, and a plugin that does not import harms nobody who does not ask for it.
+Names are listed from metadata only. If two distributions register the same name, the error names both. A plugin that fails to
+import has no effect unless it is selected.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from minisgl_core.suggest import did_you_mean
 
 _PREFIX = "minisgl."
 _NOT_IN_NAMES = re.compile(r"[,:\s]")
-"""What separates names where several are listed."""
+"""Separators of names in lists, which names must not contain."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Entry:
-    """One provider, as metadata tells of it.
+    """Metadata of one provider.
 
     Attributes:
-        kind: the seam, a key of `KINDS`.
-        name: what a user types.
+        kind: the plugin kind, a key of `KINDS`.
+        name: the name that users type.
         value: ``module:attribute`` of the object.
         distribution: name of the distribution that registers it.
-        version: that distribution's version; empty where its metadata has none.
+        version: version of that distribution; empty if its metadata has none.
     """
 
     kind: str
@@ -53,16 +53,16 @@ class Entry:
 
 
 class Registry:
-    """The providers of one environment. Build it once a process, with `from_environment`, and pass it on.
+    """Providers of one environment. Build it once per process with `from_environment`, and pass it on.
 
     Attributes:
-        notes: what listings should tell the user: hidden providers, unknown groups, metadata that cannot be read.
+        notes: notes for listings about hidden providers, unknown groups and unreadable metadata.
     """
 
     def __init__(
         self, entries: Iterable[Entry], hidden: Mapping[Entry, str] | None = None, notes: Iterable[str] = ()
     ) -> None:
-        """Hold `entries`, and `hidden` ones with the reason why they cannot be used."""
+        """Store `entries`, and `hidden` ones with the reason why they cannot be used."""
         self._entries = tuple(sorted(set(entries)))
         self._hidden = dict(hidden or {})
         hidden_notes = [
@@ -72,10 +72,10 @@ class Registry:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Registry:
-        """Read the metadata of every distribution on ``sys.path``; imports none of them. Takes some 50 ms.
+        """Read the metadata of all distributions on ``sys.path`` without importing them. This takes about 50 ms.
 
         Args:
-            environ: where the allow and block lists are read from; ``os.environ`` by default.
+            environ: environment with the allow and block lists; ``os.environ`` by default.
 
         Raises:
             InvalidValueError: an allow or block list is not well-formed.
@@ -93,20 +93,20 @@ class Registry:
         return cls(entries, hidden, notes)
 
     def entries(self, kind: str) -> list[Entry]:
-        """The providers of a kind, by name. Imports nothing."""
+        """Return the providers of a kind, sorted by name. Imports nothing."""
         _check_kind(kind)
         return [entry for entry in self._entries if entry.kind == kind]
 
     def names(self, kind: str) -> list[str]:
-        """Names of the providers of a kind, sorted, each once. Imports nothing."""
+        """Return the distinct names of a kind's providers, sorted. Imports nothing."""
         return sorted({entry.name for entry in self.entries(kind)})
 
     def entry(self, kind: str, name: str) -> Entry:
-        """The one provider of that name. Imports nothing.
+        """Return the only provider of that name. Imports nothing.
 
         Raises:
-            ProviderNotFoundError: none has the name; says what is installed and what would bring it.
-            DuplicateProviderError: more than one distribution registers it; names them.
+            ProviderNotFoundError: no provider has the name. The message lists installed ones and what to install.
+            DuplicateProviderError: several distributions register the name. The message names them.
         """
         found = [entry for entry in self.entries(kind) if entry.name == name]
         if not found:
@@ -122,18 +122,18 @@ class Registry:
         return found[0]
 
     def load(self, kind: str, name: str) -> Any:
-        """Import a provider and check that it keeps its kind's contract.
+        """Import a provider and check that it fulfils its kind's contract.
 
         Raises:
             ProviderNotFoundError: see `entry`.
             DuplicateProviderError: see `entry`.
             ProviderLoadError: the import failed, the object is not a concrete subclass of the contract, or it was
-                written for other versions of the plugin API; holds the cause and the remedy.
+                written for other versions of the plugin API. The message has the cause and the remedy.
         """
         return self.load_entry(self.entry(kind, name))
 
     def load_entry(self, entry: Entry) -> Any:
-        """Like `load`, for an entry at hand.
+        """Load the provider of an entry; see `load`.
 
         Raises:
             ProviderLoadError: see `load`.
@@ -151,17 +151,17 @@ class Registry:
         return provider
 
     def unsupported(self, kind: str, name: str, *spec: Any) -> list[str]:
-        """Load a provider and ask it why it cannot serve; see `reasons_of`. Raises what `load` and that raise."""
+        """Load a provider and return the reasons why it cannot be used. Raises the errors of `load` and `reasons_of`."""
         return reasons_of(self.entry(kind, name), self.load(kind, name), *spec)
 
     def digest(self, chosen: Mapping[str, str]) -> str:
-        """A hash of what the chosen providers are, for ranks to compare before they join.
+        """Return a hash of the selected providers, which ranks compare before they join.
 
         Args:
-            chosen: kind to name; ``a,b`` stands for two providers.
+            chosen: name of the provider by kind; ``a,b`` stands for two providers.
 
         Returns:
-            SHA-256 in hexadecimal over kind, name, value, distribution and version of each.
+            SHA-256 of kind, name, value, distribution and version of each provider, in hexadecimal.
 
         Raises:
             ProviderNotFoundError: see `entry`.
@@ -177,7 +177,7 @@ class Registry:
         text = f"{flag + ': ' if flag else ''}no {KINDS[kind].label} is called {name!r}"
         for entry, why in self._hidden.items():
             if (entry.kind, entry.name) == (kind, name):
-                return f"{text}: that of {entry} is {why}"
+                return f"{text}: the one of {entry} is {why}"
         installed = self.names(kind)
         text += f" (installed: {', '.join(installed) or 'none'})."
         if needed := remedies.requirement(kind, name):
@@ -186,10 +186,10 @@ class Registry:
 
 
 def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
-    """What ``provider.unsupported(*spec)`` gives: why it cannot serve, one sentence each; empty where it can.
+    """Return ``provider.unsupported(*spec)``: the reasons why it cannot be used, one sentence each; empty if it can.
 
     Raises:
-        ProviderLoadError: it fails, or gives anything else.
+        ProviderLoadError: the call fails, or its result is not a list of texts.
     """
     what = f"the {KINDS[entry.kind].label} {entry.name!r} of {entry} cannot be used"
     try:
@@ -198,12 +198,12 @@ def reasons_of(entry: Entry, provider: Any, *spec: Any) -> list[str]:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ProviderLoadError(f"{what}: its unsupported() failed: {cause}.") from error
     if not isinstance(reasons, list) or not all(isinstance(reason, str) for reason in reasons):
-        raise ProviderLoadError(f"{what}: its unsupported() must return a list of texts, and returned {reasons!r:.80}.")
+        raise ProviderLoadError(f"{what}: its unsupported() must return a list of texts, but returned {reasons!r:.80}.")
     return reasons
 
 
 def _scan(notes: list[str]) -> Iterator[Entry]:
-    """Every provider once; a distribution found twice on the path counts where it is found first, as imports do."""
+    """Yield each provider once. If a distribution occurs twice on the path, the first one counts, as for imports."""
     seen: set[str] = set()
     for distribution in distributions():
         name = "?"
@@ -227,13 +227,13 @@ def _entries_of(distribution: Distribution, name: str, notes: list[str]) -> Iter
         kind = point.group.removeprefix(_PREFIX)
         if _NOT_IN_NAMES.search(point.name):
             notes.append(
-                f"{name} registers {point.name!r} in {point.group}, where names have no commas, colons or spaces."
+                f"{name} registers {point.name!r} in {point.group}, but names must not contain commas, colons or spaces."
             )
         elif kind in KINDS:
             yield Entry(kind, point.name, point.value, name, distribution.version or "")
         else:
             notes.append(
-                f"{name} registers {point.name!r} in {point.group}, no such group. {did_you_mean(kind, KINDS)}".rstrip()
+                f"{name} registers {point.name!r} in {point.group}, which is no known group. {did_you_mean(kind, KINDS)}".rstrip()
             )
 
 
@@ -243,7 +243,7 @@ def _check_kind(kind: str) -> None:
 
 
 def _api_mismatch(provider: Any, kind: str) -> str:
-    """Return why a provider was written for another version of the contracts; empty if it was not."""
+    """Return the reason why a provider's contract version does not fit; empty if it fits."""
     old = [name for name in plugin_api.REMOVED.get(kind, ()) if hasattr(provider, name)]
     declared: Any = getattr(provider, "plugin_api", None)
     try:

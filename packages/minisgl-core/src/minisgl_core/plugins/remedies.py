@@ -1,4 +1,4 @@
-"""What to install for a provider that is missing or does not import."""
+"""Remedies for providers that are missing or fail to import."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _REQUIREMENTS = {
 
 
 def requirement(kind: str, name: str) -> str:
-    """The requirement that brings a shipped provider, such as ``minisgl-backends[fi]``; empty for any other."""
+    """Return the requirement that installs a shipped provider, such as ``minisgl-backends[fi]``; empty for others."""
     return _REQUIREMENTS.get((kind, name), "")
 
 
 def install(requirement: str) -> str:
-    """The command that installs `requirement`, quoted for a shell where it has an extra."""
+    """Return the command that installs `requirement`, quoted for a shell if it has an extra."""
     return f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
 
 
 def shipped_names(kind: str) -> list[str]:
-    """Names of a kind that some shipped distribution brings, installed or not."""
+    """Return names of a kind in the shipped distributions, installed or not."""
     assert kind in KINDS
     return [name for of_kind, name in _REQUIREMENTS if of_kind == kind]
 
 
 def for_import_failure(kind: str, name: str, distribution: str, error: BaseException) -> str:
-    """What to do about a provider whose import raised `error`, as a sentence."""
+    """Return a remedy for a provider whose import raised `error`, as a sentence."""
     if shipped := requirement(kind, name):
         return f"Try: {install(shipped)}"
     if isinstance(error, ModuleNotFoundError) and error.name:

@@ -1,4 +1,4 @@
-"""Allow and block lists, read from the environment."""
+"""Allow and block lists of plugins, from environment variables."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from minisgl_core.suggest import did_you_mean
 ALLOW_VARIABLE = "MINISGL_PLUGINS_ALLOW"
 BLOCK_VARIABLE = "MINISGL_PLUGINS_BLOCK"
 SHIPPED = frozenset({"minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server"})
-"""The project's own distributions, which an allow list need not name."""
+"""Distributions of this project, which an allow list need not contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which providers may be used. An item is a distribution's name, ``kind:name`` or ``distribution:kind:name``.
+    """Allow and block lists. An item is a distribution's name, ``kind:name`` or ``distribution:kind:name``.
 
-    Blocking wins over allowing.
+    The block list takes precedence.
 
     Attributes:
-        allow: where not empty, all else that is not shipped is hidden.
-        block: hidden, shipped or not.
+        allow: if not empty, all other providers are hidden, except shipped ones.
+        block: hidden providers, shipped or not.
     """
 
     allow: frozenset[str] = frozenset()
@@ -33,15 +33,15 @@ class Selection:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Selection:
-        """Read both variables: items separated by commas; unset and empty mean no list.
+        """Read both variables, whose items are separated by commas. Unset and empty variables mean no list.
 
         Raises:
-            InvalidValueError: an item names a kind that does not exist, so that the list would not do what it seems to.
+            InvalidValueError: an item names a kind that does not exist, so that it would have no effect.
         """
         return cls(*(_parse(name, environ.get(name, "")) for name in (ALLOW_VARIABLE, BLOCK_VARIABLE)))
 
     def refusal(self, kind: str, name: str, distribution: str) -> str:
-        """Why a provider is hidden, as a phrase; empty if it is not."""
+        """Return the reason why a provider is hidden, as a phrase; empty if it is not hidden."""
         keys = _keys(kind, name, distribution)
         if keys & self.block:
             return f"blocked by {BLOCK_VARIABLE}"
@@ -50,17 +50,17 @@ class Selection:
         return ""
 
     def unmatched(self, providers: Iterable[tuple[str, str, str]]) -> list[str]:
-        """What to tell of items that name none of `providers` (kind, name and distribution), and so do nothing."""
+        """Return a note per item that matches none of `providers`, which are (kind, name, distribution) tuples."""
         known = {key for each in providers for key in _keys(*each)}
         return [
-            f"{variable} names {item!r}, which nothing that is installed is called"
+            f"{variable} names {item!r}, which matches no installed plugin"
             for variable, items in ((ALLOW_VARIABLE, self.allow), (BLOCK_VARIABLE, self.block))
             for item in sorted(items - known - SHIPPED)
         ]
 
 
 def _keys(kind: str, name: str, distribution: str) -> set[str]:
-    """What an item may call a provider."""
+    """Return the items that match a provider."""
     owner, provider = canonicalize_name(distribution), f"{kind}:{name}"
     return {owner, provider, f"{owner}:{provider}"}
 

@@ -1,1 +1,1 @@
-"""The scheduler: which requests run together, and who owns which page. Pure Python and numpy; never touches a device."""
+"""The scheduler: it chooses the requests of each batch and assigns KV pages. Pure Python and NumPy, without device work."""

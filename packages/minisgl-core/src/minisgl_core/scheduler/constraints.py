@@ -1,7 +1,8 @@
-"""Outputs that must follow a grammar: compiled beside the loop, advanced by each token, turned into masks.
+"""Constrained decoding: grammars are compiled in threads, advanced by each token, and turned into token masks.
 
-A grammar takes milliseconds to compile, and the first one waits for the provider to read the tokenizer. So threads do it, and
-a request waits in the queue meanwhile while others run. What takes longer is found by `GrammarGuard` first.
+A grammar takes milliseconds to compile, and the provider reads the tokenizer before it compiles the first one. Threads do
+this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarGuard`
+refuses texts that take too long or too much memory before a thread compiles them.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from minisgl_core.structured_outputs import GrammarSource
 logger = logging.getLogger(__name__)
 
 NUM_KEPT = 256
-"""Compiled grammars that are remembered."""
+"""Most compiled grammars in the cache."""
 MAX_KEPT_BYTES = 64 * 1024**2
-"""Memory that the remembered ones may take, as `GrammarGuard` measured it."""
+"""Most memory of the cached grammars, as `GrammarGuard` measured it."""
 MAX_PENDING_BYTES = 32 * 1024**2
-"""Length of the texts that wait to be compiled."""
+"""Largest total length of the texts that wait to be compiled."""
 _MIN_BYTES_PER_CHARACTER = 64
-"""A compiled grammar weighs at least so much."""
+"""Least memory that a compiled grammar counts for, per character of its text."""
 _ACCEPT_LIMIT_S = 0.05
-"""Processor time that one token may take, where most take microseconds."""
+"""CPU time that `accept` may take for one token. Most tokens take microseconds."""
 _NUM_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar that is remembered; requests use copies of its state."""
+    """A cached grammar; each request uses a copy of its state."""
 
     state: GrammarState
     num_bytes: int
 
 
 class Constraint:
-    """One request's grammar.
+    """Grammar state of one request.
 
     Attributes:
-        error: why its output cannot go on; empty for none.
-        param: the field of the request at fault then; None where it is the provider.
-        opening: a token that may come next besides what the grammar allows; None for none.
+        error: the reason why the output cannot continue; empty if there is none.
+        param: the request field at fault; None if the provider is at fault.
+        opening: a token that may come next in addition to those that the grammar allows; None if there is none.
     """
 
     __slots__ = ("_after_token", "_compiled", "_state", "error", "opening", "param")
@@ -65,33 +66,33 @@ class Constraint:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether `begin` does not wait."""
+        """True if the grammar is compiled, so that `begin` returns at once."""
         return self._compiled.done()
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called, without an error."""
+        """True if `begin` was called and succeeded."""
         return self._state is not None
 
     def begin(self) -> None:
-        """Take the compiled grammar, or its `error`."""
+        """Copy the state of the compiled grammar, or set `error`."""
         error = self._compiled.exception()
         if error is None:
             self._state = self._compiled.result().state.copy()
             return
         if not isinstance(error, MinisglError):
-            logger.error("a grammar was not compiled", exc_info=error)
+            logger.error("a grammar could not be compiled", exc_info=error)
         self.error = str(error) if isinstance(error, MinisglError) else "The grammar cannot be compiled."
         self.param = error.name if isinstance(error, InvalidValueError) else None
 
     @property
     def active_state(self) -> GrammarState | None:
-        """What allows the next token, besides `opening`; None before the token that the grammar begins after."""
+        """The grammar state that restricts the next token. None while the output is unrestricted, before `after_token`."""
         is_free = self._after_token is not None and self.opening is None
         return None if is_free else self._state
 
     def accept(self, token: int) -> None:
-        """Take in the next token."""
+        """Advance the state by the next token."""
         assert self._state is not None
         if self.opening is not None:
             if token != self.opening:
@@ -106,24 +107,24 @@ class Constraint:
         if self._state.error or not is_allowed:
             self.error = self._state.error or f"The grammar does not allow the token {token}."
         elif time.thread_time() - before > _ACCEPT_LIMIT_S:
-            self.error = f"The grammar got too complex: a token took more than {_ACCEPT_LIMIT_S:g} s."
+            self.error = f"The grammar is too complex: one token took more than {_ACCEPT_LIMIT_S:g} s of CPU time."
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing but the end may follow."""
+        """True if only the end of the output may follow."""
         state = self.active_state
         return state is not None and state.is_finished
 
 
 class Grammars:
-    """Compiles for one engine, and remembers. `start` and `fill` are called by one thread."""
+    """Compiler and cache of grammars for one engine. Call `start` and `fill` from one thread only."""
 
     def __init__(
         self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarGuard | None = None
     ) -> None:
-        """Without a guard, texts are compiled unseen.
+        """Prepare the thread pool. Without a guard, texts are compiled without a check of time and memory.
 
-        `make_provider` is called with the first grammar, or by `warm_up`, in a thread.
+        A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
         """
         self._make_provider, self._vocab_size, self._guard = make_provider, vocab_size, guard
         self._made: Grammar | None = None
@@ -133,25 +134,25 @@ class Grammars:
         self._pending: dict[bytes, int] = {}
 
     def warm_up(self) -> None:
-        """Let the provider read the tokenizer now, in a thread: a second that no request will wait for."""
+        """Load the provider in a thread now. It reads the tokenizer for about a second, which no request has to wait for."""
         self._pool.submit(self._provider)
 
     def close(self) -> None:
-        """Drop what waits to be compiled and end the guard's process."""
+        """Cancel the grammars that wait to be compiled, and end the guard's process."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._guard is not None:
             self._guard.close()
 
     @property
     def num_kept(self) -> int:
-        """Grammars that are remembered or being compiled."""
+        """Number of grammars that are cached or being compiled."""
         return len(self._compiled)
 
     def start(self, source: GrammarSource) -> Constraint:
-        """Begin to compile, unless the same grammar was met before. One that does not compile is forgotten.
+        """Start to compile a grammar unless it is cached. A grammar that does not compile is not cached.
 
         Raises:
-            QueueFullError: too much text waits to be compiled.
+            QueueFullError: too much text waits to be compiled already.
         """
         key = hashlib.sha256(f"{source.kind}\0{source.text}".encode()).digest()
         compiled = self._compiled.get(key)
@@ -173,7 +174,7 @@ class Grammars:
             self._compiled.pop(key, None)
 
     def _trim(self) -> None:
-        """Forget the oldest where there are too many."""
+        """Evict the least recently used grammars while the cache exceeds its limits."""
         done = [each.result() for each in list(self._compiled.values()) if each.done() and not each.exception()]
         num_bytes = sum(each.num_bytes for each in done)
         for key, each in list(self._compiled.items()):
@@ -183,11 +184,11 @@ class Grammars:
                 num_bytes -= each.result().num_bytes
 
     def check(self, source: GrammarSource) -> None:
-        """Compile now.
+        """Compile a grammar and wait for the result.
 
         Raises:
             InvalidValueError: the text is not valid for its kind.
-            MinisglError: no provider is there, or it cannot read the tokenizer.
+            MinisglError: no provider is installed, or it cannot read the tokenizer.
         """
         self.start(source)._compiled.result()
 
@@ -197,23 +198,26 @@ class Grammars:
         banned: Sequence[Iterable[int]],
         rules: Sequence[TokenRules | None] = (),
     ) -> Masks:
-        """Masks [len(constraints), W] of the tokens that may come next; all may where there is None or nothing yet.
+        """Return masks [len(constraints), W] of the tokens that may come next.
 
-        Where there is no grammar, those that `rules` allow may. `banned` tokens are left out, unless no other would be left.
+        A constraint that is None, or not active yet, allows all tokens, or those that `rules` allows. The `banned` tokens are
+        cleared afterwards, unless that would leave no token.
         """
         masks = np.full((len(constraints), mask_width(self._vocab_size)), -1, np.int32)
         for mask, rule in zip(masks, rules, strict=False):
             if rule is not None and (allowed := rule.allowed_mask(len(mask))) is not None:
                 mask[:] = allowed
-        places = [place for place, each in enumerate(constraints) if each is not None and each.active_state is not None]
+        indices = [
+            index for index, each in enumerate(constraints) if each is not None and each.active_state is not None
+        ]
         states = [state for each in constraints if each is not None and (state := each.active_state) is not None]
         if states:
             filled = np.empty((len(states), masks.shape[1]), np.int32)
             self._provider().fill_masks(states, filled)
-            masks[places] = filled
-            for place in places:
-                if (each := constraints[place]) is not None and each.opening is not None:
-                    allow_token(masks[place], each.opening)
+            masks[indices] = filled
+            for index in indices:
+                if (each := constraints[index]) is not None and each.opening is not None:
+                    allow_token(masks[index], each.opening)
         for mask, tokens in zip(masks, banned, strict=True):
             before = mask.copy() if tokens else mask
             clear_tokens(mask, tokens)
@@ -236,11 +240,11 @@ class Grammars:
         state = provider.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
             raise PluginError(
-                f"{type(provider).__qualname__}.compile() must return a GrammarState, and returned {state!r}"
+                f"{type(provider).__qualname__}.compile() must return a GrammarState, but returned {state!r}"
             )
         return CompiledGrammar(state, max(num_bytes, _MIN_BYTES_PER_CHARACTER * len(source.text)))
 
 
 def wait_for_any(constraints: Iterable[Constraint], timeout_s: float) -> None:
-    """Wait until one of them is compiled."""
+    """Wait until one of the grammars is compiled, or until the time is over."""
     wait([each._compiled for each in constraints], timeout_s, return_when=FIRST_COMPLETED)

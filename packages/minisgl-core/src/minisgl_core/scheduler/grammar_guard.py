@@ -1,7 +1,7 @@
-"""Trial of grammars in a process of its own, before the engine's process compiles them.
+"""Trial compilation of grammars in a child process, before the engine's process compiles them.
 
-Some short texts take minutes or gigabytes to compile. A thread cannot be stopped or bounded in memory; a process can.
-So a text is compiled there first. It ends when its pipe closes, which happens however the engine's process ends.
+Some short texts take minutes or gigabytes to compile. A thread cannot be stopped or limited in memory, but a process can,
+so each text is compiled in the child process first. The child ends when its pipe closes, however the engine's process ends.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from minisgl_core.messages import Decoder, encode
 from minisgl_core.process import describe_exit
 
 CPU_LIMIT_S = 0.5
-"""Processor time of one trial."""
+"""CPU time of one trial."""
 MEMORY_LIMIT_BYTES = 128 * 1024**2
-"""Memory that one trial may take."""
+"""Most memory of one trial."""
 _WALL_LIMIT_S = 30.0
-"""A process that gets no processor for so long is ended."""
+"""Wall-clock time of one trial. It ends a child process that gets no CPU time."""
 _START_LIMIT_S = 120.0
 
 
@@ -38,13 +38,13 @@ class Trial(msgspec.Struct, tag=True):
 
 
 class Verdict(msgspec.Struct, tag=True):
-    """The result of a trial, or of the start where it says nothing.
+    """Result of a trial, or of the start of the child process if all fields are empty.
 
     Attributes:
-        num_bytes: memory that it took.
-        allowed, remedy: of the `InvalidValueError` that it ended in; empty for none.
-        plugin_error: why the provider cannot be loaded.
-        failure: any other exception.
+        num_bytes: memory that the trial took.
+        allowed, remedy: those of the `InvalidValueError` that the trial raised; empty if it raised none.
+        plugin_error: the reason why the provider cannot be loaded.
+        failure: any other exception of the provider.
     """
 
     num_bytes: int = 0
@@ -55,7 +55,9 @@ class Verdict(msgspec.Struct, tag=True):
 
 
 class GrammarGuard:
-    """The process, which starts with the first trial and again after one that ended it. For several threads.
+    """Owner of the child process. Several threads may use it.
+
+    The process starts with the first trial, and again after a trial that ended it.
 
     Args:
         provider: name of the grammar provider.
@@ -69,15 +71,15 @@ class GrammarGuard:
         self._decode = Decoder(Verdict)
 
     def check(self, kind: GrammarKind, text: str, name: str) -> int:
-        """Compile a text there.
+        """Compile a text in the child process.
 
         Returns:
-            Memory that it took, in bytes.
+            Memory that the compilation took, in bytes.
 
         Raises:
             InvalidValueError: the text is not valid for its kind, or exceeds a limit.
             MinisglError: the provider cannot be loaded, or the process does not start.
-            RuntimeError: the provider failed otherwise.
+            RuntimeError: the provider failed in another way.
         """
         with self._lock:
             try:
@@ -92,9 +94,9 @@ class GrammarGuard:
         return verdict.num_bytes
 
     def close(self) -> None:
-        """End the process. A trial that runs ends as one that exceeds a limit."""
+        """End the process. A trial that is running then ends as if it had exceeded a limit."""
         with suppress(AttributeError):
-            self._process.kill()  # type: ignore[union-attr]  # a trial may end it at the same time
+            self._process.kill()  # type: ignore[union-attr]  # a trial may end it concurrently
         with self._lock:
             self._end()
 
@@ -122,13 +124,15 @@ class GrammarGuard:
             verdict = self._decode(ours.recv_bytes())
         except (EOFError, OSError):
             self._end()
-            raise MinisglError("the process that checks grammars does not start; standard error says more") from None
+            raise MinisglError(
+                "the process that checks grammars does not start; see its messages on standard error"
+            ) from None
         if verdict.plugin_error:
             self._end()
             raise PluginError(verdict.plugin_error)
 
     def _end(self) -> str:
-        """End the process; returns the limit that it had exceeded, if that is why."""
+        """End the process. Return the limit that it exceeded, or how it ended, as the ``allowed`` of an error."""
         process, pipe = self._process, self._pipe
         self._process = self._pipe = None
         if pipe is not None:

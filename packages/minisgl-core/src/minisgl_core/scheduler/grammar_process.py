@@ -1,6 +1,6 @@
-"""Body of the process that tries grammars; see `minisgl_core.scheduler.grammar_guard`.
+"""Main function of the process that compiles grammars on trial; see `minisgl_core.scheduler.grammar_guard`.
 
-It imports the provider and nothing of the engine, so that it starts fast and weighs little.
+It imports the provider and nothing of the engine, so that it starts fast and needs little memory.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.grammar_guard import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Trial, Verdict
 
 _STACK_BYTES = 1024**2
-"""Less than the engine's threads have: what nests too deeply ends this process, not theirs."""
+"""Stack size, smaller than that of the engine's threads: a text that nests too deeply ends this process, not the engine."""
 _NICENESS = 10
 
 
 def main(fd: int, provider: str) -> None:
-    """Try what comes on the pipe until its other end closes."""
+    """Run trials from the pipe until its other end closes."""
     setproctitle.setproctitle("minisgl: grammar check")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the engine's process decides
+        signal.signal(number, signal.SIG_IGN)  # the engine's process handles these signals
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with suppress(OSError):
         os.nice(_NICENESS)
@@ -46,7 +46,7 @@ def main(fd: int, provider: str) -> None:
     _limit_memory()
     pipe.send_bytes(encode(Verdict()))
     silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)  # an allocation that fails is told by the exit status
+    os.dup2(silent, 2)  # the exit status tells of a failed allocation
     threading.stack_size(_STACK_BYTES)
     worker = threading.Thread(target=_serve, args=(pipe, checker))
     worker.start()
@@ -80,14 +80,14 @@ def _verdict(checker: type[Grammar], trial: Trial) -> Verdict:
 
 
 def _limit_memory() -> None:
-    """Bound what is allocated from now on."""
+    """Limit the memory that is allocated from now on."""
     used = _memory("VmData")
     if used:
         resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_LIMIT_BYTES,) * 2)
 
 
 def _reset_peak() -> int:
-    """Give free memory back and let the peak be counted from here; returns the resident memory in bytes."""
+    """Return free memory to the system and reset the peak counter. Return the resident memory in bytes."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
@@ -96,7 +96,7 @@ def _reset_peak() -> int:
 
 
 def _memory(field: str) -> int:
-    """A figure of Linux' in bytes; 0 elsewhere."""
+    """Return a field of ``/proc/self/status`` in bytes; 0 on systems other than Linux."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(f"{field}:"):

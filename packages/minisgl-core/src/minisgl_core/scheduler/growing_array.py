@@ -1,4 +1,4 @@
-"""An int32 array that grows at its end in amortised constant time."""
+"""An int32 buffer that grows at its end in amortised constant time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class GrowingArray:
-    """Holds token ids or page ids of one request."""
+    """Growable buffer of one request's token ids or page ids."""
 
     __slots__ = ("_data", "_size")
 
@@ -22,7 +22,7 @@ class GrowingArray:
 
     @property
     def view(self) -> Int32:
-        """The values, without a copy; valid until the next change."""
+        """Return the values without a copy; valid until the next change."""
         return self._data[: self._size]
 
     def append(self, value: int) -> None:

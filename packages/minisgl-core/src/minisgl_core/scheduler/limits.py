@@ -1,4 +1,4 @@
-"""What a request may ask of a scheduler."""
+"""Limits of the scheduler, and the checks of a request against them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from minisgl_core.messages import Submit
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Bounds of a scheduler, resolved.
+    """Resolved limits of a scheduler.
 
     Attributes:
         max_running: most requests in a batch; also the rows of the page table.
         max_prefill_tokens: most prompt tokens in a step.
-        max_queued: most waiting requests, besides one for each free place in the batch.
+        max_queued: most waiting requests, not counting one per free slot in the batch.
         max_seq_len: most tokens of a sequence; ``num_pages - 1`` pages must hold it.
         num_pages: pages of the pool, the padding page included.
-        page_size: tokens a page.
-        eos_ids: tokens that end every request without ignore_eos.
-        vocab_size: token ids are below it.
+        page_size: tokens per page.
+        eos_ids: tokens that end every request that does not set ignore_eos.
+        vocab_size: exclusive upper bound of token ids.
     """
 
     max_running: int
@@ -49,10 +49,10 @@ class SchedulerLimits:
             raise ContextLengthError("prompt", num_tokens, 1, self.max_seq_len, remedy=remedy)
         if num_tokens + submit.sampling.max_tokens > self.max_seq_len:
             raise ContextLengthError("max_tokens", num_tokens, submit.sampling.max_tokens, self.max_seq_len)
-        is_outside = submit.token_ids.view(np.uint32) >= self.vocab_size  # what is negative is large
+        is_outside = submit.token_ids.view(np.uint32) >= self.vocab_size  # a negative id becomes a large one
         if is_outside.any():
-            place = int(is_outside.argmax())
-            raise self._bad_token(f"prompt[{place}]", int(submit.token_ids[place]))
+            index = int(is_outside.argmax())
+            raise self._bad_token(f"prompt[{index}]", int(submit.token_ids[index]))
         for name, ids in (
             ("logit_bias", submit.sampling.logit_bias),
             ("stop_token_ids", submit.sampling.stop_token_ids),
@@ -67,7 +67,7 @@ class SchedulerLimits:
         self._check_rules(submit)
 
     def _check_rules(self, submit: Submit) -> None:
-        """Check that a token is left to sample, whatever came before."""
+        """Check that at least one token can always be sampled, whatever the output so far."""
         sampling = submit.sampling
         if sampling.allowed_token_ids is None and not submit.bad_words:
             return
@@ -88,5 +88,5 @@ class SchedulerLimits:
 
 
 def bounds_context(num_pages: int, page_size: int, max_seq_len: int) -> bool:
-    """Whether a sequence could be longer if the pool had more pages; one of them is for padding."""
+    """Return True if a larger pool would allow longer sequences. One page of the pool is for padding."""
     return max_seq_len == (num_pages - 1) * page_size

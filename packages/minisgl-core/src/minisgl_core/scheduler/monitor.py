@@ -1,6 +1,6 @@
-"""Tells people who watch what the scheduler does, at no cost while nobody does.
+"""Snapshots of the scheduler for display, at no cost while nobody asks for them.
 
-Steps are recorded from the first request for the state on until `WATCH_S` after the last one.
+Steps are kept from the first `StateRequest` until `WATCH_S` seconds after the last one.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ MAX_REQUESTS = 64
 MAX_RUNS = 128
 MAX_MAPPED_PAGES = 4096
 NUM_TEXT_TOKENS = 24
-"""Tokens of a run or request that are sent along to be read."""
+"""Tokens of a cached run or request that a snapshot contains as a preview."""
 
 
 class Monitor:
-    """Watches one scheduler."""
+    """Recorder of one scheduler's steps."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -45,11 +45,11 @@ class Monitor:
 
     @property
     def is_recording(self) -> bool:
-        """Whether steps are noted."""
+        """True while steps are kept for snapshots."""
         return self._scheduler.step_planned is not None
 
     def state(self, request: StateRequest) -> State:
-        """What there is to see now, between two steps."""
+        """Return a snapshot of the scheduler. Call this between two steps."""
         scheduler, now_s = self._scheduler, time.monotonic()
         self._until_s = now_s + WATCH_S
         scheduler.step_planned = self._record
@@ -77,7 +77,7 @@ class Monitor:
             self._scheduler.step_planned = None
             self._steps.clear()
             return
-        # Prefills are few and what one wants to see: of many requests, decodes are left out.
+        # Prefills are few and more interesting, so decodes are left out if there are too many requests.
         num_left_out = max(0, len(chunks) - MAX_STEP_REQUESTS)
         listed = chunks[min(num_left_out, num_decodes) :][:MAX_STEP_REQUESTS]
         self._steps.append(
@@ -103,9 +103,9 @@ class Monitor:
         if owned:
             numbers, page_ids = zip(*owned, strict=True)
             owners = np.repeat(np.array(numbers), [len(part) for part in page_ids])
-            places = np.concatenate(page_ids) - 1
-            shown = places & (stride - 1) == 0
-            map_owners[places[shown] // stride] = owners[shown]
+            page_indices = np.concatenate(page_ids) - 1
+            shown = page_indices & (stride - 1) == 0
+            map_owners[page_indices[shown] // stride] = owners[shown]
         starts = np.concatenate(([0], np.flatnonzero(np.diff(map_owners)) + 1))
         return PagesState(
             page_size=pages.page_size,

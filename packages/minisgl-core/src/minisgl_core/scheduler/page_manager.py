@@ -1,19 +1,19 @@
-"""Who owns which page.
+"""Ownership of KV pages.
 
-Every page is, at any moment, in exactly one of three places:
+Every page has exactly one owner at any time:
 
     free list  --take-->  request's own pages  --share-->  prefix cache
         ^                        |                              |
         +------- release --------+          evict               |
         +-------------------------------------------------------+
 
-A request's pages are an interval of the cache's, locked, followed by an interval of its own:
+A request uses locked pages of the prefix cache, followed by pages of its own:
 
     pages   | 0 ........ num_shared | num_shared ........ len(pages) |
     owner   |     prefix cache      |            request             |
 
-`share` runs when a step is planned, so that requests planned after it, in the same step even, find the prefix: a step stores
-all its K and V before any query of the layer attends.
+`share` runs when a step is planned. Requests that are planned later, even in the same step, can then use the prefix. This is
+safe because each layer of a step stores all K and V before any query of that layer attends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from minisgl_core.scheduler.request import Request
 
 
 class PageManager:
-    """Moves pages between the free list, the requests and the prefix cache, and notes what the page table must show."""
+    """Mover of pages between the free list, the requests and the prefix cache. It collects the writes to the page table."""
 
     def __init__(self, num_pages: int, page_size: int, cache: PrefixCache, hooks: Hooks) -> None:
         self.page_size = page_size
@@ -38,24 +38,24 @@ class PageManager:
 
     @property
     def num_available(self) -> int:
-        """Pages that could be taken now, by evicting if need be."""
+        """Pages that could be taken now: free pages and evictable pages of the cache."""
         return self.allocator.num_free + self.cache.num_evictable
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that hold `num_tokens`."""
+        """Return the number of pages that `num_tokens` tokens need."""
         return -(-num_tokens // self.page_size)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Tokens of the request that the cache holds and that it could use; the last token is always computed anew."""
+        """Return how many cached tokens the request could use. Its last token is always computed again."""
         if request.sampling.prompt_logprobs is not None:
             return 0
         return self._num_usable(request, self.cache.match(request.tokens.view, request.namespace)) * self.page_size
 
     def attach_cached(self, request: Request) -> None:
-        """Let the request use as much of the cache as goes beyond what it has computed.
+        """Let the request use the cached prefix that is longer than what it has computed.
 
-        Its table entries move to the shared pages first; its own pages that they replace are freed after. Steps in flight
-        may still read those: they were launched before any step that could write to them.
+        The page-table entries are moved to the shared pages first. The request's own pages that they replace are freed after
+        that. Steps in flight may still read these pages, since they were launched before any step that could write to them.
         """
         if request.sampling.prompt_logprobs is not None or request.num_pending:
             return
@@ -81,22 +81,22 @@ class PageManager:
         request.num_computed = num_usable * self.page_size
 
     def _num_usable(self, request: Request, match: PrefixMatch) -> int:
-        """Pages of a match that the request could use: never those of its last token."""
+        """Return how many pages of a match the request could use; the page of its last token is never one of them."""
         return min(len(match.pages), (len(request.tokens) - 1) // self.page_size)
 
     def detach(self, request: Request) -> None:
-        """Undo `attach_cached` for a request that was not admitted after all, its table entries included."""
+        """Undo `attach_cached`, page-table entries included, for a request that was not admitted."""
         self._table_writes = [write for write in self._table_writes if write[0] != request.row]
         if request.handle is not None:
             self.cache.unlock(request.handle)
         request.reset()
 
     def missing_pages(self, request: Request, num_tokens: int) -> int:
-        """Pages that the request still lacks to hold `num_tokens`."""
+        """Return how many more pages the request needs to hold `num_tokens` tokens."""
         return max(0, self.pages_for(num_tokens) - len(request.pages))
 
     def take(self, request: Request, num_tokens: int) -> None:
-        """Give the request pages for `num_tokens`, evicting if need be; they must be available."""
+        """Give the request pages for `num_tokens` tokens, and evict cached pages if needed. They must be available."""
         missing = self.missing_pages(request, num_tokens)
         if missing == 0:
             return
@@ -109,10 +109,11 @@ class PageManager:
         self._extend(request, self.allocator.allocate(missing))
 
     def share(self, request: Request) -> None:
-        """Offer the request's computed pages to the cache.
+        """Insert the request's computed pages into the cache.
 
-        Skipped where the cache holds more of that prefix than the request shares: others' pages (the last page of a fully
-        cached prompt is computed anew, and all of them where its log-probabilities are wanted). `release` offers them then.
+        This is skipped if the cache holds more pages of the prefix than the request shares. The request has its own copies of
+        these pages then: the last page of a fully cached prompt is computed again, and so are all pages of a prompt whose
+        log-probabilities are requested. `release` inserts them later.
         """
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
@@ -130,7 +131,7 @@ class PageManager:
         request.handle, request.num_shared = inserted.handle, num_taken
 
     def release(self, request: Request) -> None:
-        """Take everything from a request that no step in flight includes; its known prefix goes to the cache."""
+        """Release all pages of a request that is in no step in flight. Insert its known prefix into the cache."""
         assert request.num_inflight == 0, "released while a step in flight reads its pages"
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size
@@ -149,7 +150,7 @@ class PageManager:
         request.reset()
 
     def _insert(self, request: Request, tokens: Int32, pages: Int32) -> PrefixInsert:
-        """Offer pages to the cache, and tell of those that it took."""
+        """Insert pages into the cache, and call the hook for the pages that the cache took."""
         inserted = self.cache.insert(tokens, pages, request.namespace)
         if self._hooks.pages_cached is not None and len(inserted.pages) > inserted.num_present:
             known = tokens[: len(inserted.pages) * self.page_size].copy()
@@ -159,7 +160,7 @@ class PageManager:
         return inserted
 
     def drain_table_writes(self) -> Int32:
-        """Table entries that changed since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""
+        """Return the page-table writes since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""
         if not self._table_writes:
             return np.empty(0, np.int32)
         rows = np.concatenate([np.full(len(pages), row, np.int32) for row, _, pages in self._table_writes])
@@ -168,7 +169,7 @@ class PageManager:
         )
         pages = np.concatenate([pages for _, _, pages in self._table_writes])
         self._table_writes.clear()
-        # A scatter leaves open which of two writes to one entry wins, so only the last one is sent.
+        # The order of two writes to one entry is undefined in a scatter, so only the last one is kept.
         keys = rows.astype(np.int64) << 32 | columns
         _, last = np.unique(keys[::-1], return_index=True)
         keep = np.sort(len(keys) - 1 - last) if len(last) < len(keys) else slice(None)

@@ -1,4 +1,4 @@
-"""Turns the requests of a step into the arrays of a `BatchPlan`."""
+"""Builds the arrays of a `BatchPlan` from the requests of a step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_FLOATS = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One request's part of a step: its tokens ``[start, start + num_new)``."""
+    """Tokens of one request in a step: ``[start, start + num_new)``."""
 
     request: Request
     start: int
@@ -27,7 +27,7 @@ class Chunk:
 
 
 class Planner:
-    """Keeps each row's sampling parameters in arrays, so that a step only indexes them."""
+    """Builder of plans. It keeps the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
         """`num_rows`: rows of the page table that requests can hold."""
@@ -44,7 +44,7 @@ class Planner:
         self._num_penalised = 0
 
     def register(self, request: Request) -> None:
-        """Note the sampling parameters of a request that has just been given a row."""
+        """Store the sampling parameters of a request that has just been given a row."""
         row, sampling = request.row, request.sampling
         self._temperature[row] = 0.0 if sampling.is_greedy else sampling.temperature
         self._top_k[row] = min(max(sampling.top_k, 0), self._vocab_size)
@@ -58,7 +58,7 @@ class Planner:
         self._needs_host[row] = request if special else None
 
     def plan(self, chunks: list[Chunk], num_decodes: int, new_pages: Int32) -> BatchPlan:
-        """Build a step from its chunks, decodes first."""
+        """Return the plan of a step. Chunks of decodes come first."""
         rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
         starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
         num_new = np.fromiter((c.num_new for c in chunks), np.int32, len(chunks))
@@ -106,9 +106,9 @@ class Planner:
     def _host_work(
         self, rows: Int32
     ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]], Int32]:
-        """Penalties, logit changes and grammars, for the few requests that have any."""
+        """Return penalties, penalty states, logit biases and masked indices of the few requests that have any."""
         states: list[PenaltyState] = []
-        places: list[Int32] = []
+        indices: list[Int32] = []
         tokens: list[Int32] = []
         values: list[npt.NDArray[np.float32]] = []
         masked: list[int] = []
@@ -126,17 +126,17 @@ class Planner:
                     request.penalties_sent = True
             token_ids, biases = request.bias_ids, request.bias_values
             if request.needs_mask:
-                masked.append(i)  # its mask bans the stop tokens where min_tokens does
+                masked.append(i)  # its mask also bans the stop tokens that min_tokens forbids
             elif len(banned := _banned(request)):
                 token_ids = np.concatenate((token_ids, banned))
                 biases = np.concatenate((biases, np.full(len(banned), -np.inf, np.float32)))
             if len(token_ids):
-                places.append(np.full(len(token_ids), i, np.int32))
+                indices.append(np.full(len(token_ids), i, np.int32))
                 tokens.append(token_ids)
                 values.append(biases)
         bias = (
-            (np.concatenate(places), np.concatenate(tokens), np.concatenate(values))
-            if places
+            (np.concatenate(indices), np.concatenate(tokens), np.concatenate(values))
+            if indices
             else (_NO_INTS, _NO_INTS, _NO_FLOATS)
         )
         penalties = self._penalties[:, rows].ravel() if penalised else _NO_FLOATS
@@ -144,7 +144,7 @@ class Planner:
 
 
 def _banned(request: Request) -> Int32:
-    """The tokens that a request without a mask must not sample next."""
+    """Return the tokens that a request without a mask must not sample next."""
     banned: frozenset[int] = frozenset() if request.token_rules is None else request.token_rules.banned
     if request.length - request.num_prompt < request.sampling.min_tokens:
         banned |= request.stop_ids
@@ -152,12 +152,15 @@ def _banned(request: Request) -> Int32:
 
 
 def _decode_id(chunk: Chunk) -> int:
-    """The token of a decode. The device has it only while it is pending: a resumed request's row has not sampled it."""
+    """Return the token id of a decode, or -1 while the token is pending and only the device has it.
+
+    A resumed request gives its token id, because its new row has not sampled that token.
+    """
     return FROM_DEVICE if chunk.request.num_pending else int(chunk.request.tokens.view[chunk.start])
 
 
 def _targets(chunk: Chunk) -> Int32:
-    """The token after each of the chunk's, -1 past the prompt's end."""
+    """Return the token after each token of the chunk; -1 past the end of the prompt."""
     targets = np.full(chunk.num_new, -1, np.int32)
     known = chunk.request.tokens.view[chunk.start + 1 : min(chunk.start + chunk.num_new + 1, chunk.request.num_prompt)]
     targets[: len(known)] = known

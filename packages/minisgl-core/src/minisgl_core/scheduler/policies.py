@@ -1,4 +1,4 @@
-"""The scheduling policies that come with minisgl."""
+"""Scheduling policies that ship with minisgl."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from minisgl_core.contracts.policy import Policy, RequestView
 
 
 class FirstComeFirstServed(Policy):
-    """By priority, then arrival."""
+    """Order by priority, then by arrival."""
 
     def order(
         self,
@@ -20,9 +20,9 @@ class FirstComeFirstServed(Policy):
 
 
 class LongestPrefixMatch(Policy):
-    """By priority, then the longest cached prefix (SGLang, arXiv 2312.07104), then arrival.
+    """Order by priority, then by longest cached prefix (SGLang, arXiv 2312.07104), then by arrival.
 
-    Looks only at the first `window` waiting requests, so that a long queue does not cost a cache match each.
+    Only the first `window` waiting requests are matched, which bounds the number of cache lookups for a long queue.
     """
 
     window = 128
@@ -40,11 +40,12 @@ class LongestPrefixMatch(Policy):
 
 
 class LongestOutputFirst(Policy):
-    """By priority, then the most output tokens that a request may still ask for (SGLang's ``lof``), then arrival.
+    """Order by priority, then by most remaining output tokens (SGLang's ``lof``), then by arrival.
 
-    For batches whose outputs' lengths are known: the longest start first, as in Graham's rule for tasks of known length (SIAM
-    J. Appl. Math. 17(2), 1969), so that few steps at the end have few requests. With a small ``--max-prefill-length`` later
-    prompts share steps with decodes, which read the same weights. Not for serving: short requests wait for all longer ones.
+    This policy is for offline batches whose output lengths are known. The longest request starts first, as in Graham's rule
+    for tasks of known length (SIAM J. Appl. Math. 17(2), 1969), so that few steps at the end have few requests. With a small
+    ``--max-prefill-length``, later prompts share steps with decodes, which read the same weights. It does not suit a server:
+    short requests wait for all longer ones.
     """
 
     def order(

@@ -1,4 +1,4 @@
-"""One request as the scheduler sees it."""
+"""State of one request in the scheduler."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from minisgl_core.scheduler.token_rules import TokenRules
 class Request:
     """State of a request from arrival to release.
 
-    Of a request's tokens, a prefix has been computed and the rest waits. With overlap, the last token may be in flight:
-    sampled by a launched step, not yet known to the host.
+    A prefix of the request's tokens has been computed. With overlap, the last token may be in flight: a launched step samples
+    it, and the host does not know it yet.
 
         tokens   |<-------------- len(tokens) ------------->|<----- num_pending ----->|
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
     Attributes:
-        request_id: the client's name for it.
+        request_id: the client's name of the request.
         tokens: prompt and output tokens known to the host.
-        num_prompt: how many of them are the prompt.
-        num_pending: tokens sampled by steps in flight: 0 or 1 when a step is planned, 2 until the earlier one is processed.
+        num_prompt: length of the prompt in tokens.
+        num_pending: tokens that steps in flight sample. It is 0 or 1 when a step is planned, and 2 until the earlier step is
+            processed.
         num_computed: tokens whose KV is in the pool once the launched steps are done.
-        num_cached: prompt tokens found in the cache when the request was first admitted, for the usage report.
+        num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
         pages: page ids in order; those up to `num_shared` belong to the prefix cache and are locked through `handle`.
-        namespace: of its prefix in the cache, by salt and adapter.
+        namespace: namespace of its prefix in the cache, from salt and adapter.
         row: page-table row; 0 while waiting.
         num_inflight: launched steps that include the request and are not processed yet.
-        arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times are of ``time.monotonic()``.
-        constraint: the grammar that the output follows, if any; it knows the tokens that the host knows.
-        token_rules: the tokens that it may generate besides, if that is restricted.
+        arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
+        constraint: state of the output's grammar, if there is one; it has accepted the output tokens known to the host.
+        token_rules: further restrictions of the tokens that may be generated, if there are any.
         finish_reason: set once; the request is released when `num_inflight` is 0.
     """
 
@@ -84,7 +85,7 @@ class Request:
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """`seed`: used where the request has none."""
+        """`seed`: used if the request has none."""
         sampling = submit.sampling
         self.request_id, self.worker, self.priority, self.sampling = (
             submit.request_id,
@@ -113,7 +114,7 @@ class Request:
         self.reset()
 
     def reset(self) -> None:
-        """Forget everything that was computed; the tokens stay. For preemption."""
+        """Discard all that was computed, and keep the tokens. For preemption."""
         self.num_computed = self.num_pending = self.num_inflight = self.num_shared = self.row = 0
         self.pages = GrowingArray(np.empty(0, np.int32))
         self.handle: object = None
@@ -123,7 +124,7 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, under the name that policies know."""
+        """Tokens of the prompt; the name that policies use."""
         return self.num_prompt
 
     @property
@@ -133,31 +134,31 @@ class Request:
 
     @property
     def max_tokens_left(self) -> int:
-        """Output tokens that the host does not know yet, at most."""
+        """Most output tokens that are still to come and not known to the host."""
         return self.max_length - len(self.tokens)
 
     @property
     def length(self) -> int:
-        """Tokens of the sequence, those in flight included."""
+        """Tokens of the sequence, including those in flight."""
         return len(self.tokens) + self.num_pending
 
     @property
     def is_decoding(self) -> bool:
-        """Whether all but the newest token is computed and that one was sampled."""
+        """True if the newest token was sampled and all tokens before it are computed."""
         return self.num_computed + 1 == self.length and self.length > self.num_prompt
 
     @property
     def wants_step(self) -> bool:
-        """Whether another step could give it another token."""
+        """True if another step could produce another token."""
         return self.finish_reason is None and self.length < self.max_length
 
     @property
     def needs_mask(self) -> bool:
-        """Return if its tokens are restricted by a mask, which the host makes once it knows the tokens before."""
+        """True if a mask restricts its tokens. The host builds that mask once it knows all tokens before."""
         return self.constraint is not None or (self.token_rules is not None and self.token_rules.needs_mask)
 
     def banned_tokens(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        """Tokens that a mask is to leave out at the next place that the host does not know."""
+        """Return the tokens that the mask of the next token has to exclude."""
         rules, has_grammar = self.token_rules, self.constraint is not None
         banned: frozenset[int] = (
             frozenset() if rules is None else rules.banned_after(self.tokens.view[self.num_prompt :])
@@ -168,11 +169,11 @@ class Request:
 
     @property
     def known_computed(self) -> Int32:
-        """Tokens that the host knows and whose KV is (or will be, once the launched steps are done) in the pool."""
+        """Tokens known to the host whose KV is in the pool, or will be once the launched steps are done."""
         return self.tokens.view[: self.num_computed]
 
     def record(self, finish_reason: str) -> RequestRecord:
-        """What became of it, now that it has ended."""
+        """Return the record of this request, which has ended."""
         return RequestRecord(
             request_id=self.request_id,
             finish_reason=finish_reason,

@@ -1,8 +1,10 @@
 """Continuous batching with chunked prefill, admission by pages, preemption and resumption.
 
-A step takes one token of every decoding request and up to `max_prefill_length` prompt tokens of others, in one batch (the
-chunked prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only decides; the engine loop runs the plans and
-brings the results back, in order, possibly one step late (overlap).
+Each step schedules one token per decoding request and up to `max_prefill_length` prompt tokens in one batch (the chunked
+prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only plans steps. The engine loop runs the plans and returns their
+results in order, possibly one step late (overlap).
+
+The file is long because admission, preemption and the end of requests change one shared state.
 """
 
 from __future__ import annotations
@@ -34,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan and the requests that its rows stand for."""
+    """A plan and its chunks, in the order of the batch."""
 
     plan: BatchPlan
     chunks: list[Chunk]
 
 
 _COMPILE_WAIT_S = 0.02
-"""How long nothing else happens, where all there is to do waits for a grammar."""
+"""Longest wait for a grammar to be compiled while no other request can run."""
 
 
 def _queue_key(request: Request) -> tuple[int, int]:
@@ -49,10 +51,10 @@ def _queue_key(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owns the requests. `schedule` and `process` alternate; see `minisgl_core.engine.loop`.
+    """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.engine.loop`.
 
     Attributes:
-        step_planned: called with each step's chunks, decodes first, and the number of decodes, while somebody watches.
+        step_planned: called with each step's chunks, decodes first, and the number of decodes; None while nobody watches.
     """
 
     def __init__(
@@ -63,14 +65,14 @@ class Scheduler:
         hooks: Hooks | None = None,
         grammars: Grammars | None = None,
     ) -> None:
-        """Begin with nothing.
+        """Start without requests.
 
         Args:
-            limits: see there.
-            cache: of the engine's pages.
+            limits: limits of batches, queue, sequences and pages.
+            cache: prefix cache of the engine's pages.
             policy: orders the waiting requests.
-            hooks: called when a request has ended and when pages enter or leave the cache; None for none.
-            grammars: compiles those of requests, and fills masks; may be left out where no request needs either.
+            hooks: called for finished requests and for pages that enter or leave the cache; may be None.
+            grammars: compiles grammars and fills token masks; may be None if no request needs them.
         """
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
@@ -87,19 +89,19 @@ class Scheduler:
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._compiling: list[tuple[Request, Constraint]] = []
-        """Those of the waiting whose grammars are not compiled yet."""
+        """Waiting requests whose grammars are not compiled yet."""
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
         self.step_planned: Callable[[list[Chunk], int], None] | None = None
 
-    # What the outside does.
+    # Called by the owner of the loop.
 
     def validate(self, submit: Submit) -> None:
         """Check a request against the limits.
 
         Raises:
-            InvalidValueError: its id is in use, or see `SchedulerLimits.check`.
+            InvalidValueError: its id is in use, or it fails `SchedulerLimits.check`.
         """
         if submit.request_id in self._by_id:
             raise InvalidValueError("request_id", submit.request_id, "unused among the requests that are running")
@@ -109,7 +111,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            InvalidValueError: see `validate`.
+            InvalidValueError: the request fails `validate`.
             QueueFullError: the queue is at its bound.
         """
         self.validate(submit)
@@ -119,7 +121,7 @@ class Scheduler:
         self._num_arrived += 1
         constraint = None
         if submit.grammar is not None:
-            assert self.grammars is not None, "a scheduler without grammars"
+            assert self.grammars is not None, "the request needs a mask, and the scheduler has no grammars"
             constraint = self.grammars.start(submit.grammar)
         request = Request(
             submit,
@@ -134,7 +136,7 @@ class Scheduler:
         insort(self._waiting, request, key=_queue_key)
 
     def abort(self, request_id: str, reason: str = "abort") -> None:
-        """Stop a request, wherever it is; `reason` as in `Abort`. Unknown ids are ignored: it may have just finished."""
+        """Abort a waiting or running request; `reason` as in `Abort`. Unknown ids are ignored, as it may have just finished."""
         request = self._by_id.get(request_id)
         if request is None or request.finish_reason is not None:
             return
@@ -147,43 +149,43 @@ class Scheduler:
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Requests without a row, in their order; not to be changed."""
+        """Requests without a page-table row, in queue order; not to be changed."""
         return self._waiting
 
     @property
     def running(self) -> Sequence[Request]:
-        """Requests that hold a row, in the order of admission; not to be changed."""
+        """Requests with a page-table row, in order of admission; not to be changed."""
         return self._running
 
     @property
     def num_waiting(self) -> int:
-        """Requests that hold no pages yet."""
+        """Number of waiting requests, which hold no pages."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Requests that hold a row."""
+        """Number of requests with a page-table row."""
         return len(self._running)
 
     @property
     def is_full(self) -> bool:
-        """Whether `submit` refuses: as many requests wait as may, besides one for each free row."""
+        """True if `submit` refuses requests: `max_queued` requests wait, not counting one per free row."""
         return len(self._waiting) >= self.limits.max_queued + self.rows.num_free
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that could not be taken now: those of requests, the cache's that they read included."""
+        """Pages that running requests own or read from the cache, so that they cannot be taken."""
         return self.pages.allocator.capacity - self.pages.num_available
 
     @property
     def has_work(self) -> bool:
-        """Whether any request is left, or an output is not collected yet."""
+        """True if a request is left, or an output has not been collected yet."""
         return bool(self._by_id or self._running or self._aborted)
 
-    # What the engine loop does.
+    # Called by the engine loop.
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step; None where nothing can run before `process` has seen the steps in flight."""
+        """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
         if self._compiling:
             self._take_compiled()
         decodes = self._schedule_decodes()
@@ -207,19 +209,19 @@ class Scheduler:
         return ScheduledStep(plan, chunks)
 
     def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
-        """What a step's requests may sample, all steps before having been processed; None where nothing restricts them."""
+        """Return the token masks of a step, or None if nothing restricts it. All steps before must have been processed."""
         if not len(step.plan.sample.masked):
             return None
         assert self.grammars is not None
         sampled = [chunk.request for chunk in step.chunks if chunk.samples]
-        requests = [sampled[place] for place in step.plan.sample.masked]
+        requests = [sampled[index] for index in step.plan.sample.masked]
         constraints = [None if request.finish_reason else request.constraint for request in requests]
         banned = [each.banned_tokens(self.limits.eos_ids) for each in requests]
         words = self.grammars.fill(constraints, banned, [each.token_rules for each in requests])
         return TokenMasks(words=words.ravel())
 
     def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:
-        """Take in a step's result. Returns (tokenizer worker, output) pairs, in the batch's order."""
+        """Update the requests from a step's result. Return (tokenizer worker, output) pairs in batch order."""
         outputs: list[tuple[int, TokenOut]] = []
         wants_prompt = [step.chunks[i].request for i in step.plan.prompt_logprobs]
         for request, entries in zip(wants_prompt, result.prompt_logprobs, strict=True):
@@ -259,7 +261,7 @@ class Scheduler:
         return outputs
 
     def collect_aborted(self) -> list[tuple[int, TokenOut]]:
-        """Last outputs of the requests aborted since the last call."""
+        """Return the last outputs of the requests that were aborted since the last call."""
         aborted, self._aborted = self._aborted, []
         return aborted
 
@@ -284,7 +286,7 @@ class Scheduler:
         return chunks
 
     def _preempt(self, request: Request) -> None:
-        """Take a request's pages; it starts again from its tokens, most of which the cache may still hold by then."""
+        """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
         self._running.remove(request)
@@ -293,27 +295,27 @@ class Scheduler:
         insort(self._waiting, request, key=_queue_key)
 
     def _unblock(self) -> ScheduledStep | None:
-        """Nothing could be planned: where no step in flight will change that, make room by preempting.
+        """Preempt a request when nothing could be planned and no step in flight can change that.
 
         Raises:
-            PluginError: nothing runs, and yet there is no room for what waits.
+            PluginError: nothing runs, and still no waiting request can be admitted.
         """
         if self._waiting and not self._running and not self._compiling and not self._aborted:
             raise PluginError(
-                f"no request that waits can be admitted, though none runs: of {self.pages.allocator.capacity} pages, "
-                f"{self.num_pages_used} are neither free nor to be had from the prefix cache "
-                f"{type(self.pages.cache).__qualname__}"
+                f"no waiting request can be admitted, although no request runs: {self.num_pages_used} of "
+                f"{self.pages.allocator.capacity} pages are not free, and the prefix cache "
+                f"{type(self.pages.cache).__qualname__} cannot evict them"
             )
         if not any(r.wants_step for r in self._running) or any(r.num_inflight for r in self._running):
             return None
-        assert len(self._running) > 1, "a request that runs alone must fit"
+        assert len(self._running) > 1, "a single running request must fit in the pool"
         self._preempt(max(self._running, key=_queue_key))
         return self.schedule()
 
     # Prefills.
 
     def _take_compiled(self) -> None:
-        """Let the requests whose grammars are compiled be admitted; end those whose grammars are not valid."""
+        """Make requests whose grammars are compiled ready for admission, and end those with an invalid grammar."""
         done = [each for each in self._compiling if each[1].is_compiled]
         for request, constraint in done:
             self._compiling.remove((request, constraint))
@@ -333,10 +335,10 @@ class Scheduler:
         return chunks
 
     def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
-        """By the policy.
+        """Return the waiting requests in the policy's order.
 
         Raises:
-            PluginError: it left out or added any, which would wait for ever.
+            PluginError: the policy left out or added requests. A request left out would wait forever.
         """
         given = waiting.copy()
         num_cached = cast(Callable[[RequestView], int], self.pages.num_cached_tokens)
@@ -344,7 +346,7 @@ class Scheduler:
         is_right = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
         if not is_right or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
             raise PluginError(
-                f"the policy {type(self.policy).__qualname__} must return the requests that it was given, in an order"
+                f"the policy {type(self.policy).__qualname__} must return exactly the requests that it was given, reordered"
             )
         return cast(Sequence[Request], ordered)
 
@@ -377,7 +379,7 @@ class Scheduler:
             reserved += self.pages.missing_pages(request, request.length + 1)
 
     def _add_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
-        """Plan the request's next chunk; returns how many tokens of the budget it takes."""
+        """Plan the request's next chunk. Return how many tokens of the budget it uses."""
         self.pages.attach_cached(request)
         num_new = min(request.length - request.num_computed, budget)
         end = request.num_computed + num_new
@@ -403,7 +405,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: str, token_ids: list[int]) -> TokenOut:
         request.finish_reason = reason
-        logger.debug("ended by %s", reason, extra={"request_id": request.request_id})
+        logger.debug("the request has ended: %s", reason, extra={"request_id": request.request_id})
         self.stats.num_finished += 1
         del self._by_id[request.request_id]
         if request.row == 0:
@@ -437,7 +439,7 @@ class Scheduler:
         self._request_finished(record=request.record(request.finish_reason), state=self)
 
     def check(self) -> None:
-        """Verify that pages, rows and maps agree. For tests."""
+        """Verify that pages, page-table rows and the map of requests agree. For tests."""
         self.pages.check(self._running)
         assert self.rows.num_free + len(self._running) == self.rows.capacity, "a row is lost"
         live = {id(request) for request in self._by_id.values()}

@@ -1,4 +1,4 @@
-"""What a scheduler counts."""
+"""Counters of the scheduler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SchedulerStats:
-    """Counters since the start, all of them totals."""
+    """Totals since the start."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0

@@ -1,4 +1,4 @@
-"""Tokens that one request may generate: its `allowed_token_ids` and `bad_words`."""
+"""Restrictions of a request's tokens by its `allowed_token_ids` and `bad_words`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from minisgl_core.scheduler.growing_array import Int32
 
 @dataclass(slots=True)
 class TokenRules:
-    """The rules of a request that has any.
+    """Token restrictions of one request.
 
-    Bad words are looked up by the token before their last one, so that the cost of a step does not grow with their number.
+    Bad words are indexed by the token before their last one, so that the cost of a step does not grow with their number.
 
     Attributes:
         allowed: the only tokens that may be generated; None for all.
         banned: tokens that are bad words by themselves.
-        sequences: bad words of several tokens, by the last but one of them.
+        sequences: bad words of several tokens, indexed by their last token but one.
     """
 
     allowed: tuple[int, ...] | None
@@ -31,7 +31,7 @@ class TokenRules:
 
     @classmethod
     def of(cls, submit: Submit) -> Self | None:
-        """Return the rules of a request; None where it has none."""
+        """Return the rules of a request; None if it has none."""
         if submit.sampling.allowed_token_ids is None and not submit.bad_words:
             return None
         rules = cls(
@@ -52,7 +52,7 @@ class TokenRules:
 
     @property
     def needs_mask(self) -> bool:
-        """Return if a few fixed biases do not express the rules."""
+        """True if a fixed set of logit biases cannot express the rules."""
         return self.allowed is not None or bool(self.sequences)
 
     def banned_after(self, output: Int32) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""The conformance kit: what a provider must pass, as classes of tests to subclass.
+"""Conformance kits: test classes that a provider must pass.
 
 A plugin author subclasses the kit of the contract, sets `provider`, and runs pytest::
 
@@ -11,6 +11,6 @@ The kits: `attention_kit.AttentionBackendTests`, `communicator_kit.CommunicatorT
 `model_kit.ModelTests`, `moe_kit.MoeKernelTests`, `ops_kit.OpsTests`, `platform_kit.PlatformTests`,
 `policy_kit.PolicyTests`, `prefix_cache_kit.PrefixCacheTests`, `quantization_kit.QuantizationTests`,
 `weights_kit.WeightSourceTests`.
-`kit_runner.failures` runs one without pytest, for tests of the kits themselves. They need
-``pip install 'minisgl-core[testing]'``; nothing is re-exported here, so that each costs only what it imports.
+`kit_runner.failures` runs a kit without pytest, for tests of the kits themselves. The kits need
+``pip install 'minisgl-core[testing]'``. This package re-exports nothing, so that each kit imports only what it needs.
 """

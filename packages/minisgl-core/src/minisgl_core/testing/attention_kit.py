@@ -1,4 +1,4 @@
-"""What every attention backend must pass."""
+"""Conformance kit of attention backends. The file is long because it has all requirements in one class."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "multi_token_decodes": {"max_decode_query_len": 4},
     "fp8_kv": {"kv_dtype": FP8},
 }
-"""Of a spec, by the capability that each needs."""
+"""Changes of a spec, by the capability that each requires."""
 
 
 class AttentionBackendTests:
-    """Subclass and set `provider` and the shapes that it supports.
+    """Tests of an attention backend. Subclass this, and set `provider` and the shapes that it supports.
 
-    The provider's `capabilities` decide what else is tested; what they do not declare must be refused.
+    The provider's `capabilities` select further tests. Features that they do not declare must be refused.
 
-    Every test compares with attention in float64 without pages, and the whole KV pool with what must be in it after a step.
-    All are skipped where the backend does not apply to this machine.
+    All tests compare outputs with attention in float64 without pages, and the whole KV pool with its expected content. They are
+    skipped if the backend does not support this machine.
 
     Attributes:
         provider: the class.
-        device: where to run.
-        dtypes: of queries, keys and values.
-        page_sizes: tokens a page.
+        device: device of the tests.
+        dtypes: dtypes of queries, keys and values.
+        page_sizes: tokens per page.
         head_shapes: (query heads, KV heads, head dimension).
-        tolerances: largest error of an output, by dtype; outputs are of about unit size.
+        tolerances: largest error of an output by dtype; outputs are of about unit size.
     """
 
     provider: ClassVar[type[AttentionBackend]]
@@ -58,7 +58,7 @@ class AttentionBackendTests:
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
     def test_says_why_it_cannot(self) -> None:
-        """Asking gives sentences, whatever it is asked for, and touches no tensor."""
+        """`unsupported` returns sentences for any spec, and uses no tensor."""
         known = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
         odd: list[dict[str, Any]] = [
             {},
@@ -78,11 +78,11 @@ class AttentionBackendTests:
         for change in odd:
             with _NoTensors():  # type: ignore[no-untyped-call]
                 reasons = self.provider.unsupported(replace(known, **change))
-            assert isinstance(reasons, list), f"{change}: {reasons!r} is no list"
+            assert isinstance(reasons, list), f"{change}: {reasons!r} is not a list"
             assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
 
     def test_what_it_accepts_works(self) -> None:
-        """Specs that no one declared: the backend refuses them or computes them right."""
+        """The backend refuses undeclared specs, or computes them correctly."""
         odd: list[dict[str, Any]] = [
             {"page_size": 3},
             {"head_dim": 40},
@@ -95,13 +95,13 @@ class AttentionBackendTests:
                 self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
 
     def test_every_shape(self) -> None:
-        """Chunks of prompts after decodes, over all head shapes, page sizes and dtypes."""
+        """Chunked prefills after decodes, for all head shapes, page sizes and dtypes."""
         for spec in self.specs(every_shape=True):
             size = spec.page_size
             self.run(spec, decodes=[1, size + 1, 50], prefills=[(0, 1), (0, 2 * size + 3), (size, 20), (37, 1)])
 
     def test_decode(self) -> None:
-        """Lengths around the edges of pages and of the tiles that kernels use."""
+        """Decodes with lengths around the bounds of pages and kernel tiles."""
         for spec in self.specs():
             size = spec.page_size
             lengths = {1, 2, size - 1, size, size + 1, 3 * size, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200} - {0}
@@ -110,9 +110,9 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
-        """Where a backend rotates decodes itself: each by its position, norms before, the rest of a head as it is."""
+        """A fused decode kernel applies QK norms, then RoPE by position, and leaves the rest of each head unchanged."""
         if not self.provider.capabilities.fused_rope_decode:
-            pytest.skip("it leaves that to others")
+            pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
             rig = self.rig(spec, len(lengths), max(lengths) + 1)
@@ -121,29 +121,29 @@ class AttentionBackendTests:
                 rig.rotate([(request, 1) for request in requests], has_norms, share)
 
     def test_prefill(self) -> None:
-        """Whole prompts, several at once."""
+        """Several whole prompts in one batch."""
         for spec in self.specs():
             lengths = (1, spec.page_size, 16, 65, 2, 3 * spec.page_size + 1, 130)
             self.run(spec, prefills=[(0, length) for length in lengths])
 
     def test_chunked_prefill(self) -> None:
-        """Parts of prompts whose beginnings are in the pool."""
+        """Chunks of prompts whose beginnings are in the pool."""
         for spec in self.specs():
             size = spec.page_size
             self.run(spec, prefills=[(size, size), (7, 9), (size - 1, 2), (129, 17), (1, 128), (100, 1), (0, 33)])
 
     def test_very_mixed_lengths(self) -> None:
-        """The longest sequence beside the shortest, decodes and prefills."""
+        """The longest and the shortest sequences in one batch, as decodes and prefills."""
         for spec in self.specs():
             self.run(spec, decodes=[1, 700, 2, 1], prefills=[(0, 1), (500, 3), (0, 150), (1, 1)])
 
     def test_many_requests(self) -> None:
-        """More than one tile holds, most of them alike."""
+        """More requests than one kernel tile has, most of them equally long."""
         for spec in self.specs():
             self.run(spec, decodes=[1 + i % 5 for i in range(70)], prefills=[(i % 3, 1 + i % 2) for i in range(40)])
 
     def test_sliding_windows(self) -> None:
-        """Layers with one, a layer without, and another, served by one plan."""
+        """Layers with different sliding windows, or without one, share a plan."""
         for spec in self.specs():
             windowed = replace(spec, sliding_windows=(1, 5, 64))
             if self.provider.unsupported(windowed):
@@ -156,7 +156,7 @@ class AttentionBackendTests:
             )
 
     def test_fp8_pool(self) -> None:
-        """K and V are divided by their scales and rounded on the way to the pool, and count as what lies there."""
+        """K and V are divided by their scales and rounded when stored, and attention uses the stored values."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
@@ -170,7 +170,7 @@ class AttentionBackendTests:
             rig.step([(a, 1), (b, 1), (c, 1)])
 
     def test_fp8_pool_of_too_small_scales(self) -> None:
-        """What is too large for the pool becomes the largest number, not infinite and no other."""
+        """Values too large for FP8 saturate."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
@@ -182,17 +182,19 @@ class AttentionBackendTests:
 
     @pytest.mark.parametrize("feature", list(_FEATURES))
     def test_what_it_lacks_is_refused(self, feature: str) -> None:
-        """A backend refuses exactly those features of a spec that its `capabilities` do not declare."""
+        """The backend refuses exactly the features that its `capabilities` do not declare."""
         for spec in self.specs():
             reasons = self.provider.unsupported(replace(spec, **_FEATURES[feature]))
             if not getattr(self.provider.capabilities, feature):
-                assert reasons, f"a spec with {feature} must be refused: its capabilities lack it"
+                assert reasons, f"a spec with {feature} must be refused, because the capabilities do not declare it"
             else:
-                assert not reasons, f"it declares {feature} and refuses it: {reasons}"
-                assert feature not in ("value_head_dim", "mla"), f"{feature} is not defined yet: no backend can have it"
+                assert not reasons, f"the backend declares {feature} but refuses it: {reasons}"
+                assert feature not in ("value_head_dim", "mla"), (
+                    f"{feature} is not defined yet, so no backend can support it"
+                )
 
     def test_soft_caps(self) -> None:
-        """Layers with one, a layer without, and another, with scores far beyond them, in prefills and decodes."""
+        """Layers with different soft caps, or without one, with scores far above the caps."""
         for spec in self.specs():
             spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
             if self.provider.unsupported(spec):
@@ -205,7 +207,7 @@ class AttentionBackendTests:
             rig.step(work, num_decodes=1)
 
     def test_sinks(self) -> None:
-        """Logits per head that take a part of the weights, in one layer of two."""
+        """One of two layers has attention sinks, one logit per head."""
         for spec in self.specs():
             spec, scale = replace(spec, has_sinks=True), spec.head_dim**-0.5
             if self.provider.unsupported(spec):
@@ -216,7 +218,7 @@ class AttentionBackendTests:
             rig.step([(rig.request(0, 1), 1), (rig.request(90, 91), 1), (rig.request(130, 150), 20)], num_decodes=2)
 
     def test_several_tokens_per_decode(self) -> None:
-        """Decodes of two tokens each beside a prompt, as where drafted tokens are verified."""
+        """Decodes of two tokens each, as for the verification of draft tokens, in a batch with a prompt."""
         for spec in self.specs():
             spec = replace(spec, max_decode_query_len=2)
             if self.provider.unsupported(spec):
@@ -227,7 +229,7 @@ class AttentionBackendTests:
             rig.step([(b, 2), (a, 2), (c, 30)], num_decodes=2, decode_query_len=2)
 
     def test_rows_are_used_again(self) -> None:
-        """A request in the row of one that has ended has other pages at the same lengths."""
+        """A new request in the row of a finished one has other pages at the same lengths."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=8, max_seq_len=3 * size + 40)
@@ -239,14 +241,14 @@ class AttentionBackendTests:
                 rig.free(request)
 
     def test_scales(self) -> None:
-        """Each layer has its own; scores reach a hundred."""
+        """Each layer has its own scale; scores reach 100."""
         for spec in self.specs():
             layers = [AttentionLayer(index, scale * spec.head_dim**-0.5) for index, scale in enumerate((0.1, 2, 10))]
             rig = self.rig(spec, num_requests=2, max_seq_len=40, layers=layers)
             rig.step([(rig.request(30, 31), 1), (rig.request(4, 40), 36)], num_decodes=1)
 
     def test_shared_pages(self) -> None:
-        """Requests whose first pages are another's, in order of neither page nor row."""
+        """Requests share their first pages, in neither page nor row order."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=4, max_seq_len=8 * size + 30)
@@ -255,7 +257,7 @@ class AttentionBackendTests:
             rig.step([(others[0], 1), (first, 1), (others[1], 20), (others[2], 25)], num_decodes=2)
 
     def test_a_prefix_written_in_the_same_step(self) -> None:
-        """A prefill reads pages that another prefill fills in this step, whichever comes first in the batch."""
+        """A prefill reads pages that another prefill of the same step writes, in any order of the batch."""
         for spec in self.specs():
             size = spec.page_size
             for writer_first in (True, False):
@@ -269,7 +271,7 @@ class AttentionBackendTests:
                 rig.step([(decode, 1), *prefills], num_decodes=1)
 
     def test_steps_follow_each_other(self) -> None:
-        """A request grows from prompt to decode while others come and go; one instance, a plan a step."""
+        """One instance plans step after step, while requests start, decode and end."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=4, max_seq_len=2 * size + 60)
@@ -284,7 +286,7 @@ class AttentionBackendTests:
             rig.step([(a, 1)])
 
     def test_padded_decodes(self) -> None:
-        """Padding reads and writes page 0 and leaves all else alone."""
+        """Padding reads and writes only page 0."""
         for spec in self.specs():
             rig = self.rig(spec, num_requests=6, max_seq_len=90)
             a, b = rig.request(10, 90), rig.request(64, 90)
@@ -292,14 +294,14 @@ class AttentionBackendTests:
             rig.step([(None, 1), (a, 1)])
 
     def test_graph_replay(self) -> None:
-        """Decodes recorded at two batch sizes, replayed as lengths grow and requests change, other steps between."""
+        """Graphs of two batch sizes are replayed for changing requests, with other steps between."""
         for spec in self.specs():
             windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
             spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))
             layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
             if not self.provider.capabilities.cuda_graphs:
-                pytest.skip("the backend does not take part in graph capture")
+                pytest.skip("the backend does not support CUDA graphs")
             large, small = DecodeGraph(rig, 5), DecodeGraph(rig, 2)
             a, b, c = rig.request(1, 300), rig.request(40, 300), rig.request(630, 650)
             large.step([a, b, c])
@@ -311,7 +313,7 @@ class AttentionBackendTests:
             small.step([d])
 
     def specs(self, every_shape: bool = False) -> Iterator[AttentionSpec]:
-        """What to run a test over: the first head shape or every one, with all page sizes and dtypes."""
+        """Yield the specs of a test: the first head shape or all of them, with all page sizes and dtypes."""
         applies_to = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
         if reasons := self.provider.unsupported(applies_to):
             pytest.skip("; ".join(reasons))
@@ -321,7 +323,7 @@ class AttentionBackendTests:
                     yield self.spec(shape, page_size, dtype)
 
     def spec(self, shape: HeadShape, page_size: int, dtype: torch.dtype) -> AttentionSpec:
-        """Without limits; `rig` sets them."""
+        """Return a spec without limits, which `rig` sets."""
         return AttentionSpec(*shape, page_size, dtype, dtype, torch.device(self.device), max_seq_len=1, max_batch=1)
 
     def rig(
@@ -331,9 +333,9 @@ class AttentionBackendTests:
         max_seq_len: int,
         layers: Sequence[AttentionLayer] | None = None,
     ) -> AttentionRig:
-        """A backend for exactly so many requests of at most this length."""
+        """Return a rig with a backend for exactly this number of requests and this length."""
         spec = replace(spec, max_seq_len=max_seq_len, max_batch=num_requests)
-        assert self.provider.unsupported(spec) == [], f"refused: {spec}"
+        assert self.provider.unsupported(spec) == [], f"the backend refuses {spec}"
         num_pages = 2 + num_requests * -(-max_seq_len // spec.page_size)
         layers = layers or [AttentionLayer(0, spec.head_dim**-0.5)]
         return AttentionRig(self.provider, spec, layers, num_pages, tolerances=self.tolerances)
@@ -345,7 +347,7 @@ class AttentionBackendTests:
         prefills: Sequence[tuple[int, int]] = (),
         windows: Sequence[int | None] = (None,),
     ) -> None:
-        """One step: decodes of these lengths, then prefills of (tokens in the pool, new tokens)."""
+        """Run one step: decodes of these lengths, then prefills of (tokens in the pool, new tokens)."""
         layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
         longest = max([*decodes, *(cached + new for cached, new in prefills)])
         rig = self.rig(spec, len(decodes) + len(prefills), longest, layers)
@@ -355,7 +357,7 @@ class AttentionBackendTests:
 
 
 class _NoTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails at any operation on tensors."""
+    """Mode that fails at any operation on tensors."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"`unsupported` must not touch tensors, and called {func}")
+        raise AssertionError(f"`unsupported` must not use tensors, but it called {func}")

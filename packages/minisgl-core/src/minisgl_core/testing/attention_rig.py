@@ -1,6 +1,8 @@
-"""What the attention kit runs a backend in: a pool and a page table like an engine's, and plain attention to compare with.
+"""Test rig of the attention kit: a pool and a page table like the engine's, and plain attention as the reference.
 
-Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens a page, N slots of the pool.
+The file is long because the rig checks each way in which the engine may run a step against the same expected pool.
+
+Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens per page, N slots of the pool.
 """
 
 from __future__ import annotations
@@ -29,17 +31,17 @@ from minisgl_core.testing.references import check_known
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
 STALE = 1000.0
-"""Size of what lies in slots that no one may read, next to keys and values of unit size."""
+"""Size of values in slots that must not be read; keys and values are of unit size."""
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-    """Causal attention of a sequence's last queries in float64, head by head.
+    """Return causal attention of a sequence's last queries in float64, head by head.
 
     Args:
-        q: [Q, Hq, D], the last Q tokens.
-        k: [L, Hkv, D], all tokens, with their scale.
-        v: like k.
-        layer: scale, window, soft cap and sinks of the scores.
+        q: queries of the last Q tokens, [Q, Hq, D].
+        k: keys of all tokens, dequantized, [L, Hkv, D].
+        v: values, like k.
+        layer: scale, window, soft cap and sinks of the layer.
     """
     check_known(layer)
     group = q.shape[1] // k.shape[1]
@@ -65,7 +67,7 @@ _UNTOUCHED = 7.0
 
 
 def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
-    """By quarters of a turn, another number of them for each token and pair of dimensions, so that nothing is rounded."""
+    """Return rotations by quarter turns, which differ per token and pair of dimensions and round nothing."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
     quarters = (tokens[:, None] + pairs) % 4
     cos, sin = (1 - quarters % 2) * (1 - quarters), quarters % 2 * (2 - quarters)
@@ -73,20 +75,20 @@ def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
 
 
 def turned_back(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """What `rotation` makes `x` of, [T, heads, D]."""
+    """Return the tensor that `rotation` turns into `x`, [T, heads, D]."""
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Whether what is done with x is recorded now, and done later."""
+    """Return True if operations on x are being captured."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(eq=False)
 class Tokens:
-    """A request: its row of the page table, its pages, and how many of their slots hold its tokens."""
+    """Request with its page-table row, its pages and its number of stored tokens."""
 
     row: int
     pages: list[int]
@@ -94,35 +96,35 @@ class Tokens:
 
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, AttentionLayer, Any], torch.Tensor]
-"""`AttentionBackend.forward`, or what stands in for it."""
+"""Signature of `AttentionBackend.forward` and its replacements."""
 
 Work = Sequence[tuple[Tokens | None, int]]
-"""Requests and how many tokens of each a step brings; None stands for a padded decode."""
+"""Requests with their numbers of new tokens; None is a padding decode."""
 
 
 @dataclass
 class AttentionRig:
-    """A backend over a pool whose every slot is also known in plain tensors.
+    """Backend with a pool whose expected content is also kept in plain tensors.
 
-    A backend with `fused_kv_store` runs each step once more, with other numbers that are stored for it, and one with
-    `fused_rope_decode` once more with numbers that it has to rotate.
+    A backend with `fused_kv_store` runs each step again with other values, which are stored for it. One with `fused_rope_decode`
+    runs decodes again with values that it must rotate.
 
-    Where the pool is fp8, what a step stores there must be the nearest number or one beside it, and outputs are compared with
-    attention over what is stored.
+    In an FP8 pool, each stored value must be the nearest FP8 number or a neighbour of it. Outputs are compared with attention
+    over the stored values.
 
-    Pages are handed out at random and nothing is ever freed. Slots that hold no token, and entries of the page table past a
-    request's pages, contain what an earlier request may have left there.
+    Pages are allocated at random and never freed. Unused slots, and page-table entries past a request's pages, contain values
+    that an earlier request may have left.
 
     Attributes:
-        backend_class: what to test.
-        spec: what to make it for.
-        layers: attention layers; a step runs them all.
-        num_pages: pages of the pool, page 0 included.
-        seed: of everything random.
+        backend_class: the backend class under test.
+        spec: spec of the backend.
+        layers: attention layers; each step runs all of them.
+        num_pages: pages of the pool, including page 0.
+        seed: seed of all random values.
         tolerances: largest error of an output, by dtype.
-        quantization_loss: the largest root mean square that a request's outputs may differ by from attention over K and V as
-            they were before they were stored; None to not look.
-        layout_index: of the backend's layouts, the one to run.
+        quantization_loss: largest root mean square difference between a request's outputs and attention over the K and V before
+            they were stored; None to skip this check.
+        layout_index: index of the layout among the backend's layouts.
     """
 
     backend_class: type[AttentionBackend]
@@ -139,12 +141,12 @@ class AttentionRig:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        assert not (reasons := check_layers(spec, self.layers)), f"the case asks for more than its spec says: {reasons}"
+        assert not (reasons := check_layers(spec, self.layers)), f"the layers do not match the spec: {reasons}"
         self.random = torch.Generator().manual_seed(self.seed)
         self._free_pages = (torch.randperm(self.num_pages - 1, generator=self.random) + 1).tolist()
         self._free_rows = (torch.randperm(2 * spec.max_batch, generator=self.random) + 1).tolist()
         shape = (len(self.layers), 2, self.num_pages * spec.page_size, spec.num_kv_heads, spec.head_dim)
-        largest = torch.finfo(spec.kv_dtype).max / 8  # of what is drawn, nothing reaches 8
+        largest = torch.finfo(spec.kv_dtype).max / 8  # random values stay below 8
         self.known = self._normal(*shape) * min(STALE, largest)  # the pool, [layers, 2, N, Hkv, D]
         self._scales = torch.tensor([layer.kv_scales for layer in self.layers]).view(-1, 2, 1, 1, 1)
         self._given = self.known * self._scales  # K and V before they were stored
@@ -169,21 +171,21 @@ class AttentionRig:
 
     @property
     def layout(self) -> KVLayout:
-        """The pool's."""
+        """Layout of the pool."""
         return self.backend_class.capabilities.layouts[self.layout_index]
 
     def free(self, request: Tokens) -> None:
-        """Let the next request have this one's row; its pages stay as they are."""
+        """Free the row of a request for the next one. Its pages stay unchanged."""
         self._free_rows.append(request.row)
 
     def request(self, num_cached: int, capacity: int, prefix_of: Tokens | None = None, num_shared: int = 0) -> Tokens:
-        """A new request.
+        """Return a new request.
 
         Args:
             num_cached: tokens that are in the pool already.
-            capacity: tokens that it will grow to.
-            prefix_of: whose first `num_shared` pages are its first pages too; they may be filled later.
-            num_shared: pages.
+            capacity: most tokens of the request.
+            prefix_of: request whose first `num_shared` pages it shares; these may be filled later.
+            num_shared: number of shared pages.
         """
         size = self.spec.page_size
         shared = prefix_of.pages[:num_shared] if prefix_of else []
@@ -199,13 +201,13 @@ class AttentionRig:
         return made
 
     def slots(self, request: Tokens, start: int, stop: int) -> torch.Tensor:
-        """Slots of a request's tokens, int64 [stop - start], on the CPU."""
+        """Return the slots of a request's tokens, int64 [stop - start], on the CPU."""
         positions = torch.arange(start, max(start, stop))
         size = self.spec.page_size
         return torch.tensor(request.pages, dtype=torch.int64)[positions // size] * size + positions % size
 
     def batch(self, work: Work, num_decodes: int, decode_query_len: int = 1) -> AttentionBatch:
-        """The step that brings new tokens to requests; they count as theirs from now on."""
+        """Return the batch that adds new tokens to requests, which count as theirs from now on."""
         rows, q_lens, seq_lens, slots = [], [], [], []
         for request, num_new in work:
             if request is None:
@@ -233,14 +235,14 @@ class AttentionRig:
         )
 
     def step(self, work: Work, num_decodes: int | None = None, decode_query_len: int = 1) -> None:
-        """Run a step through all layers and check it; without `num_decodes`, all requests are decodes."""
+        """Run a step through all layers and check it. Without `num_decodes`, all requests are decodes."""
         batch = self.batch(work, len(work) if num_decodes is None else num_decodes, decode_query_len)
         for forward in self.ways():
             inputs = [self.inputs(batch) for _ in self.layers]
             self.check(work, batch, inputs, self.run(forward, inputs, self.backend.plan(batch)))
 
     def ways(self) -> Iterator[Forward]:
-        """All that the engine may do for a step; the rig's messages say which it was since the last."""
+        """Yield the ways in which the engine may run a step. The rig's messages name the current one."""
         self._way = ""
         yield self.backend.forward
         if self.backend.capabilities.fused_kv_store and self.layout == "NHD":
@@ -254,14 +256,14 @@ class AttentionRig:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
         slots = self.backend.kv_slots(plan)
-        what = f"{self}: the slots are {list(slots.shape)} of {slots.dtype}"
+        what = f"{self}: kv_slots returned {list(slots.shape)} of {slots.dtype}"
         assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
         self.pool.store(layer.index, k, v, slots, layer.kv_scales)
         room = torch.full((len(q) + 2, *q.shape[1:]), _UNTOUCHED, dtype=q.dtype, device=q.device)
         self.backend.attend_stored(q, layer, plan, room[1:-1])
         if not _is_captured(q):
             around = room[:: len(room) - 1]
-            assert bool((around == _UNTOUCHED).all()), f"{self} writes before or behind the output that it is given"
+            assert bool((around == _UNTOUCHED).all()), f"{self} writes outside of the output tensor"
         return room[1:-1]
 
     def _rotate_and_attend(
@@ -275,16 +277,16 @@ class AttentionRig:
         out = self.backend.attend_rotating(*given, layer, rotation, plan)
         if not _is_captured(q):
             changed = [name for name, one, other in zip("qkv", given, kept, strict=True) if not torch.equal(one, other)]
-            assert not changed, f"{self} writes to what it is given: {', '.join(changed)}"
+            assert not changed, f"{self} changes its inputs: {', '.join(changed)}"
         return out
 
     def rotate(self, work: Work, has_norms: bool, share: float) -> None:
-        """A step of decodes in one layer, of queries and keys to rotate, if the backend does; checked against `RotaryOps`.
+        """Run a step of decodes in one layer with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
 
         Args:
-            work: requests, one token each.
-            has_norms: whether each head is normalised before.
-            share: of a head's dimensions that are rotated.
+            work: requests, with one token each.
+            has_norms: True to normalise each head before.
+            share: fraction of a head's dimensions that are rotated.
         """
         spec, layer, batch = self.spec, self.layers[0], self.batch(work, len(work))
         plan = self.backend.plan(batch)
@@ -302,25 +304,25 @@ class AttentionRig:
         pages = pages.transpose(1, 2) if self.layout == "HND" else pages
         stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_turned.cpu().float()
         allowed = self.tolerances[self.spec.dtype]
-        assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: another key is stored"
+        assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
         self._note_stored(layer, slots, torch.stack((stored, v.cpu().float())))
-        for place, (request, _) in enumerate(work):
-            token = slice(place, place + 1)
+        for index, (request, _) in enumerate(work):
+            token = slice(index, index + 1)
             self._check_request(request, layer, q_turned[token].cpu(), out[token].cpu(), roundings=3)
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
-        """Outputs of all layers."""
+        """Return the outputs of all layers."""
         return [forward(*self.split(fused), layer, plan) for fused, layer in zip(inputs, self.layers, strict=True)]
 
     def inputs(self, batch: AttentionBatch) -> torch.Tensor:
-        """Random q, k and v in one tensor [T, Hq + 2 * Hkv, D], as a fused projection leaves them."""
+        """Return random q, k and v in one tensor [T, Hq + 2 * Hkv, D], like a fused projection."""
         heads = self.spec.num_q_heads + 2 * self.spec.num_kv_heads
         fused = torch.randn(batch.num_tokens, heads, self.spec.head_dim, generator=self.random)
-        fused[:, : self.spec.num_q_heads] *= 3  # so that a few keys matter much, and a wrong one shows
+        fused[:, : self.spec.num_q_heads] *= 3  # few keys dominate, so that a wrong one is visible
         return fused.to(self.spec.device, self.spec.dtype)
 
     def split(self, fused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of q, k and v."""
+        """Return views of q, k and v."""
         heads = self.spec.num_kv_heads
         q, k, v = torch.split(fused, [self.spec.num_q_heads, heads, heads], dim=1)
         return q, k, v
@@ -328,7 +330,7 @@ class AttentionRig:
     def check(
         self, work: Work, batch: AttentionBatch, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
     ) -> None:
-        """Compare a step's outputs with plain attention, and the whole pool with what must be in it."""
+        """Compare a step's outputs with plain attention, and the whole pool with its expected content."""
         ends = np.cumsum(batch.q_lens_host).tolist()
         real = [token for (request, n), end in zip(work, ends, strict=True) if request for token in range(end - n, end)]
         slots = batch.slots.cpu()[real]
@@ -341,11 +343,11 @@ class AttentionRig:
                 part = slice(end - num_new, end)
                 self._check_request(request, layer, q[part], out[part].cpu())
         changed = (self.pool.data.cpu().float() != self._laid_out(self.known).float()).flatten(3).any(-1)
-        wrong = [place for place in changed.nonzero().tolist() if place[2] != 0]
-        assert not wrong, f"{self}: these (layer, K or V, page) do not hold what belongs there: {wrong[:8]}"
+        wrong = [index for index in changed.nonzero().tolist() if index[2] != 0]
+        assert not wrong, f"{self}: these (layer, K or V, page) have wrong content: {wrong[:8]}"
 
     def _note_stored(self, layer: AttentionLayer, slots: torch.Tensor, given: torch.Tensor) -> None:
-        """What a layer's pool must hold from now on: `given`, [2, T, Hkv, D]."""
+        """Set the expected content of a layer's pool to `given`, [2, T, Hkv, D]."""
         self._given[layer.index][:, slots] = given
         if self.spec.kv_dtype == FP8:
             wanted = (given / self._scales[layer.index]).clamp(-FP8_MAX, FP8_MAX)
@@ -353,7 +355,7 @@ class AttentionRig:
             pages = pages.transpose(2, 3) if self.layout == "HND" else pages
             given = pages.flatten(1, 2)[:, slots]
             is_near = (given - wanted).abs() <= torch.clamp(wanted.abs() / 15.9, min=2**-9)
-            assert is_near.all(), f"{self}: {given[~is_near][:4]} was stored for {wanted[~is_near][:4]}"
+            assert is_near.all(), f"{self}: stored {given[~is_near][:4]} instead of {wanted[~is_near][:4]}"
         self.known[layer.index][:, slots] = given.to(self.spec.kv_dtype).float()
 
     def _check_request(
@@ -368,15 +370,15 @@ class AttentionRig:
         expected = dense_attention(q, k, v, layer)
         error = (out.double() - expected).abs().max().item()
         allowed = self.tolerances[self.spec.dtype] * max(1.0, layer.kv_scales[1]) * roundings
-        assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: off by {error:.2g}"
+        assert error <= allowed, f"{where}, {len(q)} new of {request.num_tokens} tokens: error {error:.2g}"
         if self.quantization_loss is not None:
             k, v = self._given[layer.index][:, slots]
             exact = dense_attention(q, k, v, layer)
             loss = (out.double() - exact).square().mean().sqrt().item()
-            assert loss <= self.quantization_loss, f"{where}: {loss:.2g} is lost to the pool's precision"
+            assert loss <= self.quantization_loss, f"{where}: quantization loss {loss:.2g}"
 
     def __str__(self) -> str:
-        """The case, for messages."""
+        """Describe the case, for messages."""
         spec = self.spec
         heads = f"{spec.num_q_heads}/{spec.num_kv_heads} heads of {spec.head_dim}"
         pool = "" if spec.kv_dtype == spec.dtype else f", pool of {spec.kv_dtype}"
@@ -384,12 +386,12 @@ class AttentionRig:
         return f"{backend}, {spec.dtype}{pool}, page size {spec.page_size}, {heads}"
 
     def _normal(self, *shape: int) -> torch.Tensor:
-        """Float32, with values that both dtypes of the spec hold exactly."""
+        """Return random float32 values that both dtypes of the spec represent exactly."""
         values = torch.randn(shape, generator=self.random)
         return values.to(self.spec.dtype).to(self.spec.kv_dtype).float()
 
     def _laid_out(self, known: torch.Tensor) -> torch.Tensor:
-        """Shaped and typed like the pool."""
+        """Return a tensor with the pool's shape and dtype."""
         pages = known.view(*known.shape[:2], self.num_pages, self.spec.page_size, *known.shape[3:])
         if self.layout == "HND":
             pages = pages.transpose(3, 4)
@@ -397,13 +399,13 @@ class AttentionRig:
 
 
 class DecodeGraph:
-    """Decodes of one batch size, recorded once and replayed with other values.
+    """Decodes of one batch size, captured once and replayed with other values.
 
-    On a GPU the replay is a CUDA graph's; elsewhere the captured plan is used again, which is the part that can be tested there.
+    On a GPU this replays a CUDA graph. Elsewhere it reuses the captured plan, which is the part that can be tested there.
     """
 
     def __init__(self, rig: AttentionRig, batch_size: int) -> None:
-        """Record a batch of nothing but padding."""
+        """Capture a batch of padding only."""
         self.rig, self.backend, self.size = rig, rig.backend, batch_size
         self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
         self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
@@ -411,7 +413,7 @@ class DecodeGraph:
         self._recorded = [self._record(forward) for forward in rig.ways()]
 
     def _record(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
-        """A function that runs all layers on what `inputs` hold by then."""
+        """Return a function that runs all layers on the current content of `inputs`."""
         outputs = self.rig.run(forward, self.inputs, self.plan)
         if self.rig.spec.device.type != "cuda":
             return lambda: self.rig.run(forward, self.inputs, self.plan)
@@ -427,7 +429,7 @@ class DecodeGraph:
         return replay
 
     def step(self, requests: Sequence[Tokens]) -> None:
-        """One more token for each request, padded to the batch size; checked."""
+        """Run and check a step with one more token per request, padded to the batch size."""
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
         for replay, _ in zip(self._recorded, self.rig.ways(), strict=True):
@@ -440,7 +442,7 @@ class DecodeGraph:
             table = self.backend.page_table
             whole = table.clone()
             if late:
-                table.zero_()  # for the replay alone to read
+                table.zero_()  # only the replay may read it
             self.backend.plan_replay(self.batch)
             table.copy_(whole)
             for name in ("rows", "seq_lens", "slots"):

@@ -1,6 +1,6 @@
-"""What each rank does in the communicator kit: every check, in order, in one life of the rank.
+"""Checks of the communicator kit, which each rank's process runs in order.
 
-Run as a program, this is one rank; `main` has the arguments.
+This module is the program of one rank; see `main` for its arguments.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank, and where it meets the others.
+    """One rank of a run.
 
     Attributes:
         provider: class of the communicator.
-        device: this rank's device.
-        rank: its number.
-        size: how many there are.
-        folder: one that all ranks of this run share, and nobody else.
-        patience_s: how long anything may take on a busy machine.
+        device: device of this rank.
+        rank: number of this rank.
+        size: number of ranks.
+        folder: folder that only the ranks of this run share.
+        patience_s: longest wait on a busy machine.
     """
 
     provider: type[Communicator]
@@ -44,42 +44,42 @@ class Rank:
     folder: Path
     patience_s: float = 60.0
 
-    def join(self, meeting: str, timeout_s: float | None = None) -> Communicator:
-        """Join the group that meets under this name."""
-        url = f"file://{self.folder}/{meeting}"
+    def join(self, rendezvous: str, timeout_s: float | None = None) -> Communicator:
+        """Join the group with this rendezvous name."""
+        url = f"file://{self.folder}/{rendezvous}"
         return self.provider(CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.patience_s))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
-        """A rank's part: small whole numbers, so that every dtype adds them exactly."""
+        """Return a rank's partial sum of small whole numbers, which all dtypes add exactly."""
         part = torch.arange(torch.Size(shape).numel(), device=self.device) % 7 + 3 * (
             self.rank if rank is None else rank
         )
         return part.reshape(shape).to(dtype)
 
     def wait_for_all(self, name: str) -> None:
-        """Return when every rank has come here; by files, since the group may be broken."""
+        """Wait for all ranks, by files, because the group may be broken."""
         (self.folder / f"{name}.{self.rank}").touch()
         deadline = time.monotonic() + self.patience_s
         while not all((self.folder / f"{name}.{rank}").exists() for rank in range(self.size)):
-            assert time.monotonic() < deadline, f"a rank never came to {name}"
+            assert time.monotonic() < deadline, f"a rank did not reach {name}"
             time.sleep(0.01)
 
 
 def assert_equal(result: torch.Tensor, expected: torch.Tensor) -> None:
-    """The same shape, dtype and values."""
+    """Assert equal shapes, dtypes and values."""
     assert result.dtype == expected.dtype
     assert torch.equal(result, expected), f"{result.tolist()} should be {expected.tolist()}"
 
 
 def check_rank_and_size(me: Rank) -> None:
-    """The group knows its size, and each rank its place."""
+    """The communicator has the right rank and size."""
     group = me.join("rank_and_size")
     assert (group.rank, group.size) == (me.rank, me.size)
     group.close()
 
 
 def check_sums(me: Rank) -> None:
-    """Sums of any shape, contiguous or not."""
+    """All-reduce sums tensors of any shape, contiguous or not."""
     group = me.join("sums")
     for dtype in DTYPES:
         for shape in ((1,), (3, 5), (2, 1, 64), (0, 8)):
@@ -91,7 +91,7 @@ def check_sums(me: Rank) -> None:
 
 
 def check_gathers(me: Rank) -> None:
-    """In rank order, along any dimension, contiguous or not; what was gathered is left as it was."""
+    """All-gather concatenates in rank order along any dimension, contiguous or not, and keeps its input."""
     group = me.join("gathers")
     for dtype in DTYPES:
         for shape, dims in (((4,), (0, -1)), ((3, 5), (0, 1, -1, -2)), ((2, 3, 4), (0, 1, 2, -1))):
@@ -107,17 +107,17 @@ def check_gathers(me: Rank) -> None:
 
 
 def check_same_bits(me: Rank) -> None:
-    """Sums that need rounding are rounded alike everywhere: ranks that differ would sample different tokens."""
+    """All-reduced sums are bitwise equal on all ranks; otherwise ranks would sample different tokens."""
     group = me.join("same_bits")
     for dtype in DTYPES:
         noise = torch.randn(4, 257, generator=torch.Generator().manual_seed(me.rank)).to(me.device, dtype)
         results = group.all_gather(group.all_reduce(noise)[None], 0)
-        assert all(torch.equal(result, results[0]) for result in results), f"ranks disagree on a sum in {dtype}"
+        assert all(torch.equal(result, results[0]) for result in results), f"ranks have different sums in {dtype}"
     group.close()
 
 
 def check_sums_with_norms(me: Rank) -> None:
-    """As three layers of a model have them: the residual of one goes to the next, and its norms are the same everywhere."""
+    """Fused all-reduce and RMSNorm of three layers: the residual goes from layer to layer, and norms are equal on all ranks."""
     group = me.join("sums_with_norms")
     ops = NormOps(me.device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
@@ -134,16 +134,16 @@ def check_sums_with_norms(me: Rank) -> None:
                 expected = expected + torch.stack(parts).double().sum(0)
                 scaled = ops.rms_norm(expected, weight.double(), 1e-6)
                 error = (norm.double() - scaled).norm() / scaled.norm()
-                # Each layer rounds the sum over the ranks, the new residual, and the norm twice.
+                # Each layer rounds the all-reduced sum and the new residual once, and the norm twice.
                 limit = (layer + 2) * torch.finfo(dtype).eps
-                assert error < limit, f"{num_rows} rows of {dtype}: off by {error:.1e} after {layer + 1} layers"
+                assert error < limit, f"{num_rows} rows of {dtype}: error {error:.1e} after {layer + 1} layers"
                 everyones = group.all_gather(norm[None], 0)
-                assert all(torch.equal(one, norm) for one in everyones), f"ranks disagree on a norm in {dtype}"
+                assert all(torch.equal(one, norm) for one in everyones), f"ranks have different norms in {dtype}"
     group.close()
 
 
 def check_order(me: Rank) -> None:
-    """Many collectives of all kinds one after another, no rank waiting for the others in between."""
+    """Many collectives of all kinds run one after another, without waits between them."""
     group = me.join("order")
     for step in range(40):
         total = group.all_reduce(torch.full((step % 5 + 1,), float(me.rank + step), device=me.device))
@@ -154,7 +154,7 @@ def check_order(me: Rank) -> None:
 
 
 def check_messages(me: Rank) -> None:
-    """Round the ring and back, of any shape and dtype, in order; what is sent is left as it was."""
+    """Tensors of any shape and dtype arrive in order, around the ring and back, and senders keep their input."""
     group = me.join("messages")
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     for dst, src in ((after, before), (before, after)):
@@ -162,7 +162,7 @@ def check_messages(me: Rank) -> None:
             sent = [me.tensor(shape, dtype) for shape in ((1,), (3, 5), (2, 1, 64))]
             sent.append(me.tensor((4, 3), dtype).t())
             given = [torch.empty(each.shape, dtype=dtype, device=me.device) for each in sent]
-            # The first to send is one, so that no two ranks wait for each other.
+            # Rank 1 sends first, so that no two ranks wait for each other.
             steps = [partial(_send_all, group, sent, dst), partial(_receive_all, group, given, src)]
             for step in steps if me.rank % 2 == 0 else steps[::-1]:
                 step()
@@ -182,11 +182,11 @@ def _send_all(group: Communicator, tensors: list[torch.Tensor], dst: int) -> Non
 
 def _receive_all(group: Communicator, tensors: list[torch.Tensor], src: int) -> None:
     for tensor in tensors:
-        assert group.recv(tensor, src) is tensor, "recv returns the tensor that it fills"
+        assert group.recv(tensor, src) is tensor, "recv must return the tensor that it fills"
 
 
 def check_objects(me: Rank) -> None:
-    """Rank 0's object arrives everywhere, each time anew."""
+    """Each broadcast returns rank 0's object on all ranks."""
     group = me.join("objects")
     values: list[object] = [{"digest": "é✓", "pages": [1, 2.5, None, True]}, [], "", 7]
     for value in values:
@@ -195,7 +195,7 @@ def check_objects(me: Rank) -> None:
 
 
 def check_two_groups(me: Rank) -> None:
-    """A process may hold two groups, and closing one leaves the other alone."""
+    """A process may have two groups, and closing one does not affect the other."""
     first, second = me.join("first"), me.join("second")
     assert second.all_reduce(torch.ones(2, device=me.device)).tolist() == [me.size] * 2
     assert first.broadcast_object(me.rank) == 0
@@ -207,8 +207,8 @@ def check_two_groups(me: Rank) -> None:
 
 
 def check_abort(me: Rank) -> None:
-    """A group is given up by other threads beside a collective, more than once, and closed: what waits for a rank ends."""
-    # On a CPU the collective may end at its timeout alone.
+    """Other threads abort the group several times during a collective, which ends; then the group is closed."""
+    # On a CPU the collective may end only at its timeout.
     group = me.join("abort", timeout_s=2 if me.device.type == "cpu" else None)
     if me.rank != me.size - 1:
         with ThreadPoolExecutor(2) as pool:
@@ -226,12 +226,12 @@ def check_abort(me: Rank) -> None:
 
 
 def _abort_soon(group: Communicator) -> None:
-    time.sleep(0.2)  # so that a collective waits by then
+    time.sleep(0.2)  # let the collective wait first
     group.abort()
 
 
 def check_missing_rank_at_start(me: Rank) -> None:
-    """Joining a group that not all ranks join is an error."""
+    """Joining a group fails if a rank does not join."""
     if me.rank == 0:
         with pytest.raises(RuntimeError):
             me.join("missing", timeout_s=1)
@@ -239,7 +239,7 @@ def check_missing_rank_at_start(me: Rank) -> None:
 
 
 def check_rank_that_does_not_join_in(me: Rank) -> None:
-    """A collective that a rank leaves out is an error for those who wait."""
+    """A collective fails if a rank does not join it."""
     group = me.join("silent", timeout_s=2)
     if me.rank != me.size - 1:
         with pytest.raises(RuntimeError):
@@ -249,7 +249,7 @@ def check_rank_that_does_not_join_in(me: Rank) -> None:
 
 
 def check_rank_that_left(me: Rank) -> None:
-    """The same where the rank has left the group."""
+    """A collective fails if one of the ranks left the group before."""
     group = me.join("left", timeout_s=2)
     if me.rank == me.size - 1:
         group.close()
@@ -277,7 +277,7 @@ FAULTS = (check_missing_rank_at_start, check_rank_that_does_not_join_in, check_r
 
 
 def load_class(file: str, name: str) -> Any:
-    """A class of a Python file, also of one that cannot be imported by name, such as a test."""
+    """Load a class from a Python file, which need not be importable by name, such as a test."""
     spec = importlib.util.spec_from_file_location("communicator_under_test", file)
     assert spec is not None
     assert spec.loader is not None
@@ -287,7 +287,7 @@ def load_class(file: str, name: str) -> Any:
 
 
 def main(file: str, name: str, device: str, rank: str, sizes: str, folder: str, with_faults: str) -> None:
-    """Be one rank, of a group of each size in turn where it is not too many."""
+    """Run one rank in groups of each size that includes it."""
     torch.set_num_threads(1)
     provider = load_class(file, name)
     for size in map(int, sizes.split(",")):

@@ -1,4 +1,4 @@
-"""What every communicator must pass."""
+"""Conformance kit of communicators."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from minisgl_core.testing import communicator_checks
 
 
 class CommunicatorTests:
-    """Subclass and set `provider`. Each rank is a process of its own.
+    """Tests of a communicator. Subclass this and set `provider`. Each rank is a process.
 
     Attributes:
         provider: the class, at the top level of its file.
         sizes: sizes of the groups.
-        device: of every rank; a ``{rank}`` in it is replaced, as in ``cuda:{rank}``.
-        limit_s: how long the ranks may take altogether.
-        raises_on_timeout: a collective that a rank does not join raises. Set to False where it ends the process.
+        device: device of each rank; ``{rank}`` is replaced, as in ``cuda:{rank}``.
+        limit_s: time limit of all ranks together.
+        raises_on_timeout: True if a collective that a rank does not join raises; False if it ends the process.
     """
 
     provider: ClassVar[type[Communicator]]
@@ -35,7 +35,7 @@ class CommunicatorTests:
     raises_on_timeout: ClassVar[bool] = True
 
     def test_collectives(self) -> None:
-        """Everything in `communicator_checks`, in groups of each size."""
+        """All checks of `communicator_checks` pass, in groups of each size."""
         spec = CommunicatorSpec(0, max(self.sizes), torch.device(self.device.format(rank=0)), "file:///nowhere")
         reasons = self.provider.unsupported(spec)
         if reasons:
@@ -44,7 +44,7 @@ class CommunicatorTests:
         assert not errors, "\n".join(errors)
 
     def run_ranks(self) -> list[str]:
-        """Run the checks with a process for each rank; returns what those that failed wrote."""
+        """Run the checks with one process per rank, and return the output of those that failed."""
         name, file = self.provider.__qualname__, inspect.getfile(self.provider)
         sizes, with_faults = ",".join(map(str, self.sizes)), str(int(self.raises_on_timeout))
         with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ class CommunicatorTests:
 
 
 def _status(process: subprocess.Popen[bytes], deadline: float) -> int | None:
-    """The exit status; None where the process still runs at the deadline."""
+    """Return the exit status; None if the process still runs at the deadline."""
     try:
         return process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -74,6 +74,6 @@ def _status(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _check(log: Path) -> str:
-    """The check that a rank was in, which it notes before it begins; it may end without another word."""
+    """Return the name of a rank's last check, which it writes to a file first, because a check may end the process."""
     note = log.with_name(f"check of {log.name}")
     return note.read_text() if note.exists() else "its start"

@@ -1,4 +1,4 @@
-"""Tests that every executor must pass."""
+"""Conformance kit of executors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from minisgl_core.process import Supervisor
 
 
 class ExecutorTests:
-    """Subclass and set `provider`. Ranks are started and talk to each other; they need not have a device.
+    """Tests of an executor. Subclass this and set `provider`. Ranks start and communicate; they need no device.
 
     Attributes:
         provider: the class.
         size: ranks to start.
-        limit_s: longest wait for them.
+        limit_s: longest wait for the ranks.
     """
 
     provider: ClassVar[type[Executor]]
@@ -33,29 +33,29 @@ class ExecutorTests:
     limit_s: ClassVar[float] = 120.0
 
     def placements(self, supervisor: Supervisor, directory: str) -> tuple[Executor, list[RankPlacement]]:
-        """An executor and where its ranks go; skips the test where it does not apply."""
+        """Return an executor and its placements. Skip the test if it is not supported here."""
         reasons = self.provider.unsupported(self.size)
-        assert isinstance(reasons, list), f"{reasons!r} is no list"
+        assert isinstance(reasons, list), f"{reasons!r} is not a list"
         if reasons:
             pytest.skip("; ".join(reasons))
         executor = self.provider(supervisor.start)
         return executor, list(executor.place(self.size, directory))
 
     def test_placements_are_whole(self) -> None:
-        """Every rank once and in order, one meeting place, an address each; local ranks count the ranks of a host from 0."""
+        """Placements are in rank order, with one init_method, distinct addresses, and local ranks that count from 0."""
         with tempfile.TemporaryDirectory() as directory:
             _, placements = self.placements(Supervisor(), directory)
         assert [each.rank for each in placements] == list(range(self.size))
         assert {each.size for each in placements} == {self.size}
         assert len({each.init_method for each in placements}) == 1
         assert all("://" in each.init_method and "://" in each.address for each in placements)
-        assert len({each.address for each in placements}) == self.size, "two ranks have one address"
+        assert len({each.address for each in placements}) == self.size, "two ranks have the same address"
         local = [each.local_rank for each in placements]
-        assert local[0] == 0, "rank 0 is the first of this host"
-        assert all(each == 0 or each - 1 in local for each in local), "a host's ranks are not counted from 0"
+        assert local[0] == 0, "rank 0 must have local rank 0"
+        assert all(each == 0 or each - 1 in local for each in local), "the local ranks of a host do not count from 0"
 
     def test_ranks_start_meet_and_report(self) -> None:
-        """Each is told its own placement, reports, receives at its address, and meets the others where they all do."""
+        """Each rank gets its placement, joins the others at init_method, reports, and receives at its address."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()
             try:
@@ -63,7 +63,7 @@ class ExecutorTests:
                 names = [f"rank {each.rank}" for each in placements]
                 for name, placement in zip(names, placements, strict=True):
                     executor.start(name, placement, meet, placement, directory)
-                assert supervisor.wait_ready(*names, timeout_s=self.limit_s), "a rank never reported"
+                assert supervisor.wait_ready(*names, timeout_s=self.limit_s), "a rank did not report"
                 assert [supervisor.ready[name].process for name in names] == [
                     f"rank {each.rank} of {each.size}, local {each.local_rank}" for each in placements
                 ]
@@ -74,12 +74,12 @@ class ExecutorTests:
                 deadline = time.monotonic() + self.limit_s
                 while not all(each.exists() for each in done) and time.monotonic() < deadline:
                     supervisor.wait(timeout_s=0.1)
-                assert all(each.exists() for each in done), "a rank received nothing at its address"
+                assert all(each.exists() for each in done), "a rank received no message at its address"
             finally:
                 supervisor.terminate()
 
     def test_the_end_of_a_rank_is_an_error(self) -> None:
-        """The launch that watches raises it, and names the rank."""
+        """The supervisor raises an error that names the rank."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()
             try:
@@ -92,7 +92,7 @@ class ExecutorTests:
 
 
 def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], None]) -> None:
-    """Be a rank: meet the others, report, and note when something has come to the address."""
+    """Run a rank: join the others, report, and record the first message at its address."""
     from torch.distributed.rendezvous import rendezvous
 
     with Receiver[Stop](placement.address, Stop) as inbox:
@@ -102,11 +102,11 @@ def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], Non
         report(Ready(process=f"rank {placement.rank} of {placement.size}, local {placement.local_rank}"))
         if inbox.receive() is not None:
             Path(directory, f"done {placement.rank}").touch()
-        inbox.receive()  # a rank that ended now would be an error
+        inbox.receive()  # a rank that ends now is an error
 
 
 def die(placement: RankPlacement, report: Callable[[Ready], None]) -> None:
-    """Be a rank that ends at once."""
+    """Run a rank that ends at once."""
     assert placement.rank == 0
     assert torch.distributed.is_available()
     os._exit(3)

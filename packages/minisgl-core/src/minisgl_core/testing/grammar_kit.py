@@ -1,4 +1,4 @@
-"""What every provider of grammars must pass."""
+"""Conformance kit of grammar providers. The file is long because it has the cases of all kinds of grammars."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from minisgl_core.errors import InvalidValueError
 
 EOS = (257, 259)
 VOCAB_SIZE = 300
-"""Tokens of the kit's tokenizer end at 275; the rest pads, as models' vocabularies are padded."""
+"""Size of a padded vocabulary; the kit's tokenizer has fewer tokens."""
 
 SCHEMA = {
     "type": "object",
@@ -36,12 +36,12 @@ TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": ";
 
 @lru_cache
 def byte_tokenizer() -> Any:
-    """A token for each byte and for some longer texts; two tokens that end an output, one special and one plain token more."""
+    """Return a tokenizer with a token per byte, some longer tokens, two EOS tokens, and a special and a plain tag."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE({letter: place for place, letter in enumerate([*letters, "Ã©"])}, [("Ã", "©")]))
+    backend = Tokenizer(models.BPE({letter: index for index, letter in enumerate([*letters, "Ã©"])}, [("Ã", "©")]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
@@ -79,7 +79,7 @@ def _fits_structural(text: str) -> bool:
 
 
 Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
-"""Kind, text, whether an output fits it, outputs that do, and outputs whose last byte is wrong."""
+"""Kind, text, check of an output, valid outputs, and outputs whose last byte is wrong."""
 
 CASES: dict[str, Case] = {
     "json_object": ("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
@@ -129,7 +129,7 @@ WHITESPACES: list[tuple[str | None, list[str], list[str]]] = [
     ("", ['{"a":1,"b":2}'], ["{ ", '{"a": ', '{"a":1, ']),
     (r"[ ]|\n", ['{"a":1,"b":2}', '{ "a" : 1 ,\n"b":2\n}'], ['{"a":\t', '{"a":  ']),
 ]
-"""``x-whitespace``, outputs that fit it, and outputs whose last byte is wrong."""
+"""``x-whitespace``, valid outputs, and outputs whose last byte is wrong."""
 
 SPELLED: list[tuple[GrammarKind, str, str]] = [
     ("choice", '["a<|call|>b"]', "a<|call|>b"),
@@ -137,7 +137,7 @@ SPELLED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"const": "<|stop|>"}', '"<|stop|>"'),
     ("grammar", 'start: "<|call|>" "<|end|>"', "<|call|><|end|>"),
 ]
-"""Kind, text, and the only output that fits."""
+"""Kind, text, and the only valid output."""
 
 INVALID: list[tuple[GrammarKind, str]] = [
     ("json_schema", '{"type": "no such type"}'),
@@ -159,7 +159,7 @@ INVALID: list[tuple[GrammarKind, str]] = [
 
 
 class GrammarTests:
-    """Subclass and set `provider`.
+    """Tests of a grammar provider. Subclass this and set `provider`.
 
     Attributes:
         provider: the class.
@@ -168,17 +168,17 @@ class GrammarTests:
     provider: ClassVar[type[Grammar]]
 
     def make(self, name: str) -> GrammarState:
-        """The state at the beginning of a case."""
+        """Return the initial state of a case."""
         kind, text = CASES[name][:2]
         return self.make_provider().compile(kind, text, "it")
 
     def make_provider(self) -> Grammar:
-        """For the kit's tokenizer."""
+        """Return a provider for the kit's tokenizer."""
         return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_takes_what_fits(self, name: str) -> None:
-        """However it is cut into tokens; then it may end, by any of the tokens that end outputs."""
+        """Valid outputs are accepted in any tokenization, and may then end with any EOS token."""
         for text in CASES[name][3]:
             for tokens in (_encode(text), _encode(text, one_byte_each=True)):
                 state = self.make(name)
@@ -189,7 +189,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_refuses_what_does_not(self, name: str) -> None:
-        """At the byte that is wrong, which leaves the state as it was."""
+        """Invalid outputs are refused at the wrong byte, and the state does not change."""
         for text in CASES[name][4]:
             state = self.make(name)
             *first, wrong = _encode(text, one_byte_each=True)
@@ -202,7 +202,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_masks_and_acceptance_agree(self, name: str) -> None:
-        """For every token of the vocabulary, at each place of an output."""
+        """`accept` agrees with the mask for all tokens, at each position of an output."""
         state = self.make(name)
         for token in [*_encode(CASES[name][3][0]), EOS[0]]:
             allowed = _allowed(state)
@@ -214,7 +214,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_whatever_the_masks_lead_to_fits(self, name: str) -> None:
-        """Random outputs; those that do not come to an end by themselves are left out."""
+        """Random outputs that follow the masks are valid if they end by themselves."""
         kind, text, fits = CASES[name][:3]
         provider, rng, num_ended = self.make_provider(), random.Random(name), 0
         for _ in range(30):
@@ -239,7 +239,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_rollback(self, name: str) -> None:
-        """To every earlier place, from every place, the end included."""
+        """States can be rolled back from each position to each earlier one, also from the end."""
         tokens = [*_encode(CASES[name][3][0]), EOS[1]]
         state, masks = self.make(name), []
         for token in tokens:
@@ -253,7 +253,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_copies_go_their_own_way(self, name: str) -> None:
-        """From the beginning and from the middle."""
+        """Copies of an initial and of a later state are independent."""
         tokens = _encode(CASES[name][3][0])
         state = self.make(name)
         for token in tokens:
@@ -264,7 +264,7 @@ class GrammarTests:
             assert np.array_equal(_mask(copied), _mask(state))
 
     def test_a_trigger_spelled_out(self) -> None:
-        """Text that reads as a tag's token binds as the token does."""
+        """A trigger spelled out as text counts like the token."""
         state = self.make("structural_tag")
         for letter in _letters("text <tool>"):
             assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
@@ -273,7 +273,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize(("kind", "text", "output"), SPELLED)
     def test_text_that_spells_special_tokens(self, kind: GrammarKind, text: str, output: str) -> None:
-        """Is made of other tokens."""
+        """Text that equals a special token is made of other tokens."""
         tokenizer, state, tokens = byte_tokenizer(), self.make_provider().compile(kind, text, "it"), list[int]()
         while not state.is_complete:
             allowed = _allowed(state)
@@ -285,7 +285,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize(("pattern", "right", "wrong"), WHITESPACES)
     def test_whitespace_of_json(self, pattern: str | None, right: list[str], wrong: list[str]) -> None:
-        """White space follows the schema's ``x-whitespace``; JSON is compact without it."""
+        """Whitespace follows the schema's ``x-whitespace``; JSON is compact without it."""
         schema = SCHEMA | {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
         text = json.dumps(schema if pattern is None else schema | {WHITESPACE: pattern})
         state = self.make_provider().compile("json_schema", text, "it")
@@ -300,7 +300,7 @@ class GrammarTests:
             assert not copied.accept(last), output
 
     def test_masks_of_several_at_once(self) -> None:
-        """As one by one, in any number and order."""
+        """Masks filled together equal masks filled one by one, for any number and order."""
         provider = self.make_provider()
         states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
         states = [state.copy() for state in states]
@@ -314,13 +314,13 @@ class GrammarTests:
                 assert np.array_equal(mask, _mask(state))
 
     def test_a_model_without_the_last_tokens(self) -> None:
-        """The logits may be narrower than the tokenizer's vocabulary."""
+        """The model may have fewer logits than the tokenizer has tokens."""
         state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
 
     @pytest.mark.parametrize(("kind", "text"), INVALID)
     def test_invalid_texts(self, kind: GrammarKind, text: str) -> None:
-        """Both ways to find them name what the user wrote."""
+        """`check` and `compile` refuse invalid texts with the user's name."""
         for find in (self.provider.check, self.make_provider().compile):
             with pytest.raises(InvalidValueError) as raised:
                 find(kind, text, "field.of_the_user")
@@ -328,7 +328,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
-        """Without a tokenizer."""
+        """`check` accepts valid texts."""
         self.provider.check(*CASES[name][:2], "it")
 
 

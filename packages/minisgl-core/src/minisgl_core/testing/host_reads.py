@@ -1,4 +1,4 @@
-"""Finds reads of tensors on the host, which a device graph would not repeat."""
+"""Detection of tensor reads by the host, which a CUDA graph would not repeat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "equal", "all
 
 
 class HostReads(TorchFunctionMode):
-    """Notes calls that wait for a device and look at the values of tensors.
+    """Mode that records calls that read tensor values on the host and so wait for the device.
 
     Attributes:
-        found: their names, each once.
+        found: distinct names of these calls.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class HostReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Note the call if it reads, and do it."""
+        """Record the call if it reads, and run it."""
         name = func.__name__
         reads = name in _READS or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
         if reads and not self._is_off and (full := resolve_name(func) or name) not in self.found:
@@ -42,7 +42,7 @@ class HostReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def excluded(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        """Return `function`, whose reads are not noted."""
+        """Return `function` without recording its reads."""
 
         def call(*args: Any, **kwargs: Any) -> Result:
             was_off, self._is_off = self._is_off, True
@@ -54,7 +54,7 @@ class HostReads(TorchFunctionMode):
         return call
 
     def excluding(self, kind: type[Result], method: str) -> type[Result]:
-        """Return a subclass of `kind`, of whose `method` no reads are noted."""
+        """Return a subclass of `kind` without recording reads in `method`."""
         reads, inherited = self, getattr(kind, method)
 
         def call(self: Result, *args: Any, **kwargs: Any) -> Any:

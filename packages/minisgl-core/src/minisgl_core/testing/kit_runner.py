@@ -1,4 +1,4 @@
-"""Runs a kit's tests without pytest's collection: how the kits show that they catch a broken provider."""
+"""Runner of a kit's tests without pytest's collection, to test that kits catch broken providers."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 
 def failures(kit: object) -> dict[str, BaseException]:
-    """Run every test of a kit, and return the errors of those that fail, by the test's name and arguments.
+    """Run all tests of a kit, and return the errors of failed tests by name and arguments.
 
-    Understands ``pytest.mark.parametrize`` and ``pytest.skip``, but no fixtures.
+    It supports ``pytest.mark.parametrize`` and ``pytest.skip``, but no fixtures.
     """
     found: dict[str, BaseException] = {}
     for name in dir(kit):
         if not name.startswith("test_"):
             continue
         test = getattr(kit, name)
-        if test is None:  # left out by the subclass, as pytest does
+        if test is None:  # removed by the subclass; pytest skips it too
             continue
         for arguments in _arguments(test):
             try:

@@ -1,4 +1,4 @@
-"""What every platform must pass, on a machine that has its device; elsewhere the tests are skipped."""
+"""Conformance kit of platforms. The tests are skipped on machines without the device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 from minisgl_core.contracts.platform import Platform
 
 _NUM_WORDS = 1 << 20
-"""Large enough for a copy that does not wait to be caught at it."""
+"""Size of copies that are long enough to detect a missing wait."""
 
 
 class PlatformTests:
-    """Subclass and set `provider`.
+    """Tests of a platform. Subclass this and set `provider`.
 
     Attributes:
         provider: the class.
@@ -25,32 +25,32 @@ class PlatformTests:
     provider: ClassVar[type[Platform]]
 
     def make(self) -> Platform:
-        """Of the first rank; skips the test where the device is missing."""
+        """Return the platform of local rank 0. Skip the test if the device is missing."""
         reasons = self.provider.unsupported()
-        assert isinstance(reasons, list), f"{reasons!r} is no list"
+        assert isinstance(reasons, list), f"{reasons!r} is not a list"
         if reasons:
             assert all(isinstance(reason, str) and reason for reason in reasons)
             pytest.skip("; ".join(reasons))
         return self.provider(0)
 
     def test_hardware(self) -> None:
-        """Described as `Hardware` says."""
+        """`hardware` returns consistent properties."""
         platform = self.make()
         hardware = self.provider.hardware()
         assert hardware.platform == self.provider.name
-        assert hardware.torch_name == platform.device.type, "Hardware.device_type is torch's name for the devices"
+        assert hardware.torch_name == platform.device.type, "Hardware.device_type must be torch's device type"
         assert hardware.device_name
         assert hardware.num_devices >= 1
-        assert hardware.dtypes, "at least one precision runs fast"
+        assert hardware.dtypes, "at least one dtype must have fast GEMMs"
         assert all(getattr(torch, name).is_floating_point for name in hardware.dtypes)
 
     def test_memory(self) -> None:
-        """What is free is part of all."""
+        """Free memory does not exceed total memory."""
         platform = self.make()
         assert 0 < platform.free_memory() <= self.provider.hardware().total_memory
 
     def test_the_device_is_current(self) -> None:
-        """What is made on its kind of device lands on it, and can be computed with in each of its precisions."""
+        """Tensors of its device type are on the current device and support GEMMs in all its dtypes."""
         platform = self.make()
         if platform.device.index is not None:
             assert torch.empty(1, device=platform.device.type).device == platform.device
@@ -60,7 +60,7 @@ class PlatformTests:
 
     @pytest.mark.parametrize("dtype", ["int32", "int64", "float32", "bool"])
     def test_arrays_go_to_the_device(self, dtype: str) -> None:
-        """Shape, dtype and values; arrays that cannot be written to as well, and empty ones."""
+        """Copies have the shape, dtype and values of the array, also for read-only and empty arrays."""
         platform = self.make()
         for array in (np.arange(12).reshape(3, 4) % 5, np.arange(0), np.arange(9)[::2]):
             source = array.astype(dtype, order="K")
@@ -76,7 +76,7 @@ class PlatformTests:
 
     @pytest.mark.parametrize("num_words", [100, _NUM_WORDS])
     def test_an_array_may_be_reused_at_once(self, num_words: int) -> None:
-        """While its copy may still be under way."""
+        """Changing the array during the copy does not change the copy."""
         platform = self.make()
         with platform.stream():
             for number in range(8):
@@ -88,7 +88,7 @@ class PlatformTests:
                 assert (filled == number).all().item()
 
     def test_many_short_copies_under_way(self) -> None:
-        """None takes the memory of another, whoever holds on to it."""
+        """Concurrent copies do not overwrite each other's memory."""
         platform = self.make()
         with platform.stream():
             late = torch.ones(_NUM_WORDS, device=platform.device)
@@ -105,7 +105,7 @@ class PlatformTests:
 
     @pytest.mark.parametrize("num_words", [100, _NUM_WORDS])
     def test_tensors_come_to_the_host(self, num_words: int) -> None:
-        """The values at the time of the call are there once an event that was recorded later has passed."""
+        """After a later event, the host tensor has the values of the time of the call."""
         platform = self.make()
         with platform.stream():
             copies = []
@@ -120,10 +120,10 @@ class PlatformTests:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_shared_memory(self, dtype: torch.dtype) -> None:
-        """What either writes is there for the other, of several blocks; what is copied from it may be reused at once."""
+        """Host and device see each other's writes to several blocks; copies from them may be reused at once."""
         platform = self.make()
         if not self.provider.supports_graphs and platform.device.type != "cpu":
-            pytest.skip("only recorded steps use it")
+            pytest.skip("only platforms with CUDA graphs need it")
         blocks = [platform.share_memory((3, size), dtype) for size in (1, 50, 1000)]
         for host, shared in blocks:
             assert (host.device.type, shared.device.type) == ("cpu", platform.device.type)
@@ -149,10 +149,10 @@ class PlatformTests:
             assert (filled == 3).all().item()
 
     def test_graphs_take_and_leave_what_is_shared(self) -> None:
-        """Each replay by its turn, while the host fills the next one's place."""
+        """Each replay uses its buffer while the host fills the next one."""
         platform = self.make()
         if not self.provider.supports_graphs:
-            pytest.skip("it has no graphs")
+            pytest.skip("the platform does not support CUDA graphs")
         (given, of_device), (left, to_host) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
         turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
 
@@ -167,15 +167,15 @@ class PlatformTests:
             graph, _ = platform.capture_graph(run)
             turn.zero_()
             for number in range(0, 10, 2):
-                for place in range(2):
-                    given[place].numpy()[:] = number + place
+                for index in range(2):
+                    given[index].numpy()[:] = number + index
                     graph.replay()
                 platform.record_event().synchronize()
                 assert [part.tolist() for part in left] == [[number * 2] * 50, [number * 2 + 2] * 50]
         graph.reset()
 
     def test_synchronize(self) -> None:
-        """Waits for work of any stream."""
+        """`synchronize` waits for work of all streams."""
         platform = self.make()
         with platform.stream():
             x = torch.ones(_NUM_WORDS, device=platform.device)
@@ -186,7 +186,7 @@ class PlatformTests:
         assert (host == 1).all().item()
 
     def test_the_peak_of_memory(self) -> None:
-        """At least what was held at once, or None without a call."""
+        """The peak covers all memory in use at once; None means that `run` was not called."""
         platform = self.make()
         calls = []
 
@@ -200,7 +200,7 @@ class PlatformTests:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn])
     def test_borrowed_memory(self, dtype: torch.dtype) -> None:
-        """It is the tensor's own, with its shape, strides and dtype."""
+        """A borrowed tensor has the same memory, shape, strides and dtype."""
         platform = self.make()
         whole = torch.arange(24, device=platform.device).view(2, 3, 4).to(dtype)
         part = whole[:, 1:, ::2]
@@ -211,7 +211,7 @@ class PlatformTests:
         assert not borrowed.float().any()
 
     def test_graphs(self) -> None:
-        """A graph computes anew from what its inputs hold; a platform that has none says so."""
+        """A replay computes from the current inputs; a platform without graphs raises an error."""
         platform = self.make()
         x = torch.zeros(8, device=platform.device)
 
@@ -232,11 +232,11 @@ class PlatformTests:
                 copies.append(platform.to_host(output))
                 assert _values(platform, output) == [number * 2 + 1] * 8
         platform.synchronize()
-        assert [copy.tolist() for copy in copies] == [[7.0] * 8, [9.0] * 8], "a replay wrote to what came to the host"
+        assert [copy.tolist() for copy in copies] == [[7.0] * 8, [9.0] * 8], "a replay overwrote a host tensor"
         graph.reset()
 
     def test_graphs_in_pieces(self) -> None:
-        """What is done between two graphs is done between their replays, and of what they hold by then."""
+        """Work between two graphs runs between their replays and sees their current values."""
         platform = self.make()
         if not self.provider.supports_graphs:
             with pytest.raises(NotImplementedError):

@@ -1,4 +1,4 @@
-"""What every scheduling policy must pass."""
+"""Conformance kit of scheduling policies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl_core.contracts.policy import Policy, RequestView
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """All that a policy sees of a request, and not to be written to."""
+    """Read-only properties of a request that policies see."""
 
     priority: int
     arrival: int
@@ -26,12 +26,12 @@ class Request:
 
 
 class Queue:
-    """Requests as the scheduler hands them over, and what is cached of their prompts.
+    """Requests as the scheduler passes them, with their numbers of cached tokens.
 
     Attributes:
-        waiting: by priority, then arrival.
-        running: in no order that means anything.
-        asked: how often a policy asked what is cached of a request, by arrival.
+        waiting: waiting requests by priority, then arrival.
+        running: running requests in random order.
+        asked: number of calls of `num_cached` per request, by arrival.
     """
 
     def __init__(self, length: int, num_priorities: int, seed: int) -> None:
@@ -53,17 +53,17 @@ class Queue:
         self.asked: Counter[int] = Counter()
 
     def num_cached(self, request: RequestView) -> int:
-        """Tokens; noted in `asked`."""
+        """Return the cached tokens of a request, and count the call in `asked`."""
         self.asked[request.arrival] += 1
         return self._cached[request.arrival]
 
     def ordered_by(self, policy: Policy) -> Sequence[RequestView]:
-        """Return the policy's order; it gets lists of its own, as from the scheduler."""
+        """Return the policy's order. The policy gets copies of the lists, as from the scheduler."""
         return policy.order(list(self.waiting), list(self.running), self.num_cached)
 
 
 class PolicyTests:
-    """Subclass and set `provider`.
+    """Tests of a scheduling policy. Subclass this and set `provider`.
 
     Attributes:
         provider: the class.
@@ -74,21 +74,21 @@ class PolicyTests:
     @pytest.mark.parametrize("length", [0, 1, 2, 50, 1000])
     @pytest.mark.parametrize("num_priorities", [1, 3])
     def test_orders_all_that_wait(self, length: int, num_priorities: int) -> None:
-        """Each once, and nobody else: who is left out would wait for ever, who comes twice would run twice."""
+        """The order has each waiting request exactly once, as a missing one would wait forever."""
         for seed in range(5):
             queue = Queue(length, num_priorities, seed)
             found = queue.ordered_by(self.provider())
-            assert sorted(map(id, found)) == sorted(map(id, queue.waiting)), "not a permutation of who waits"
+            assert sorted(map(id, found)) == sorted(map(id, queue.waiting)), "not a permutation of the waiting requests"
 
     def test_lower_priorities_run_first(self) -> None:
-        """What a client asks for by ``priority`` holds, whatever the policy prefers among equals."""
+        """Lower priorities come first, whatever the policy prefers among equal priorities."""
         for seed in range(20):
             found = Queue(60, 4, seed).ordered_by(self.provider())
             priorities = [request.priority for request in found]
             assert priorities == sorted(priorities), f"priorities in the order of admission: {priorities}"
 
     def test_is_the_same_every_time(self) -> None:
-        """Of one policy and of another one of its class: nothing but the queue and the cache decides."""
+        """The order depends only on the queue and the cache, also for a new instance."""
         policy = self.provider()
         for seed in range(20):
             queue = Queue(40, 2, seed)
@@ -96,7 +96,9 @@ class PolicyTests:
             assert orders[0] == orders[1] == orders[2], "the order differs from call to call"
 
     def test_asks_about_a_request_once(self) -> None:
-        """A look into the cache costs as much as a match of the whole prompt, and this runs every step."""
+        """The policy asks for cached tokens once per request, since each call matches the whole prompt."""
         queue = Queue(300, 2, seed=0)
         queue.ordered_by(self.provider())
-        assert not queue.asked or max(queue.asked.values()) == 1, "asks several times about one request"
+        assert not queue.asked or max(queue.asked.values()) == 1, (
+            "the policy calls num_cached several times per request"
+        )

@@ -1,4 +1,4 @@
-"""What every prefix cache must pass."""
+"""Conformance kit of prefix caches."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ each_page_size = pytest.mark.parametrize("page_size", [1, 4, 16])
 
 
 class PrefixCacheTests:
-    """Subclass and set `provider`.
+    """Tests of a prefix cache. Subclass this and set `provider`.
 
     Attributes:
         provider: the class.
-        takes_all: insert takes every whole page that is not cached yet. Where this is False, only histories and what
-            holds for an empty cache are tested.
-        evicts_least_recent: of pages used in different calls, the ones used earlier are evicted first. Set to False for
-            a cache that evicts in larger units, or by another rule.
-        profile: how long hypothesis looks for a history that goes wrong.
+        takes_all: True if insert takes all whole pages that are not cached yet. If False, only histories and properties of an
+            empty cache are tested.
+        evicts_least_recent: True if pages of earlier calls are evicted first. Set it to False for a cache that evicts in larger
+            units, or by another rule.
+        profile: settings of hypothesis, which searches for failing histories.
     """
 
     provider: ClassVar[type[PrefixCache]]
@@ -42,27 +42,27 @@ class PrefixCacheTests:
     )
 
     def make_cache(self, page_size: int) -> PrefixCache:
-        """An empty cache. Override it where the class takes more arguments."""
+        """Return an empty cache. Override it if the class takes more arguments."""
         return self.provider(page_size)
 
     def filled(self, page_size: int, *prefixes: tuple[int, ...]) -> PrefixCache:
-        """A cache into which prefixes were inserted in turn; their pages are 10, 11, ..., then 20, 21, ... and so on."""
+        """Return a cache with prefixes inserted in turn, whose pages are 10, 11, ..., then 20, 21, ... and so on."""
         if not self.takes_all:
-            pytest.skip("this cache does not take all pages")
+            pytest.skip("the cache does not take all pages")
         cache = self.make_cache(page_size)
-        for place, prefix in enumerate(prefixes, start=1):
-            cache.insert(tokens_of(prefix, page_size), pages_array([10 * place + page for page in range(len(prefix))]))
+        for index, prefix in enumerate(prefixes, start=1):
+            cache.insert(tokens_of(prefix, page_size), pages_array([10 * index + page for page in range(len(prefix))]))
         return cache
 
     @each_page_size
     def test_agrees_with_a_dictionary(self, page_size: int) -> None:
-        """In any history of calls: see `PrefixCacheMachine`."""
+        """The cache agrees with a dictionary in random histories; see `PrefixCacheMachine`."""
         machine: Any = partial(PrefixCacheMachine, self.make_cache, page_size, self.takes_all, self.evicts_least_recent)
         run_state_machine_as_test(machine, settings=self.profile)
 
     @each_page_size
     def test_empty_cache(self, page_size: int) -> None:
-        """It matches nothing, and locking nothing does nothing."""
+        """An empty cache matches nothing, and locking an empty match has no effect."""
         cache = self.make_cache(page_size)
         for num_tokens in (0, 1, 3 * page_size):
             match = cache.match(tokens_of((0, 0, 0), page_size)[:num_tokens])
@@ -78,7 +78,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_match_is_the_longest_in_whole_pages(self, page_size: int) -> None:
-        """Partly equal pages do not count, nor do tokens after the last whole page."""
+        """Partly equal pages, and tokens after the last whole page, do not match."""
         cache = self.filled(page_size, (0, 0, 0, 0), (0, 0, 1))
         for prefix, pages in (
             ((0, 0, 0, 0), [10, 11, 12, 13]),
@@ -93,7 +93,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_insert_reports_duplicates(self, page_size: int) -> None:
-        """What was there stays, what is new is taken, and what is too much is left alone."""
+        """Cached pages stay, new pages are taken, and surplus pages are ignored."""
         cache = self.filled(page_size, (0, 0, 0))
         result = cache.insert(tokens_of((0, 0, 1, 1), page_size), pages_array([10, 51, 52, 53, 54, 55]))
         assert result.num_present == 2
@@ -107,7 +107,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_a_lock_covers_exactly_its_prefix(self, page_size: int) -> None:
-        """Also where it ends inside what was inserted at once, and where prefixes branch off later."""
+        """A lock covers exactly its prefix, even inside of one insertion and with later branches."""
         cache = self.filled(page_size, (0, 0, 0, 0))
         handle = cache.match(tokens_of((0, 0), page_size)).handle
         cache.lock(handle)
@@ -126,7 +126,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_evicting_too_much_changes_nothing(self, page_size: int) -> None:
-        """The named error, and every page is still found."""
+        """Evicting too many pages raises CacheFullError, and all pages are still cached."""
         cache = self.filled(page_size, (0, 0, 0), (1, 1))
         cache.lock(cache.match(tokens_of((1, 1), page_size)).handle)
         with pytest.raises(CacheFullError):
@@ -137,9 +137,9 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_evicts_the_least_recently_used_first(self, page_size: int) -> None:
-        """Insert and unlock count as use."""
+        """Least recently used pages are evicted first; insert and unlock count as use."""
         if not self.evicts_least_recent:
-            pytest.skip("this cache evicts by another rule")
+            pytest.skip("the cache evicts by another rule")
         cache = self.filled(page_size, (0, 0), (1, 1), (2, 2))
         handle = cache.match(tokens_of((0, 0), page_size)).handle
         cache.lock(handle)
@@ -149,7 +149,7 @@ class PrefixCacheTests:
 
     @pytest.mark.parametrize("page_size", [1, 2, 16])
     def test_similar_pages_are_told_apart(self, page_size: int) -> None:
-        """Thousands of pages with ids up to 2^31 - 1: single bits, ends and common checksums are no proof of equality."""
+        """Pages that differ in single bits or have equal checksums are distinguished, among thousands of pages."""
         pages = similar_pages(page_size)
         for beginning in (np.empty(0, np.int32), np.arange(page_size, dtype=np.int32)):
             cache = self.filled(page_size)
@@ -157,26 +157,28 @@ class PrefixCacheTests:
             ids = {page.tobytes(): number for number, page in enumerate(pages, start=2)}
             for page in pages:
                 tokens = np.concatenate((beginning, page))
-                assert len(cache.match(tokens).pages) <= num_before, "a page that was never cached is found"
+                assert len(cache.match(tokens).pages) <= num_before, "the cache found a page that was never inserted"
                 cache.insert(tokens, pages_array([1] * num_before + [ids[page.tobytes()]]))
             for page in pages:
                 found = cache.match(np.concatenate((beginning, page))).pages.tolist()
-                assert found == [1] * num_before + [ids[page.tobytes()]], "another page is found for these tokens"
+                assert found == [1] * num_before + [ids[page.tobytes()]], (
+                    "the cache found another page for these tokens"
+                )
             cache.check()
 
     @each_page_size
     def test_namespaces_share_nothing(self, page_size: int) -> None:
-        """Neither salts nor adapters; locks, sizes and eviction cover all of them."""
+        """Salts and adapters separate prefixes; sizes and eviction cover all namespaces."""
         cache, tokens = self.filled(page_size), tokens_of((0, 1), page_size)
         pairs = (("", ""), ("a", ""), ("", "a"), ("ab", "c"), ("a", "bc"))
         namespaces = [CacheNamespace(*pair) for pair in pairs]
         for number, namespace in enumerate(namespaces):
-            assert len(cache.match(tokens, namespace).pages) == 0, "a prefix of another namespace is found"
+            assert len(cache.match(tokens, namespace).pages) == 0, "the cache found a prefix of another namespace"
             inserted = cache.insert(tokens, pages_array([10 * number + 10, 10 * number + 11]), namespace)
             assert (inserted.num_present, len(inserted.pages)) == (0, 2)
         for number, namespace in enumerate(namespaces):
             assert cache.match(tokens, namespace).pages.tolist() == [10 * number + 10, 10 * number + 11]
-        assert cache.match(tokens).pages.tolist() == [10, 11], "without a namespace, it is the default one"
+        assert cache.match(tokens).pages.tolist() == [10, 11], "a match without a namespace must use the default one"
         assert len(cache.match(tokens, CacheNamespace("other")).pages) == 0
         if type(cache).runs is not PrefixCache.runs:
             assert {run.namespace for run in cache.runs(100) if run.parent == 0} == set(namespaces)
@@ -191,7 +193,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_reset_gives_everything_back(self, page_size: int) -> None:
-        """And the cache is usable afterwards."""
+        """`reset` returns all pages, and the cache is usable afterwards."""
         cache = self.filled(page_size, (0, 0), (0, 1))
         assert sorted(cache.reset()) == [10, 11, 21]
         assert cache.num_pages == 0
@@ -200,10 +202,10 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
-        """Locked runs are shown first, with what they continue; a hit counts for the whole prefix."""
-        cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, place % 3, place // 3) for place in range(9)])
+        """Locked runs come first, with their parents; a hit counts for the whole prefix."""
+        cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, index % 3, index // 3) for index in range(9)])
         if type(cache).runs is PrefixCache.runs:
-            pytest.skip("this cache shows nothing")
+            pytest.skip("the cache returns no runs")
         everything = cache.runs(1000)
         assert sum(len(run.token_ids) for run in everything) == cache.num_pages * page_size
         assert len(cache.runs(0)) == 0
@@ -220,7 +222,7 @@ class PrefixCacheTests:
             assert run.last_hit_s <= time.monotonic()
 
     def test_a_long_chain_of_prefixes(self) -> None:
-        """A prefix with a cached prefix at each of its pages is found, locked and evicted; nothing recurses a page."""
+        """A prefix with a cached prefix at each page is matched, locked and evicted, without recursion per page."""
         num_pages = 1200
         cache = self.filled(1)
         tokens, pages = tokens_of((0, 1, 2) * (num_pages // 3), 1), list(range(num_pages))

@@ -1,4 +1,4 @@
-"""Random histories of a prefix cache, compared with a dictionary after every step."""
+"""Random histories of a prefix cache, compared with a dictionary after each step."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from minisgl_core.contracts.prefix_cache import PageIds, PrefixCache, TokenIds
 from minisgl_core.errors import CacheFullError
 
 Prefix = tuple[int, ...]
-"""A prefix as one symbol a page."""
+"""A prefix with one symbol per page."""
 
 NUM_PAGES = 48
-"""Pages of the pool that a history runs on."""
+"""Pages of the pool in a history."""
 
 SYMBOLS = st.sampled_from([0, 0, 0, 1, 2])
-"""Uneven, so that prompts often begin alike."""
+"""Symbols with uneven frequencies, so that prompts often share a prefix."""
 
 PREFIXES = st.integers(0, 7).flatmap(lambda size: st.tuples(*[SYMBOLS] * size))
 
 
 def tokens_of(prefix: Prefix, page_size: int, num_extra: int = 0) -> TokenIds:
-    """Tokens of a prefix, and `num_extra` more.
+    """Return the tokens of a prefix, and `num_extra` more.
 
-    Pages 0 and 1 differ in their last token only, pages 0 and 2 in their first; the extra tokens begin like page 0.
+    Symbols 0 and 1 differ only in the page's last token, 0 and 2 only in its first; the extra tokens begin like symbol 0.
     """
     tokens = np.zeros((len(prefix) + 1, page_size), np.int32)
     for page, symbol in enumerate(prefix):
@@ -37,14 +37,14 @@ def tokens_of(prefix: Prefix, page_size: int, num_extra: int = 0) -> TokenIds:
 
 
 def pages_array(pages: list[int]) -> PageIds:
-    """Page ids as the contract wants them."""
+    """Return page ids with the contract's type."""
     return np.array(pages, np.int32)
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Plays the engine: owns a pool of pages, and knows at any time which page is whose.
+    """Model of the engine: it owns a pool of pages and knows the owner of each page.
 
-    `cached` maps every cached prefix to its last page, so a lookup is one dictionary access a page, and so is every rule.
+    `cached` maps each cached prefix to its last page, so that lookups and rules take one dictionary access per page.
     """
 
     def __init__(
@@ -56,32 +56,32 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.free = list(range(1, NUM_PAGES))
         self.cached: dict[Prefix, int] = {}
         self.marks: list[tuple[Any, Prefix]] = []
-        """Handles that are good at the moment, and what they stand for."""
+        """Valid handles and their prefixes."""
         self.locks: list[tuple[Any, Prefix]] = []
         self.now = 0
         self.surely_used: dict[Prefix, int] = {}
-        """When a prefix was last inserted or unlocked."""
+        """Time when a prefix was last inserted or unlocked."""
         self.maybe_used: dict[Prefix, int] = {}
-        """The same, matches and locks included, which a cache need not count as use."""
+        """Time of the last use, including matches and locks, which a cache need not count."""
 
     def beginnings(self, prefix: Prefix) -> list[Prefix]:
-        """Every prefix of `prefix` but the empty one, shortest first."""
+        """Return all non-empty prefixes of `prefix`, shortest first."""
         return [prefix[:length] for length in range(1, len(prefix) + 1)]
 
     def cached_part(self, prefix: Prefix) -> Prefix:
-        """The longest beginning of `prefix` that is cached."""
+        """Return the longest cached prefix of `prefix`."""
         return max((part for part in self.beginnings(prefix) if part in self.cached), key=len, default=())
 
     def pages_of(self, prefix: Prefix) -> list[int]:
-        """The cache's pages of a cached prefix."""
+        """Return the cache's pages of a cached prefix."""
         return [self.cached[part] for part in self.beginnings(prefix)]
 
     def locked(self) -> set[Prefix]:
-        """Every prefix that a lock protects."""
+        """Return all locked prefixes."""
         return {part for _, prefix in self.locks for part in self.beginnings(prefix)}
 
     def use(self, prefix: Prefix, surely: bool) -> None:
-        """Note that a prefix was used."""
+        """Record the use of a prefix."""
         self.now += 1
         for part in self.beginnings(prefix):
             self.maybe_used[part] = self.now
@@ -89,7 +89,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 self.surely_used[part] = self.now
 
     def hold(self, handle: Any, prefix: Prefix, lock: bool) -> None:
-        """Remember a handle, and lock it at once if told to."""
+        """Store a handle, and lock it at once if `lock`."""
         self.marks.append((handle, prefix))
         if lock:
             self.cache.lock(handle)
@@ -98,7 +98,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(prefix=PREFIXES, num_extra=st.integers(0, 15), lock=st.booleans())
     def match(self, prefix: Prefix, num_extra: int, lock: bool) -> None:
-        """The longest cached prefix, and no size changes."""
+        """`match` returns the longest cached prefix, and sizes do not change."""
         sizes = self.cache.num_evictable, self.cache.num_locked
         result = self.cache.match(tokens_of(prefix, self.page_size, num_extra % self.page_size))
         assert (self.cache.num_evictable, self.cache.num_locked) == sizes, "match changed a size"
@@ -117,7 +117,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         lock=st.booleans(),
     )
     def insert(self, prefix: Prefix, num_extra: int, num_reused: int, num_surplus: int, lock: bool) -> None:
-        """Offer the cache's own pages for a part of what it has already, and pages of ours for the rest."""
+        """Insert the cache's own pages for part of the cached prefix, and new pages for the rest."""
         present = self.cached_part(prefix)
         reused = self.pages_of(present)[:num_reused]
         num_own = len(prefix) - len(reused) + num_surplus
@@ -128,9 +128,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         offered = pages_array(reused + own)
         result = self.cache.insert(tokens, offered)
         num_cached = len(result.pages)
-        assert result.num_present == len(present), "insert miscounted what was cached before"
-        assert len(present) <= num_cached <= len(prefix), "insert took more or forgot some"
-        assert num_cached == len(prefix) or not self.takes_all, "insert did not take all"
+        assert result.num_present == len(present), "num_present is wrong"
+        assert len(present) <= num_cached <= len(prefix), "insert took too many pages or lost some"
+        assert num_cached == len(prefix) or not self.takes_all, "insert did not take all pages"
         pages = self.pages_of(present) + offered[len(present) : num_cached].tolist()
         assert result.pages.tolist() == pages, "insert returned other pages"
         self.cached.update(zip(self.beginnings(prefix), pages, strict=False))
@@ -142,7 +142,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.marks)
     @rule(data=st.data())
     def lock(self, data: st.DataObject) -> None:
-        """Lock through any handle that is still good."""
+        """Lock any valid handle."""
         handle, prefix = data.draw(st.sampled_from(self.marks))
         self.hold(handle, prefix, lock=True)
 
@@ -156,7 +156,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @rule(num_pages=st.integers(0, 9))
     def evict(self, num_pages: int) -> None:
-        """Where that is more than the cache can, it is refused and nothing changes."""
+        """Evict pages; more than are evictable is refused without a change."""
         if num_pages <= len(self.cached) - len(self.locked()):
             self.check_evicted(self.cache.evict(num_pages), num_pages)
             return
@@ -164,7 +164,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.evict(num_pages)
 
     def check_evicted(self, pages: PageIds, num_asked: int) -> None:
-        """Take evicted pages back, and check that they were the right ones."""
+        """Take evicted pages back, and check that the right ones were evicted."""
         owner = {page: prefix for prefix, page in self.cached.items()}
         evicted = [owner[page] for page in pages.tolist() if page in owner]
         assert len(evicted) == len(pages), "a page that the cache did not own was evicted"
@@ -175,17 +175,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             del self.cached[prefix]
         self.free += pages.tolist()
         for prefix in self.cached:
-            assert len(prefix) == 1 or prefix[:-1] in self.cached, "a page went before one that follows it"
+            assert len(prefix) == 1 or prefix[:-1] in self.cached, "a page was evicted before one that follows it"
         kept = self.cached.keys() - self.locked()
         if self.evicts_least_recent and kept and evicted:
             oldest_kept = min(self.maybe_used[prefix] for prefix in kept)
-            assert all(self.surely_used[prefix] <= oldest_kept for prefix in evicted), "a page went before an older one"
+            assert all(self.surely_used[prefix] <= oldest_kept for prefix in evicted), (
+                "a page was evicted before one that was used earlier"
+            )
         self.marks = [*self.locks, *((handle, prefix) for handle, prefix in self.marks if not prefix)]
 
     @precondition(lambda self: len(self.cached) > 4 and not self.locked())
     @rule()
     def reset(self) -> None:
-        """Everything comes back."""
+        """`reset` returns all pages."""
         assert sorted(self.cache.reset()) == sorted(self.cached.values()), "reset returned other pages"
         self.free += self.cached.values()
         self.cached = {}
@@ -193,7 +195,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def sizes_and_structure_are_right(self) -> None:
-        """Sizes are those of the dictionary, and the cache finds nothing wrong with itself."""
+        """Sizes equal those of the dictionary, and `check` passes."""
         num_locked = len(self.locked())
         assert self.cache.num_locked == num_locked, "num_locked is wrong"
         assert self.cache.num_evictable == len(self.cached) - num_locked, "num_evictable is wrong"
@@ -203,14 +205,14 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_it_shows_is_there(self) -> None:
-        """The runs for people to look at spell exactly what is cached; a cache may show nothing at all."""
+        """`runs` returns exactly the cached prefixes, or nothing."""
         if type(self.cache).runs is PrefixCache.runs:
             return
         tokens, pages = {0: tokens_of((), self.page_size)}, {0: pages_array([])}
         shown = {}
         num_locked = 0
         for run in self.cache.runs(NUM_PAGES):
-            assert run.parent in pages, "a run is shown before the one that it continues"
+            assert run.parent in pages, "a run comes before its parent"
             assert run.number not in pages, "two runs have one number"
             tokens[run.number] = np.concatenate((tokens[run.parent], run.token_ids))
             pages[run.number] = np.concatenate((pages[run.parent], run.pages))
@@ -218,11 +220,11 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 shown[tokens[run.number][: end * self.page_size].tobytes()] = int(pages[run.number][end - 1])
             num_locked += len(run.pages) if run.num_locks else 0
         cached = {tokens_of(prefix, self.page_size).tobytes(): page for prefix, page in self.cached.items()}
-        assert shown == cached, "the runs shown are not what is cached"
-        assert num_locked == self.cache.num_locked, "the runs shown have other locks"
+        assert shown == cached, "the runs differ from the cached prefixes"
+        assert num_locked == self.cache.num_locked, "the locks of the runs are wrong"
 
     def teardown(self) -> None:
-        """At the end of a history: everything is found, and can be given up."""
+        """At the end of a history, all prefixes are found and can be evicted."""
         for prefix in list(self.cached):
             self.match(prefix, num_extra=0, lock=False)
         while self.locks:
@@ -231,4 +233,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.evicts_least_recent = False
         self.check_evicted(self.cache.evict(self.cache.num_evictable), len(self.cached))
         self.sizes_and_structure_are_right()
-        assert not self.cached, "evicting all left something"
+        assert not self.cached, "pages are left after evicting all"

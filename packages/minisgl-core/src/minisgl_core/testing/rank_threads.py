@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks as threads of one process: what tests of sharded parts need of a communicator."""
+"""Tensor-parallel ranks as threads of one process, for tests of sharded layers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _TIMEOUT_S = 60.0
 
 
 class _Exchange:
-    """Where ranks put their value and read the others'.
+    """Shared state in which ranks exchange values.
 
     Attributes:
-        turn: held by a rank that runs, but for its waiting here; None where all may run at once.
-        messages: what was sent and not received yet, by sender and receiver.
+        turn: lock that the running rank holds except while it waits here; None if all ranks may run at once.
+        messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
     def __init__(self, size: int, turn: threading.Lock | None) -> None:
@@ -34,7 +34,7 @@ class _Exchange:
         self._barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
 
     def swap(self, rank: int, value: Any) -> list[Any]:
-        """Every rank's value, in rank order."""
+        """Return all ranks' values in rank order."""
         self._values[rank] = value
         self._wait()
         values = list(self._values)
@@ -52,21 +52,22 @@ class _Exchange:
             self.turn.acquire()
 
     def abort(self) -> None:
-        """Wake ranks that wait for one that failed."""
+        """Wake ranks that wait for a failed rank."""
         self._barrier.abort()
 
 
 class ThreadCommunicator(Communicator):
-    """Collectives between threads. Sums in rank order, so every rank has the same bits.
+    """Communicator between threads. It sums in rank order, so that all ranks have bitwise equal results.
 
-    Takes the freedom that `all_reduce_add_norm` has: where rows divide by the ranks, a residual is NaN in the other ranks'.
+    It uses the freedom of `all_reduce_add_norm`: if the number of rows is divisible by the number of ranks, residual rows of
+    other ranks are NaN.
     """
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
         self.rank, self.size, self._exchange = rank, size, exchange
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum, in place, as the contract allows."""
+        """All-reduce in place, as the contract allows."""
         total: torch.Tensor = sum(self._exchange.swap(self.rank, x), torch.zeros_like(x))
         self._exchange.swap(self.rank, None)
         return x.copy_(total)
@@ -74,7 +75,7 @@ class ThreadCommunicator(Communicator):
     def all_reduce_add_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_norm: AddNorm
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each rank normalises its part of the rows."""
+        """Normalise this rank's rows, and gather those of the others."""
         if len(x) % self.size:
             return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
         mine = slice(self.rank * len(x) // self.size, (self.rank + 1) * len(x) // self.size)
@@ -84,17 +85,17 @@ class ThreadCommunicator(Communicator):
         return self.all_gather(norm, 0), rows
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The concatenation."""
+        """Concatenate the ranks' tensors."""
         gathered = torch.cat(self._exchange.swap(self.rank, x), dim)
         self._exchange.swap(self.rank, None)
         return gathered
 
     def send(self, x: torch.Tensor, dst: int) -> None:
-        """Puts a copy where the other rank finds it."""
+        """Send a copy to the other rank."""
         self._exchange.messages[self.rank, dst].put(x.clone())
 
     def recv(self, x: torch.Tensor, src: int) -> torch.Tensor:
-        """The next of that rank."""
+        """Receive the next tensor of that rank."""
         turn = self._exchange.turn
         if turn is not None:
             turn.release()
@@ -106,14 +107,14 @@ class ThreadCommunicator(Communicator):
         return x.copy_(received)
 
     def broadcast_object(self, value: object) -> object:
-        """Rank 0's."""
+        """Return rank 0's value."""
         return self._exchange.swap(self.rank, value)[0]
 
 
 def run_ranks(size: int, function: Callable[[Communicator], Result], *, one_at_a_time: bool = False) -> list[Result]:
-    """Call `function` once a rank and return the results in rank order; the first error is raised.
+    """Call `function` once per rank and return the results in rank order. The first error is raised.
 
-    Ranks run at the same time, or in turns between collectives, for what bears no other thread, as Triton's interpreter.
+    Ranks run concurrently, or in turns between collectives for code that is not thread-safe, such as Triton's interpreter.
     """
     if size == 1:
         return [function(SingleRank())]

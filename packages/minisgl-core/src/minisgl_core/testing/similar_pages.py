@@ -1,4 +1,4 @@
-"""Pages of tokens that careless comparisons take for each other."""
+"""Pages of tokens that incorrect comparisons confuse."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from minisgl_core.contracts.prefix_cache import TokenIds
 
 _NUM_DRAWN = 1 << 18
-"""Random pages among which collisions are looked for: of a 32-bit checksum, about eight pairs."""
+"""Random pages in which collisions are searched; a 32-bit checksum has about eight pairs."""
 _NUM_PAIRS = 8
 _CHECKSUMS: tuple[Callable[[bytes], int], ...] = (
     zlib.crc32,
     zlib.adler32,
     lambda page: hash(page) & 0xFFFFFFFF,
 )
-"""Comparisons that a cache might rely on; 64 bits and more are left out, as no test finds their collisions."""
+"""Checksums that a cache might compare. Those of 64 bits and more are left out, as no test finds their collisions."""
 
 
 @cache
@@ -30,10 +30,10 @@ def similar_pages(page_size: int) -> list[TokenIds]:
     """
     draw = np.random.default_rng(page_size)
     base = draw.integers(2**30, dtype=np.int32, size=page_size)
-    places = sorted({0, page_size // 2, page_size - 1})
-    bits = np.repeat(base[None], 31 * len(places), axis=0)
-    for number, (place, bit) in enumerate((place, bit) for place in places for bit in range(31)):
-        bits[number, place] ^= np.int32(1 << bit)
+    positions = sorted({0, page_size // 2, page_size - 1})
+    bits = np.repeat(base[None], 31 * len(positions), axis=0)
+    for number, (position, bit) in enumerate((position, bit) for position in positions for bit in range(31)):
+        bits[number, position] ^= np.int32(1 << bit)
     drawn = draw.integers(2**31, dtype=np.int64, size=(_NUM_DRAWN, page_size)).astype(np.int32)
     top = np.full((1, page_size), 2**31 - 1, np.int32)
     found = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
@@ -41,12 +41,12 @@ def similar_pages(page_size: int) -> list[TokenIds]:
 
 
 def _swapped(pages: TokenIds) -> list[TokenIds]:
-    """The same tokens in another order."""
+    """Return pages with the same tokens in another order."""
     return [np.roll(pages, 1, axis=1), pages[:, ::-1]]
 
 
 def _colliding(drawn: TokenIds) -> TokenIds:
-    """A few pairs per checksum."""
+    """Return a few colliding pairs per checksum."""
     pages = [page.tobytes() for page in drawn]
     chosen: list[int] = []
     for checksum in _CHECKSUMS:

@@ -1,4 +1,4 @@
-"""What every checkpoint format must pass."""
+"""Conformance kit of checkpoint formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from minisgl_core.contracts.weights import WeightSource
 
 
 class WeightSourceTests:
-    """Subclass, set `provider` and override `make_checkpoint`.
+    """Tests of a checkpoint format. Subclass this, set `provider` and override `make_checkpoint`.
 
     Attributes:
         provider: the class.
@@ -29,13 +29,13 @@ class WeightSourceTests:
         """Write a small checkpoint.
 
         Yields:
-            Its path, and what each tensor holds after reading, by its Hugging Face name.
+            Its path, and the expected tensors by their Hugging Face names.
         """
         raise NotImplementedError
         yield
 
     def test_it_knows_its_files_and_no_others(self) -> None:
-        """`unsupported` is empty for the checkpoint; an empty folder, an empty file and nothing at all give reasons."""
+        """`unsupported` accepts the checkpoint and refuses an empty folder, an empty file and a missing path."""
         with self.make_checkpoint() as (path, _):
             assert self.provider.unsupported(path) == []
         with TemporaryDirectory() as folder:
@@ -47,14 +47,14 @@ class WeightSourceTests:
                 assert all(isinstance(reason, str) and reason for reason in reasons)
 
     def test_config_can_be_read(self) -> None:
-        """By the same rules as a ``config.json``; reading it twice gives the same."""
+        """The config is read by the rules of ``config.json``, and twice with the same result."""
         with self.make_checkpoint() as (path, _):
             source = self.provider(path)
             config = model_config(source.config, source.generation_config)
             assert model_config(source.config, source.generation_config) == config
 
     def test_every_tensor_comes_once(self) -> None:
-        """Under its name, with its shape and values."""
+        """Each tensor comes once, with its name, shape and values."""
         with self.make_checkpoint() as (path, expected):
             source = self.provider(path)
             seen = set()
@@ -67,7 +67,7 @@ class WeightSourceTests:
             assert seen == set(expected)
 
     def test_tensors_can_be_listed_again(self) -> None:
-        """Each call starts anew."""
+        """Each call of `tensors` lists all tensors."""
         with self.make_checkpoint() as (path, expected):
             source = self.provider(path)
             config = model_config(source.config)
@@ -76,7 +76,7 @@ class WeightSourceTests:
 
     @pytest.mark.parametrize("num_parts", [2, 3, 5])
     def test_slices_are_parts_of_the_whole(self, num_parts: int) -> None:
-        """Along rows, along columns and along both, at bounds that need not be round."""
+        """Slices along rows, columns or both equal the same parts of the whole tensor."""
         with self.make_checkpoint() as (path, expected):
             source = self.provider(path)
             for name, tensor in source.tensors(model_config(source.config)):

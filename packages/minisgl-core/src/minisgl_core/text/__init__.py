@@ -1,1 +1,1 @@
-"""From prompts to tokens and back, for `LLM` and the tokenizer workers alike."""
+"""Chat templates, tokenization and detokenization, for `LLM` and the tokenizer workers."""

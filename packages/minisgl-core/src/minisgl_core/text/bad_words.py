@@ -1,4 +1,4 @@
-"""Token sequences of words that must not be generated."""
+"""Token sequences of the ``bad_words`` of a request."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from minisgl_core.text.prompt import encode_prompt
 
 
 def bad_word_tokens(tokenizer: Any, sampling: SamplingParams) -> list[list[int]]:
-    """Return the token sequences of `sampling`'s ``bad_words``, as vLLM has them.
+    """Return the token sequences of `sampling`'s ``bad_words``, like vLLM.
 
-    A word stands at the beginning of a text or after a space, which many vocabularies write as other tokens. So its sequence
-    after a space counts too, where it begins with another token and is as long; a longer one begins with a token of its own
-    for the space, and ends as the first does.
+    Many vocabularies have other tokens for a word at the beginning of a text than for one after a space. So the sequence
+    after a space is banned too, if it begins with another token and has the same length. A longer one begins with a separate
+    token for the space and ends with the first sequence, so that it needs no entry.
 
     Raises:
-        InvalidValueError: a word is white space alone.
+        InvalidValueError: a word consists of white space only.
     """
     found: list[list[int]] = []
     for word in sampling.bad_words:

@@ -1,4 +1,4 @@
-"""A conversation as the text that the model was taught."""
+"""Rendering of conversations with the model's chat template."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from minisgl_core.text.render_limit import run_limited
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _FIELDS = {"assistant": {"tool_calls", "reasoning_content", "reasoning"}, "tool": {"tool_call_id"}}
-"""What a message may have besides its role, content and name."""
+"""Fields of a message, by role, besides role, content and name."""
 _EMPTY = {"tool_calls", "annotations"}
-"""Lists that other servers' answers have where there is nothing in them; then they are left out."""
+"""Fields that other servers send as empty lists; an empty one is dropped."""
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
@@ -28,26 +28,26 @@ _RESERVED = frozenset(
 
 
 Apply = Callable[[Any, list[dict[str, Any]], Mapping[str, Any]], str]
-"""Renders messages by a tokenizer, with options of its ``apply_chat_template``."""
+"""Function that renders messages with a tokenizer and options of its ``apply_chat_template``."""
 
 
 class _Generation(Extension):
-    """``{% generation %}``, with which templates mark the assistant's words for training; transformers leaves it out."""
+    """``{% generation %}``: templates mark the assistant's tokens for training with it, and rendering drops the tag."""
 
     tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
     def parse(self, parser: Parser) -> list[Node]:
-        """What it encloses."""
+        """Return the enclosed nodes."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 _JINJA = Environment(extensions=["jinja2.ext.loopcontrols", _Generation])
-"""Knows the tags that transformers knows; templates are only parsed with it, not rendered."""
+"""Environment with the tags that transformers supports. It only parses templates and does not render them."""
 
 
 def read_chat_template(file_or_text: str) -> str:
-    """A Jinja template from what ``--chat-template`` says: a file, or the template itself.
+    """Return the Jinja template of ``--chat-template``, which is a file or the template itself.
 
     Raises:
         InvalidValueError: it is neither.
@@ -78,26 +78,28 @@ def render_chat(
     chat_template: str | None = None,
     apply: Apply | None = None,
 ) -> str:
-    """A conversation in the model's form, up to where the assistant's answer begins.
+    """Render a conversation with the chat template, up to the beginning of the assistant's answer.
+
+    The function is long because it documents all options and checks each of them.
 
     Args:
         tokenizer: a transformers tokenizer with a chat template.
-        messages: ``role`` and ``content`` each; a content is a text or a list of ``{"type": "text", "text": ...}``.
-            A ``developer`` message is a system message to templates that do not know the role. An ``assistant`` message may
+        messages: each has ``role`` and ``content``; a content is a text or a list of ``{"type": "text", "text": ...}``.
+            A ``developer`` message becomes a system message if the template does not know the role. An ``assistant`` message may
             have ``tool_calls`` and ``reasoning_content``, also called ``reasoning``. A ``tool`` message may have the
             ``tool_call_id`` that it answers, and any message a ``name``, which few templates use.
         chat_template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: functions that the model may call, as OpenAI's API describes them.
-        add_generation_prompt: end with what the answer begins after; otherwise with the last message.
-        continue_final_message: end inside the last message, which the answer continues; as in transformers.
+        add_generation_prompt: end with the tokens that start the assistant's turn; otherwise with the last message.
+        continue_final_message: leave the last message open, so that the answer continues it; as in transformers.
         documents: documents for the template, which must have that variable.
-        chat_template: instead of the tokenizer's.
-        apply: renders a template instead of ``tokenizer.apply_chat_template``.
+        chat_template: template to use instead of the tokenizer's.
+        apply: function to use instead of ``tokenizer.apply_chat_template``.
 
     Raises:
-        InvalidValueError: no template, no messages, an unknown role, a content that is not text, a variable that the
-            template does not have, or the template refuses the conversation, fails on it, or takes too long or too much
-            memory (see `minisgl_core.text.render_limit`).
+        InvalidValueError: there is no template or no message, a role is unknown, or a content is not text. Also raised for
+            a variable that the template does not have, and for a template that fails or refuses the conversation. The same
+            holds for one that exceeds the limits of `minisgl_core.text.render_limit`.
     """
     template = tokenizer.chat_template if chat_template is None else chat_template
     if template is None:
@@ -105,7 +107,7 @@ def render_chat(
             "messages",
             "a conversation",
             "sent to a model that has a chat template",
-            "This one takes plain prompts only, unless --chat-template gives it one.",
+            "This model has none and takes plain prompts only; --chat-template can supply one.",
         )
     if not messages:
         raise InvalidValueError("messages", [], "at least one message")
@@ -125,7 +127,7 @@ def render_chat(
         options["documents"] = [dict(each) for each in documents]
     try:
         text = (apply or _apply)(tokenizer, plain, options)
-    except Exception as error:  # a template is a program: it raises whatever it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise InvalidValueError(
             "messages",
             [message["role"] for message in plain],
@@ -145,16 +147,18 @@ def _shortened(text: str) -> str:
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]], knows_developer: bool = True) -> list[dict[str, Any]]:
-    """Messages whose contents are texts and whose calls' arguments are objects; developers become systems if not known.
+    """Return messages whose contents are texts and whose tool calls have arguments as objects.
+
+    The role ``developer`` becomes ``system`` unless `knows_developer`.
 
     Raises:
-        InvalidValueError: one is not a message; names what of it.
+        InvalidValueError: a message is not valid; the error names its field.
     """
-    return [_plain(message, place, knows_developer) for place, message in enumerate(messages)]
+    return [_plain(message, index, knows_developer) for index, message in enumerate(messages)]
 
 
-def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dict[str, Any]:
-    where, role = f"messages[{place}]", message.get("role")
+def _plain(message: Mapping[str, Any], index: int, knows_developer: bool) -> dict[str, Any]:
+    where, role = f"messages[{index}]", message.get("role")
     if role not in ROLES:
         raise InvalidValueError(f"{where}.role", role, f"one of {', '.join(ROLES)}")
     said = {
@@ -179,15 +183,15 @@ def _plain(message: Mapping[str, Any], place: int, knows_developer: bool) -> dic
 
 
 def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Calls with their arguments as objects, as templates take them, or as text where they are none."""
+    """Return calls whose arguments are objects, as templates expect; arguments that are no object stay text."""
     if not isinstance(calls, list) or not calls:
         raise InvalidValueError(where, calls, "a list of one or more calls")
     plain = []
-    for place, call in enumerate(calls):
+    for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             form = 'of the form {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-            raise InvalidValueError(f"{where}[{place}]", call, form)
+            raise InvalidValueError(f"{where}[{index}]", call, form)
         arguments = function.get("arguments", "{}")
         try:
             parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments
@@ -195,15 +199,15 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
             parsed = None
         if not isinstance(parsed, Mapping):
             if not isinstance(arguments, str):
-                raise InvalidValueError(f"{where}[{place}].function.arguments", arguments, "a JSON object, as text")
-            parsed = arguments  # a call that was cut off or is wrong, which the model is to see as it was
+                raise InvalidValueError(f"{where}[{index}].function.arguments", arguments, "a JSON object, as text")
+            parsed = arguments  # a truncated or malformed call, which the model should see unchanged
         plain.append({**call, "type": "function", "function": {**function, "arguments": parsed}})
     return plain
 
 
 def _loads(text: str) -> Any:
     value = json.loads(text)
-    json.dumps(value, ensure_ascii=False).encode()  # fails where an escape is half a character, which is no text
+    json.dumps(value, ensure_ascii=False).encode()  # fails for a lone surrogate, which cannot be encoded
     return value
 
 
@@ -212,8 +216,8 @@ def _content_text(content: Any, name: str) -> str:
         return content
     if not isinstance(content, list):
         raise InvalidValueError(name, content, "a text or a list of text parts")
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         if not is_text:
-            raise InvalidValueError(f"{name}[{place}]", part, 'of the form {"type": "text", "text": ...}')
+            raise InvalidValueError(f"{name}[{index}]", part, 'of the form {"type": "text", "text": ...}')
     return "".join(part["text"] for part in content)

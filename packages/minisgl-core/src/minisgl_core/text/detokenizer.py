@@ -1,4 +1,4 @@
-"""Text from tokens, as they come."""
+"""Incremental detokenization."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from minisgl_core.text.stop import StopFinder
 from minisgl_core.text.tokens import TokenBytes
 
 REPLACEMENT = "\ufffd"
-"""What decoders write for bytes that are not (yet) a character."""
+"""Replacement character, which decoders return for bytes that do not form a complete character."""
 MAX_CHAR_BYTES = 4
 MAX_WINDOW = 64
-"""Tokens looked at, at most, besides those just pushed."""
+"""Most tokens that are decoded again with the new ones."""
 KEPT_WINDOW = 16
 
 
 class IncrementalDetokenizer:
-    """Decodes one request's tokens piece by piece, in constant time a token.
+    """Incremental detokenizer of one request, in constant time per token.
 
-    The pieces joined are the text of all tokens decoded at once (without the spaces' "clean-up"), for byte-level tokenizers
-    whatever the tokens, for others where the bytes form valid UTF-8. No piece ends inside a character: a token that ends in
-    the middle of one waits for those that complete it.
+    The joined pieces equal the text of all tokens decoded at once, without transformers' clean-up of spaces. For byte-level
+    tokenizers this holds for all tokens, and for others if the bytes form valid UTF-8. No piece ends inside a character: a
+    token that ends inside one is held back until the character is complete.
 
     Args:
-        tokens: of the tokenizer.
+        tokens: bytes of the tokenizer's tokens.
         skip_special_tokens: leave special tokens out.
         stop: texts that end the output.
-        min_tokens: the text of so many tokens ends nothing.
-        include_stop: the text that ends the output is part of it.
+        min_tokens: number of first tokens whose text is not searched for stop texts.
+        include_stop: keep the stop text in the output.
     """
 
     def __init__(
@@ -51,12 +51,12 @@ class IncrementalDetokenizer:
         """Add tokens.
 
         Args:
-            token_ids: new tokens, any number.
-            finished: no more will come: nothing is held back.
+            token_ids: any number of new tokens.
+            finished: True if no more tokens follow, so that nothing is held back.
 
         Returns:
-            New text, and the stop text that ends the output, if one was found: the text then ends before it, or with it
-            where stops are included, and the detokenizer is done.
+            New text, and the stop text that was found, or None. The text ends before the stop text, or with it if stops are
+            included, and the detokenizer is done then.
         """
         free = ""
         if num_free := min(self._num_free, len(token_ids)):
@@ -70,7 +70,7 @@ class IncrementalDetokenizer:
 
 
 class _Bytes:
-    """Decodes the tokens' bytes."""
+    """Decoder of the tokens' bytes, for byte-level tokenizers."""
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
         self._tokens = tokens
@@ -84,10 +84,10 @@ class _Bytes:
 
 
 class _Window:
-    """Has the tokenizer decode the new tokens together with those of the step before.
+    """Decoder that calls the tokenizer with the new tokens and those of the step before.
 
-    A decoder may treat the first token of a text differently: sentencepiece's drops its leading space. And one with byte
-    fallback decodes a run of byte tokens as a whole: the first byte of a character makes those before it invalid, too.
+    A decoder may treat the first token of a text differently: that of sentencepiece drops its leading space. A decoder with
+    byte fallback decodes a run of byte tokens as a whole. Then the first byte of a character invalidates the bytes before it.
     """
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
@@ -96,16 +96,16 @@ class _Window:
         self._special = tokens.special_ids if skip_special_tokens else frozenset()
         self._ids: list[int] = []
         self._num_context = 0
-        """Tokens of `_ids` up to the last place known to lie between two characters."""
+        """Tokens of `_ids` before the last known character boundary."""
         self._num_shown = 0
-        """Characters of `_ids`' text that were returned."""
+        """Characters of `_ids`' text that were returned already."""
 
     def decode(self, token_ids: Sequence[int], finished: bool) -> str:
         """See `IncrementalDetokenizer.push`."""
         new = [token for token in token_ids if token not in self._special]
         if finished:
             return self._add(new, finished)
-        # One by one: where several end inside a character, only so is the place before it known.
+        # Tokens are added one by one: this finds the boundary before a character that several tokens end inside of.
         return "".join([self._add([token], finished) for token in new])
 
     def _add(self, token_ids: list[int], finished: bool) -> str:
@@ -115,7 +115,7 @@ class _Window:
         if text.endswith(REPLACEMENT) and not finished:
             if len(self._ids) - self._num_context < MAX_CHAR_BYTES:
                 return ""
-            # So many tokens complete any character, so some bytes are invalid; the last few may still become one.
+            # This many tokens complete any character, so some bytes are invalid. The last few may still become a character.
             end -= min(MAX_CHAR_BYTES - 1, end - len(text.rstrip(REPLACEMENT)))
         shown = text[self._num_shown : end]
         self._num_shown = max(self._num_shown, end)
@@ -138,13 +138,13 @@ class _Window:
 
 
 class Piece(NamedTuple):
-    """New output of a request, in text.
+    """New text of a request's output.
 
     Attributes:
         text: new text.
         finish_reason: ``stop``, ``length``, ``abort``, or None while running.
-        stop_reason: the stop text or token that ended it; None for the model's own end or a limit.
-        is_early: a stop text ended it before the scheduler knew: the scheduler must be told to abort it.
+        stop_reason: the stop text or token that ended it; None for an EOS token or a limit.
+        is_early: True if a stop text ended it and the scheduler still runs it, so that it has to be aborted there.
     """
 
     text: str
@@ -154,7 +154,7 @@ class Piece(NamedTuple):
 
 
 class OutputText:
-    """Text of one request, from what the scheduler sends of it; empty where no `tokens` are known."""
+    """Text of one request's output, from the scheduler's messages. It is empty if `tokens` is None."""
 
     def __init__(self, tokens: TokenBytes | None, sampling: SamplingParams) -> None:
         self._detokenizer = None
@@ -170,7 +170,7 @@ class OutputText:
         self._include_stop = sampling.include_stop_str_in_output
 
     def push(self, out: TokenOut) -> Piece:
-        """Add new tokens. A token that ended the output is not part of its text, unless the request includes it."""
+        """Add new tokens. The text leaves out a token that ended the output, unless the request includes it."""
         finished = out.finish_reason is not None
         leaves_out_last = out.stop_token_id is not None and not self._include_stop
         token_ids = out.token_ids[:-1] if leaves_out_last else out.token_ids

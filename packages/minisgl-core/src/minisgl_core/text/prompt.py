@@ -1,4 +1,4 @@
-"""Token ids from texts and chats."""
+"""Tokenization of prompts and conversations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.text.chat import render_chat
 
 _FIRST_LOOK = 2**14
-"""Characters; tokenizing so many takes about 10 ms."""
+"""Characters that are tokenized first; so many take about 10 ms."""
 _SLACK = 256
-"""Tokens by which the beginning of a text may have more than the whole."""
+"""Tokens by which the beginning of a text may exceed the whole text."""
 
 
 def list_prompts(prompts: Any) -> list[Any]:
-    """One prompt (a text or a list of token ids) or several, as a list of prompts.
+    """Return a list of prompts from one prompt or several; a prompt is a text or a list of token ids.
 
     Raises:
         InvalidValueError: it is neither.
@@ -32,10 +32,10 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def token_array(ids: Any) -> npt.NDArray[np.int32]:
-    """A list of token ids as an array; what does not fit becomes an id that no vocabulary has.
+    """Return a list of token ids as an array. An id that does not fit in int32 becomes one that no vocabulary has.
 
     Raises:
-        InvalidValueError: it is no list of whole numbers.
+        InvalidValueError: it is not a list of whole numbers.
     """
     try:
         array = np.array(ids)
@@ -52,28 +52,28 @@ def token_array(ids: Any) -> npt.NDArray[np.int32]:
 def encode_prompt(
     tokenizer: Any, text: str, add_special_tokens: bool = True, max_tokens: int | None = None, name: str = "prompt"
 ) -> list[int]:
-    """Tokens of a plain text, with the BOS that the tokenizer adds if `add_special_tokens`.
+    """Return the tokens of a plain text, with the tokenizer's BOS if `add_special_tokens`.
 
     Args:
         tokenizer: a transformers tokenizer.
-        text: any.
-        add_special_tokens: begin as the tokenizer does.
-        max_tokens: where the beginning of `text` has more tokens, only those are returned: more than `max_tokens`, of a text
-            that has even more.
-        name: field that has the text, for errors.
+        text: the text.
+        add_special_tokens: add the special tokens that the tokenizer adds by itself.
+        max_tokens: stop early once the beginning of `text` has clearly more tokens. Then only those tokens are returned,
+            which are more than `max_tokens`.
+        name: field of the text, for errors.
 
     Raises:
-        InvalidValueError: half a character (a lone surrogate) is in it, which no bytes stand for.
+        InvalidValueError: the text contains a lone surrogate, which cannot be encoded.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        allowed = "text, without half characters (lone surrogates)"
+        allowed = "text without lone surrogates"
         raise InvalidValueError(name, text[error.start :][:20], allowed) from None
     length = len(text) if max_tokens is None else max(_FIRST_LOOK, max_tokens)
     while True:
         ids: list[int] = tokenizer(text[:length], add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
-        # The cut may change the tokens in front of it, so their number has to be clearly too large.
+        # The cut may change the tokens before it, so their number has to be clearly too large.
         if length >= len(text) or (max_tokens is not None and len(ids) > max_tokens + max_tokens // 8 + _SLACK):
             return ids
         length *= 2
@@ -85,9 +85,9 @@ def encode_chat(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Tokens of a conversation, up to where the assistant's answer begins; see `render_chat`.
+    """Return the tokens of a conversation, up to the beginning of the assistant's answer; see `render_chat`.
 
-    The template writes the BOS where the model wants one, so the tokenizer adds none.
+    The template writes the BOS if the model needs one, so the tokenizer adds none.
     """
     text = render_chat(tokenizer, messages, chat_template_kwargs, tools)
     return encode_prompt(tokenizer, text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Limits on the time and the memory of a chat template, which is a program from a checkpoint."""
+"""Limits on time and memory of a chat template, which is a program from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 MAX_SECONDS = 10.0
-"""Templates take milliseconds for a thousand messages."""
+"""Time limit. Templates take milliseconds for a thousand messages."""
 MAX_GROWTH_BYTES = 512 * 2**20
-"""Growth of the process's resident memory while a template runs."""
+"""Limit on the growth of the process's resident memory while a template runs."""
 _POLL_S = 0.05
 
 
 class RenderLimitError(Exception):
-    """A template was stopped; the message says at which limit."""
+    """A template was stopped; the message names the limit."""
 
 
 class _Stop(BaseException):
-    """Raised inside a template from outside. No `Exception`, so that no library on the way catches it."""
+    """Raised inside a template by the watchdog. It is not an `Exception`, so that no library catches it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Render:
-    """A template that runs."""
+    """A running template."""
 
     thread: int = field(default_factory=threading.get_ident)
     started_s: float = field(default_factory=time.monotonic)
@@ -39,9 +39,9 @@ class _Render:
 
 
 class _Watchdog:
-    """Stops templates from a thread of its own, which runs only while templates do.
+    """Watchdog thread that stops templates. It runs only while a template runs.
 
-    A thread in Python can be interrupted between two of its instructions, and a template's loops consist of those.
+    An exception can be raised in a Python thread between two bytecode instructions, and a template's loops consist of these.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _Watchdog:
         with self._lock:
             self._renders.discard(render)
             if render.stopped_by:
-                _raise_in(render.thread, None)  # it may have ended before it noticed
+                _raise_in(render.thread, None)  # the template may have ended before the exception was raised
 
     def _watch(self) -> None:
         while True:
@@ -76,9 +76,9 @@ class _Watchdog:
         if render.first_bytes is None:
             render.first_bytes = num_bytes
         if time.monotonic() - render.started_s > MAX_SECONDS:
-            render.stopped_by = f"it ran for more than {MAX_SECONDS:g} s"
+            render.stopped_by = f"the template ran for more than {MAX_SECONDS:g} s"
         elif num_bytes - render.first_bytes > MAX_GROWTH_BYTES:
-            render.stopped_by = f"it took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
+            render.stopped_by = f"the template took more than {MAX_GROWTH_BYTES // 2**20} MiB of memory"
         if render.stopped_by:
             _raise_in(render.thread, _Stop)
 
@@ -111,7 +111,7 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
 
 
 def _resident_bytes() -> int:
-    """0 where the system does not tell."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     except OSError:

@@ -1,4 +1,4 @@
-"""Finding stop texts in a stream."""
+"""Search for stop texts in a stream."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from minisgl_core.sampling_params import MAX_STOPS
 
 
 class StopFinder:
-    """Passes a stream of text on, and ends it before the first of some texts.
+    """Filter that passes a stream of text on and ends it before the first stop text.
 
-    Whatever could be the beginning of a stop text is held back until it is known not to be. Knuth, Morris and Pratt's
-    automaton (SIAM J. Comput. 6, 1977), one a stop text, makes that O(1) a character however long the stop texts are.
+    Text that may be the beginning of a stop text is held back until that is decided. One Knuth-Morris-Pratt automaton (SIAM
+    J. Comput. 6, 1977) per stop text makes this O(1) per character, however long the stop texts are.
     """
 
     def __init__(self, stop: tuple[str, ...], include_found: bool = False) -> None:
-        """`include_found`: show the text that was found."""
+        """`include_found`: keep the stop text in the output."""
         self._stop, self._include_found = stop, include_found
         self._failures = [_failures(text) for text in stop]
         self._matched = [0] * len(stop)
         self._held = ""
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """Text that may be shown now, and the stop text found, if any; where two end together, the longer one."""
+        """Return the text that is ready, and the stop text that was found, or None. If two end together, the longer one wins."""
         if not self._stop:
             return text, None
         self._held += text
-        for place, char in enumerate(text, start=len(self._held) - len(text)):
+        for index, char in enumerate(text, start=len(self._held) - len(text)):
             found = self._advance(char)
             if found is not None:
-                end = place + 1 if self._include_found else place + 1 - len(found)
+                end = index + 1 if self._include_found else index + 1 - len(found)
                 shown, self._held = self._held[:end], ""
                 return shown, found
         keep = len(self._held) - max(self._matched)
@@ -38,7 +38,7 @@ class StopFinder:
         return shown, None
 
     def finish(self) -> str:
-        """What was held back, where the stream has ended without a match."""
+        """Return the text that was held back, after the stream has ended without a match."""
         shown, self._held = self._held, ""
         return shown
 
@@ -58,15 +58,15 @@ class StopFinder:
         return found
 
 
-@lru_cache(maxsize=MAX_STOPS)  # the outputs of a prompt have the same; a table takes 8 ms for 32,768 characters
+@lru_cache(maxsize=MAX_STOPS)  # outputs of one prompt have the same stop texts; a table of 32,768 characters takes 8 ms
 def _failures(text: str) -> array[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is its suffix too."""
+    """Return, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     table = array("I", bytes(4 * len(text)))
     length = 0
-    for place in range(1, len(text)):
-        while length and text[place] != text[length]:
+    for index in range(1, len(text)):
+        while length and text[index] != text[length]:
             length = table[length - 1]
-        if text[place] == text[length]:
+        if text[index] == text[length]:
             length += 1
-        table[place] = length
+        table[index] = length
     return table

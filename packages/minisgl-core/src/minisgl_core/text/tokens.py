@@ -1,4 +1,4 @@
-"""What single tokens stand for."""
+"""Bytes of single tokens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The 256 characters that byte-level vocabularies write bytes with (GPT-2's encoder.py)."""
+    """Return the 256 characters that stand for bytes in byte-level vocabularies (GPT-2's encoder.py), with their bytes."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
 _ALPHABET = _byte_alphabet()
 
 
 class TokenBytes(dict[int, bytes]):
-    """The bytes of each token, which need not be whole characters: ``TokenBytes(tokenizer)[token_id]``.
+    """Bytes of each token, which need not be whole characters: ``TokenBytes(tokenizer)[token_id]``.
 
-    Ids without a token (a vocabulary padded for speed) are empty. Made once for a tokenizer: it remembers.
+    Ids without a token (in a padded vocabulary) are empty. Make one object per tokenizer, since it caches the bytes.
 
     Attributes:
         tokenizer: a transformers tokenizer.
         special_ids: tokens that decoding may leave out.
-        make_up_texts: whether the text of tokens is their bytes one after another, which is so for byte-level tokenizers.
+        make_up_texts: True if the text of tokens is the concatenation of their bytes, as for byte-level tokenizers.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -39,7 +39,7 @@ class TokenBytes(dict[int, bytes]):
         self._is_byte_level = "ByteLevel" in repr(decoder)
 
     def __missing__(self, token_id: int) -> bytes:
-        """Called where a token is looked up for the first time."""
+        """Compute and cache the bytes of a token at its first lookup."""
         found = self[token_id] = self._compute(token_id)
         return found
 
@@ -58,12 +58,14 @@ class TokenBytes(dict[int, bytes]):
 
 
 def max_token_bytes(tokenizer: Any) -> int:
-    """Most bytes of text that one token stands for; 0 where it is not known, or a token may stand for any number of them.
+    """Return the most bytes of text that one token stands for; 0 if that is unknown or unbounded.
 
-    It is known where a tokenizer is byte-level and no token takes the spaces around it, too.
+    It is known if the tokenizer is byte-level and no token also matches the spaces around it.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)  # three letters of Hangul become one syllable
+    shrinks = {"NoneType": 1, "NFC": 3}.get(
+        type(normalizer).__name__
+    )  # NFC turns three Hangul letters into one syllable
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
     if not TokenBytes(tokenizer).make_up_texts or shrinks is None or strips:
         return 0
