@@ -26,7 +26,7 @@ def post(connection: socket.socket, body: dict[str, object]) -> None:
     connection.sendall(head.encode() + data)
 
 
-def test_who_half_closes_has_hung_up(server: Any, http: httpx.Client) -> None:
+def test_a_half_closed_connection_counts_as_disconnected(server: Any, http: httpx.Client) -> None:
     body = {"prompt": "One two", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with connect(server.url) as connection:
         post(connection, body)
@@ -39,7 +39,7 @@ def test_who_half_closes_has_hung_up(server: Any, http: httpx.Client) -> None:
         assert time.monotonic() < deadline, "the request goes on"
 
 
-def test_connections_beyond_the_open_files_are_closed_and_the_server_goes_on(server: Any) -> None:
+def test_connections_beyond_the_file_limit_are_closed(server: Any) -> None:
     api = server.children()["api"]
     before, most = api.rlimit(psutil.RLIMIT_NOFILE)
     answered = 0

@@ -23,7 +23,7 @@ import pytest
 import tiny
 import tiny_folder
 
-from minisgl_server.api.protocol import MAX_PIPELINED
+from minisgl_server.api.http.limited_protocol import MAX_PIPELINED
 
 NUM_REQUESTS = int(os.environ.get("MINISGL_FUZZ_REQUESTS", "20000"))
 SEED = 11
@@ -330,7 +330,7 @@ async def fuzz(server: Any) -> tuple[Clients, dict[str, list[int]]]:
 
 
 @pytest.mark.slow
-def test_nothing_that_is_sent_breaks_the_server(launch: Callable[..., Any]) -> None:
+def test_random_requests_do_not_break_the_server(launch: Callable[..., Any]) -> None:
     flags = {"--model": tiny_folder.llama(), "--dtype": "float32", "--num-pages": 300, "--max-seq-len-override": 256}
     server = launch(*(str(part) for flag in flags.items() for part in flag), "--log-level", "error").wait_started()
     clients, samples = asyncio.run(fuzz(server))

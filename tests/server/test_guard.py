@@ -23,8 +23,8 @@ from fastapi import FastAPI, Request
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.api import errors
-from minisgl_server.api.guard import Limits
-from minisgl_server.launch.keys import key_digests
+from minisgl_server.api.http.middleware import RequestLimitMiddleware
+from minisgl_server.launch.api_keys import api_key_digests
 from minisgl_server.options import ServerOptions
 
 KEYS = ("first-key-4711", "second-key-4712", "third-key-4713")
@@ -57,12 +57,12 @@ def lines(server: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens(guarded: Any, key: str) -> None:
+def test_each_key_is_accepted(guarded: Any, key: str) -> None:
     with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=100) as client:
         assert len(client.models.list().data) == 1
 
 
-def test_the_request_that_the_launch_prints_takes_a_key_from_the_environment(guarded: Any) -> None:
+def test_the_printed_request_reads_its_key_from_the_environment(guarded: Any) -> None:
     command = [*guarded.banner.splitlines()[-1:], "--silent --fail"]
     answer = subprocess.run(
         " ".join(command), shell=True, env={**os.environ, "MINISGL_API_KEY": KEYS[1]}, capture_output=True, check=True
@@ -94,15 +94,15 @@ def test_clients_send_the_first_of_several_keys(guarded: Any) -> None:
     subprocess.run(bench, env=several, capture_output=True, check=True, timeout=100)
 
 
-def test_a_body_that_does_not_come_gives_its_place_back() -> None:
+def test_a_body_timeout_frees_its_slot() -> None:
     app = FastAPI()
-    errors.install(app)
+    errors.add_error_handlers(app)
 
     @app.post("/")
     async def read(request: Request) -> int:
         return len(await request.body())
 
-    config = uvicorn.Config(Limits(app, lambda: 100, 1, body_timeout_s=0.3), port=0, log_config=None)
+    config = uvicorn.Config(RequestLimitMiddleware(app, lambda: 100, 1, body_timeout_s=0.3), port=0, log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -124,7 +124,7 @@ def test_a_body_that_does_not_come_gives_its_place_back() -> None:
 
 
 @pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])
-def test_without_a_key_all_is_closed_but_health(guarded: Any, authorization: str) -> None:
+def test_without_a_key_only_public_paths_answer(guarded: Any, authorization: str) -> None:
     headers = {"Authorization": authorization.encode("latin-1")}
     with httpx.Client(base_url=guarded.url, timeout=100) as client:
         for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such", "/health/requests", "/docs"):
@@ -145,7 +145,7 @@ def test_the_clients_error_class(guarded: Any) -> None:
     assert caught.value.code == "invalid_api_key"
 
 
-def test_bodies_that_are_too_large_are_refused_before_they_are_read(guarded: Any, inside: httpx.Client) -> None:
+def test_large_bodies_are_refused_before_they_are_read(guarded: Any, inside: httpx.Client) -> None:
     fits = {"prompt": "x", "max_tokens": 1, "stop": ["y" * (MAX_BODY - 100)]}
     assert inside.post("/v1/completions", json=fits).status_code == 200
     port = int(guarded.url.rpartition(":")[2])
@@ -165,7 +165,7 @@ def test_bodies_that_are_too_large_are_refused_before_they_are_read(guarded: Any
     assert inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
-def test_who_sends_all_before_it_listens_hears_that_it_was_too_much(guarded: Any) -> None:
+def test_a_client_that_sends_before_it_reads_gets_413(guarded: Any) -> None:
     """Its connection would break if it were closed before."""
 
     async def send(content: Any) -> httpx.Response:
@@ -183,7 +183,7 @@ def test_who_sends_all_before_it_listens_hears_that_it_was_too_much(guarded: Any
         assert answer.json()["error"]["code"] == "body_too_large"
 
 
-def test_more_requests_at_a_time_than_wanted_are_429(guarded: Any, inside: httpx.Client) -> None:
+def test_too_many_concurrent_requests_get_429(guarded: Any, inside: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
     native = {"text": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
     with (
@@ -203,7 +203,7 @@ def test_more_requests_at_a_time_than_wanted_are_429(guarded: Any, inside: httpx
     assert answer.status_code == 200, "clients that hang up make room"
 
 
-def test_only_the_origins_that_were_named_may_use_it_from_web_pages(guarded: Any, inside: httpx.Client) -> None:
+def test_only_given_cors_origins_are_allowed(guarded: Any, inside: httpx.Client) -> None:
     wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
     preflight = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://b.example", **wish})
     assert preflight.status_code == 200
@@ -223,7 +223,7 @@ def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
     assert http.options("/v1/models", headers={"Origin": "https://a.example"}).status_code == 405
 
 
-def test_requests_are_named(guarded: Any, inside: httpx.Client) -> None:
+def test_responses_have_request_ids(guarded: Any, inside: httpx.Client) -> None:
     given = inside.post("/generate", json={"text": "x", "max_tokens": 2}, headers={"X-Request-Id": "my:request/7"})
     assert given.headers["x-request-id"] == "my:request/7"
     assert "my:request/7" in given.json()["meta_info"]["id"]
@@ -235,22 +235,20 @@ def test_requests_are_named(guarded: Any, inside: httpx.Client) -> None:
         assert (answer.status_code, answer.headers["x-request-id"]) == (status, f"id-{status}")
     ours = [line for line in lines(guarded) if "my:request/7" in line.get("request_id", "")]
     assert {line["process"] for line in ours} == {"api", "tokenizer 0", "scheduler rank 0"}
-    [access] = [line for line in ours if line["logger"] == "minisgl_server.api.access"]
+    [access] = [line for line in ours if line["logger"] == "minisgl_server.api.http.request_log"]
     assert (access["status"], access["prompt_tokens"], access["output_tokens"]) == (200, 1, 2)
     assert access["duration_s"] > 0
     [cut] = [line for line in lines(guarded) if line.get("client_gone") and line["path"] == "/v1/completions"]
     assert cut["status"] == 200
 
 
-def test_routes_of_plugins_stand_behind_the_key_and_wait_to_be_asked_for(
-    guarded: Any, inside: httpx.Client, http: httpx.Client
-) -> None:
+def test_plugin_routes_need_the_flag_and_the_api_key(guarded: Any, inside: httpx.Client, http: httpx.Client) -> None:
     assert inside.get("/example").json() == {"greeting": "hello from minisgl-example"}
     assert httpx.get(f"{guarded.url}/example").status_code == 401
     assert http.get("/example").status_code == 404
 
 
-def test_no_key_is_told(guarded: Any, inside: httpx.Client) -> None:
+def test_errors_contain_no_keys(guarded: Any, inside: httpx.Client) -> None:
     inside.get(f"/v1/models?key={KEYS[0]}")
     told = guarded.banner + guarded.stderr() + inside.get("/openapi.json").text + inside.get("/metrics").text
     processes = [psutil.Process(guarded.process.pid), *guarded.children().values()]
@@ -271,7 +269,7 @@ def test_no_key_is_told(guarded: Any, inside: httpx.Client) -> None:
         ({}, " ", ["MINISGL_API_KEY"]),
     ],
 )
-def test_a_source_without_a_good_key_leaves_no_server_open(
+def test_a_key_source_without_valid_keys_ends_the_launch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], environ: str | None, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -280,7 +278,7 @@ def test_a_source_without_a_good_key_leaves_no_server_open(
     if environ is not None:
         monkeypatch.setenv("MINISGL_API_KEY", environ)
     with pytest.raises(InvalidValueError) as caught:
-        key_digests(ServerOptions(**options))
+        api_key_digests(ServerOptions(**options))
     for word in words:
         assert word in str(caught.value)
     assert "se cret" not in str(caught.value)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.launch.hosts import allowed_hosts
+from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.options import ServerOptions
 
 BODY = {"prompt": "x", "max_tokens": 1}
@@ -34,11 +34,11 @@ def error(answer: httpx.Response) -> tuple[int, str, str]:
 
 @pytest.mark.parametrize("path", ["/", "/engine/state", "/v1/models", "/metrics", "/page/main.js", "/no/such"])
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:1919", "127.0.0.1.evil.example", "localhost@evil", ""])
-def test_a_rebound_name_reads_nothing(http: httpx.Client, path: str, host: str) -> None:
+def test_dns_rebinding_cannot_read(http: httpx.Client, path: str, host: str) -> None:
     assert error(http.get(path, headers={"Host": host})) == (403, "host_not_allowed", "Host")
 
 
-def test_a_rebound_name_posts_nothing(http: httpx.Client) -> None:
+def test_dns_rebinding_cannot_post(http: httpx.Client) -> None:
     headers = {"Host": "evil.example:1919", "Origin": "http://evil.example:1919", "Sec-Fetch-Site": "same-origin"}
     for path in ("/v1/completions", "/v1/chat/completions", "/generate", "/tokenize"):
         answer = http.post(path, headers=headers, json=BODY)
@@ -73,7 +73,7 @@ def test_a_request_of_http_1_0_needs_no_host(server: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["api.example.com", "API.EXAMPLE.COM:443", "a.inner.example", "a.b.inner.example:80"])
-def test_names_that_were_given_are_allowed(named: Any, host: str) -> None:
+def test_given_host_names_are_allowed(named: Any, host: str) -> None:
     assert httpx.get(f"{named.url}/example", headers={"Host": host}).status_code == 200
 
 
@@ -84,7 +84,7 @@ def test_routes_of_plugins_check_the_host(named: Any, host: str) -> None:
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1", "file://", "https://"])
 @pytest.mark.parametrize("site", ["cross-site", "same-site", None])
-def test_a_page_of_another_origin_posts_nothing(named: Any, origin: str, site: str | None) -> None:
+def test_pages_of_other_origins_cannot_post(named: Any, origin: str, site: str | None) -> None:
     headers = {"Origin": origin, "Content-Type": "application/json"} | ({"Sec-Fetch-Site": site} if site else {})
     for path in ("/v1/completions", "/tokenize", "/example"):
         answer = httpx.post(f"{named.url}{path}", headers=headers, json=BODY)
@@ -112,7 +112,7 @@ def test_any_name_is_allowed_where_more_hosts_can_connect() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "https://a.example", "a.example:80", "a.*.example", "a/b", "[::1", "a..b"])
-def test_a_value_that_is_no_name_is_refused(name: str) -> None:
+def test_an_invalid_host_name_is_refused(name: str) -> None:
     with pytest.raises(InvalidValueError, match="--allowed-hosts") as caught:
         allowed_hosts(ServerOptions(allowed_hosts=(name,)), "127.0.0.1")
     assert "api.example.com" in str(caught.value)

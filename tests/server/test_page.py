@@ -87,7 +87,7 @@ def legend(page: Any) -> dict[str, int]:
     return dict(entries.evaluate_all("nodes => nodes.map((node) => [node.className, Number(node.dataset.count)])"))
 
 
-def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: openai.OpenAI) -> None:
+def test_a_message_is_streamed_and_not_parsed_as_html(page: Any, client: openai.OpenAI) -> None:
     system, text = "You are terse.", "Say <b>hello</b><img src=x onerror=alert(1)>\nin two lines."
     set_options(page, system, 24)
     page.fill("#message", text)
@@ -115,7 +115,7 @@ def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: ope
     assert int(again[2]) >= int(found[1]) // 16 * 16
 
 
-def test_what_two_chats_share_is_one_node(page: Any) -> None:
+def test_a_prefix_of_two_chats_is_one_tree_node(page: Any) -> None:
     set_options(page, LIGHTHOUSE, 80)
     page.click("#more")
     assert page.locator(".lane").count() == 2
@@ -197,7 +197,7 @@ def test_the_tree_is_walked_with_the_keyboard(page: Any) -> None:
     assert len(seen) > 1
 
 
-def test_prompts_are_hidden_and_the_page_says_what_shows_them(page: Any) -> None:
+def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
     set_options(page, LIGHTHOUSE, 40)
     page.fill("#message", ESSAY)
     page.click("#send")

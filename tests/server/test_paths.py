@@ -45,7 +45,7 @@ def test_version_and_ping(http: httpx.Client) -> None:
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
 
 
-def test_what_needs_a_key(http: httpx.Client) -> None:
+def test_security_schemes_are_documented(http: httpx.Client) -> None:
     for path, status in (("/ping", 200), ("/ping/", 200), ("/health/", 200), ("/version", 401), ("/v1/models/", 401)):
         for method in ("GET", "HEAD"):
             assert httpx.request(method, f"{http.base_url}{path}").status_code == status, path

@@ -18,8 +18,13 @@ from fastapi import FastAPI, Request
 from fastapi.responses import StreamingResponse
 
 from minisgl_server.api import errors
-from minisgl_server.api.connections import Connections
-from minisgl_server.api.protocol import MAX_HEADER_BYTES, MAX_HEADERS, MAX_PIPELINED, protocol_class
+from minisgl_server.api.http.connection_limits import ConnectionLimits
+from minisgl_server.api.http.limited_protocol import (
+    MAX_HEADER_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    limited_protocol_class,
+)
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: x\r\n"
@@ -29,7 +34,7 @@ Address = tuple[str, int]
 
 def application() -> FastAPI:
     app = FastAPI()
-    errors.install(app)
+    errors.add_error_handlers(app)
     app.state.release = threading.Event()
 
     @app.get("/")
@@ -58,13 +63,15 @@ def application() -> FastAPI:
 
 
 @contextmanager
-def serving(app: FastAPI | None = None, keep_alive_s: int = 60, **bounds: Any) -> Iterator[tuple[Address, Connections]]:
-    connections = Connections(**{"max_total": 100, "max_per_address": 100, **bounds})
+def serving(
+    app: FastAPI | None = None, keep_alive_s: int = 60, **bounds: Any
+) -> Iterator[tuple[Address, ConnectionLimits]]:
+    connections = ConnectionLimits(**{"max_total": 100, "max_per_address": 100, **bounds})
     config = uvicorn.Config(
         app or application(),
         port=0,
         log_config=None,
-        http=protocol_class(connections),
+        http=limited_protocol_class(connections),
         ws="none",
         timeout_keep_alive=keep_alive_s,
     )
@@ -114,7 +121,7 @@ def last(request: bytes) -> bytes:
     return request + b"Connection: close\r\n\r\n"
 
 
-def test_as_many_headers_as_allowed_are_served(address: Address) -> None:
+def test_the_maximum_number_of_headers_is_served(address: Address) -> None:
     headers = b"".join(b"X-%d: y\r\n" % number for number in range(MAX_HEADERS - 2))
     answer = ask(address, last(GET + headers))
     assert answer.startswith(b"HTTP/1.1 200 "), answer
@@ -156,19 +163,19 @@ def test_short_chunk_extensions_and_trailers_are_dropped(address: Address) -> No
     assert answer.endswith(b'{"bytes":2,"headers":3}'), answer
 
 
-def test_a_large_body_before_a_partial_head_is_no_header(address: Address) -> None:
+def test_a_body_does_not_count_as_headers(address: Address) -> None:
     body = b"b" * 200_000
     first = POST + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
     answer = ask(address, first + GET[:10], last(GET[10:]))
     assert answer.count(b"HTTP/1.1 200 ") == 2, answer
 
 
-def test_what_is_not_http_gets_400(address: Address) -> None:
+def test_malformed_http_gets_400(address: Address) -> None:
     for data in (b"\x16\x03\x01\x02\x00\r\n", b"BREW / HTTP/1.1\r\n\r\n", CHUNKED + b"zz\r\n"):
         assert refusal(ask(address, data)) == (400, "malformed_request")
 
 
-def test_a_started_answer_is_not_followed_by_a_refusal() -> None:
+def test_a_started_response_is_not_followed_by_an_error() -> None:
     with serving() as (address, _), socket.create_connection(address) as connection:
         connection.sendall(b"GET /stream HTTP/1.1\r\nHost: x\r\n\r\n")
         while b"begun" not in connection.recv(65536):
@@ -198,15 +205,15 @@ def test_too_many_pipelined_requests_end_the_connection(address: Address) -> Non
 
 
 @pytest.mark.parametrize("name", [b"websocket", b"h2c"])
-def test_a_wish_to_upgrade_is_ignored(address: Address, name: bytes) -> None:
+def test_an_upgrade_request_is_ignored(address: Address, name: bytes) -> None:
     upgrade = GET + b"Connection: Upgrade\r\nUpgrade: %s\r\nSec-WebSocket-Key: eA==\r\n\r\n" % name
     answer = ask(address, upgrade + upgrade, last(GET))
     assert answer.count(b"HTTP/1.1 200 ") == 3, answer
 
 
 @pytest.mark.parametrize("sent", [b"GET /", GET + b"X"], ids=["line", "headers"])
-def test_headers_that_do_not_come_get_408(sent: bytes) -> None:
-    with serving(head_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
+def test_incomplete_headers_get_408(sent: bytes) -> None:
+    with serving(headers_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(sent)
         for _ in range(20):  # a byte now and then is no reason to wait longer
             time.sleep(0.05)
@@ -217,8 +224,8 @@ def test_headers_that_do_not_come_get_408(sent: bytes) -> None:
         assert refusal(read(connection)) == (408, "headers_timeout")
 
 
-def test_later_headers_that_do_not_come_get_408() -> None:
-    with serving(head_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
+def test_a_later_request_without_headers_gets_408() -> None:
+    with serving(headers_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(GET + b"\r\n")
         time.sleep(0.2)
         connection.sendall(GET)
@@ -228,15 +235,15 @@ def test_later_headers_that_do_not_come_get_408() -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n"], ids=["nothing", "blank-lines"])
-def test_a_connection_that_begins_no_request_is_closed(sent: bytes) -> None:
-    with serving(head_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
+def test_a_connection_without_a_request_is_closed(sent: bytes) -> None:
+    with serving(headers_timeout_s=0.5) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(sent)
         assert b"HTTP/1.1 200" not in read(connection)
 
 
-def test_a_slow_answer_is_no_slow_request() -> None:
+def test_a_slow_response_does_not_time_out_its_request() -> None:
     app = application()
-    with serving(app, head_timeout_s=0.3) as (address, _), socket.create_connection(address) as connection:
+    with serving(app, headers_timeout_s=0.3) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n" + GET)
         time.sleep(1)
         app.state.release.set()
@@ -245,7 +252,7 @@ def test_a_slow_answer_is_no_slow_request() -> None:
         assert read(connection).count(b"HTTP/1.1 200 ") == 2
 
 
-def test_a_request_begun_beside_an_answer_may_take_long() -> None:
+def test_a_pipelined_request_may_take_long() -> None:
     app = application()
     with serving(app, keep_alive_s=1) as (address, _), socket.create_connection(address) as connection:
         connection.sendall(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\nGET /sl")
@@ -329,7 +336,7 @@ def test_connections_of_this_host_are_not_counted_by_address() -> None:
     ],
 )
 def test_connections_beyond_those_of_an_address_get_429(host: str, neighbour: str, counted: str) -> None:
-    bounds = Connections(max_total=100, max_per_address=2)
+    bounds = ConnectionLimits(max_total=100, max_per_address=2)
     assert bounds.add(host, 1) is None
     assert bounds.add(host, 2) is None
     error = bounds.add(host, 3)
@@ -344,8 +351,8 @@ def test_connections_beyond_those_of_an_address_get_429(host: str, neighbour: st
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", ""])
-def test_this_hosts_addresses_have_no_bound(host: str) -> None:
-    bounds = Connections(max_total=100, max_per_address=1)
+def test_addresses_of_this_host_have_no_limit(host: str) -> None:
+    bounds = ConnectionLimits(max_total=100, max_per_address=1)
     assert [bounds.add(host, number) for number in range(1, 4)] == [None] * 3
 
 
@@ -356,7 +363,7 @@ def test_malformed_requests_are_one_line_in_ten_seconds(
         with caplog.at_level(logging.INFO):
             ask(own, b"\x00\r\n")
         assert caplog.records == [], "nothing above debug"
-        with caplog.at_level(logging.DEBUG, "minisgl_server.api.connections"):
+        with caplog.at_level(logging.DEBUG, "minisgl_server.api.http.connection_limits"):
             for _ in range(20):
                 ask(own, b"\x00\r\n")
             [record] = caplog.records

@@ -73,7 +73,7 @@ def test_variants_of_forced_text(attacked: Any, withstands: Callable[[Any], Any]
             assert answer.status_code == 200, answer.text
 
 
-def test_what_is_expensive_to_follow(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_grammars_that_are_expensive_to_apply(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """Several requests of each kind at once."""
     forms = [form for form in PASSING.values() for _ in range(3)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
@@ -81,7 +81,7 @@ def test_what_is_expensive_to_follow(attacked: Any, withstands: Callable[[Any], 
             assert answer.status_code in (200, 400), answer.text
 
 
-def test_what_is_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_grammars_that_are_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """Variants of what takes minutes: each ends at its limit, and a harmless one beside them is served."""
     variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in range(29, 37)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:

@@ -29,7 +29,7 @@ def refusal(command: tuple[str, ...], path: str) -> str:
 
 
 @pytest.mark.parametrize("command", WRITERS)
-def test_a_file_that_cannot_be_written_is_found_first(
+def test_an_output_file_that_cannot_be_written_is_refused_first(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -40,7 +40,7 @@ def test_a_file_that_cannot_be_written_is_found_first(
     assert not any(tmp_path.iterdir()), "nothing was created"
 
 
-def test_what_accuracy_compares_is_no_option_of_it() -> None:
+def test_compared_options_are_refused() -> None:
     shown = CliRunner().invoke(main, ["bench", "accuracy", "--help"]).stdout
     options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
     assert "--dtype" in options

@@ -1,0 +1,1 @@
+"""HTTP protocol, middleware and request bodies, below the routes."""

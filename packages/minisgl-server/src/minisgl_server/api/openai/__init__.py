@@ -1,0 +1,1 @@
+"""OpenAI's chat completions and completions, and the parts that every generation route shares."""
