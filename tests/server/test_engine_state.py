@@ -16,6 +16,7 @@ import pytest
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import PagesState, State, StateRequest, StepState, TotalsState
 from minisgl_core.messages import EngineInfo
+from minisgl_core.plugins.selection import BLOCK_VARIABLE
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
@@ -185,8 +186,8 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_no_page_flag_removes_page_and_state() -> None:
-    async def statuses(options: ServerOptions) -> list[int]:
+def page_statuses(options: ServerOptions) -> list[int]:
+    async def statuses() -> list[int]:
         with Endpoints.create() as endpoints:
             client = EngineClient(endpoints)
             transport = httpx.ASGITransport(create_app(client, options))
@@ -195,5 +196,15 @@ def test_no_page_flag_removes_page_and_state() -> None:
             client.close()
             return found
 
-    assert asyncio.run(statuses(ServerOptions())) == [200, 200, 503]
-    assert asyncio.run(statuses(ServerOptions(page=False))) == [404, 404, 404]
+    return asyncio.run(statuses())
+
+
+def test_no_page_flag_removes_page_and_state() -> None:
+    assert page_statuses(ServerOptions()) == [200, 200, 503]
+    assert page_statuses(ServerOptions(page=False)) == [404, 404, 404]
+
+
+def test_the_page_is_a_plugin_that_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BLOCK_VARIABLE, "minisgl-server:hooks:page")
+    assert page_statuses(ServerOptions()) == [404, 404, 404]
+    assert page_statuses(ServerOptions(plugin_routes=True)) == [404, 404, 404]

@@ -9,7 +9,7 @@ from minisgl_core.config.options import option
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """Options of the server. The texts are the help of their flags."""
+    """Options of the server; the texts are the help of their flags."""
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens to the whole network.")
     port: int = option(1919, "Port to listen on; 0 chooses a free one and reports it.", low=0, high=65535)

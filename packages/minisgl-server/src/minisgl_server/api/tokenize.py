@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
-from minisgl_server.api.openai.requests import check_model, json_response, parse_request, served_model
+from minisgl_server.api.openai.requests import check_model, json_response, new_query_id, parse_request, served_model
 from minisgl_server.api.openai.schemas import ChatMessage, Tool
 from minisgl_server.api.openai.tools import tool_dicts
 from minisgl_server.api.openapi import route_docs
@@ -21,8 +19,6 @@ from minisgl_server.api.response_models import DetokenizeResponse, TokenizeRespo
 from minisgl_server.api.strict_model import StrictModel, TokenId
 
 router = APIRouter()
-
-_numbers = itertools.count(1)
 
 
 class TokenizeRequest(StrictModel):
@@ -96,8 +92,3 @@ async def detokenize(request: Request) -> Response:
     check_model(body.model, served)
     tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens))
     return json_response({"prompt": tokens.text})
-
-
-def new_query_id() -> str:
-    """Return an id for a query to a tokenizer worker."""
-    return f"tokens-{REQUEST_ID.get()}-{next(_numbers):x}"

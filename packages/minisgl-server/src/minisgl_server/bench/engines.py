@@ -99,7 +99,7 @@ class TransformersEngine:
             self._model: Any = model.to(device).eval()
         except torch.OutOfMemoryError:
             raise MinisglError(
-                "transformers' model does not fit beside minisgl's: lower --memory-ratio or set --num-pages"
+                "transformers' model does not fit into memory with minisgl's: lower --memory-ratio or set --num-pages"
             ) from None
         except (OSError, ValueError) as error:
             raise MinisglError(f"transformers cannot load {path}: {' '.join(str(error).split())}") from error

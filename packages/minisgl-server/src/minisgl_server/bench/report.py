@@ -58,7 +58,7 @@ def as_json(
         "machine": _machine(info),
         "versions": _versions(),
         "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
-        "choices": {what: {"value": value, "reason": reason} for what, value, reason in info.choices},
+        "choices": {name: {"value": value, "reason": reason} for name, value, reason in info.choices},
         "options": dict(options),
         "results": [_as_json(result) for group in results for result in group],
         "comparisons": [

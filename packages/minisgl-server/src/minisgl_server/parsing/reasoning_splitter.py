@@ -12,7 +12,7 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
 
 
 def starts_with_reasoning(parser: str, prompt: str) -> bool | None:
-    """Return if the output begins with reasoning content, by the end of the prompt; None if only a tag in the output tells."""
+    """Return if the output begins with reasoning content, by the end of the prompt; None if it does not tell."""
     end = prompt.rstrip()
     if end.endswith(BEGIN):
         return True

@@ -51,7 +51,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
 
 
 def _refuse_engine_flags(url: str, values: dict[str, Any], sources: dict[str, str]) -> None:
-    """Refuse engine flags beside ``--url``, where they would have no effect."""
+    """Refuse engine flags with ``--url``, as they would have no effect."""
     for name in pick(values, EngineConfig):
         if sources[name].startswith("flag"):
             raise InvalidValueError("--url", url, f"given without {sources[name].removeprefix('flag ')}")

@@ -94,7 +94,7 @@ class PromptEncoder:
         if not 1 <= num_kept <= room:
             value = message.truncate_prompt_tokens
             raise InvalidValueError(
-                "truncate_prompt_tokens", value, f"-1 or from 1 to {room}, beside room for the output"
+                "truncate_prompt_tokens", value, f"-1 or from 1 to {room}, with room for the output"
             )
         return token_ids[-num_kept:]
 
@@ -122,7 +122,7 @@ class PromptEncoder:
         return replace(sampling, max_tokens=min(sampling.max_tokens, room))
 
     def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
-        """Refuse a text that is too long to be tokenized, where only its tokens are asked for.
+        """Refuse a text beyond the limit in a request for tokens only.
 
         Raises:
             ContextLengthError: there are more tokens than the limit.

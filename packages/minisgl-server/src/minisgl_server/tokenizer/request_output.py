@@ -47,7 +47,7 @@ class RequestOutput:
         return piece
 
     def take(self) -> Text | None:
-        """Return `pending` and begin a new one. None if there is no new text and the output goes on."""
+        """Return `pending` and begin a new one. None if there is no new text and the output continues."""
         pending = self.pending
         if pending.finish_reason is None and not (pending.text or pending.reasoning or pending.tool_calls):
             return None

@@ -1,1 +1,1 @@
-"""OpenAI's chat completions and completions, and the parts that every generation route shares."""
+"""OpenAI chat completions and completions, and the parts that all generation routes share."""

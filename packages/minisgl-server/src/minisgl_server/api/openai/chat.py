@@ -13,14 +13,13 @@ from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
-from minisgl_server.api.openai.requests import check_request, json_response, parse_request, served_model
+from minisgl_server.api.openai.requests import check_request, json_response, new_query_id, parse_request, served_model
 from minisgl_server.api.openai.sampling import request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest
 from minisgl_server.api.openai.template_fields import template_fields
 from minisgl_server.api.openai.tools import tool_use
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import ChatCompletionChunk, ChatCompletionResponse
-from minisgl_server.api.tokenize import new_query_id
 
 router = APIRouter()
 

@@ -86,7 +86,7 @@ class Choices:
         return self.count_tokens(await generation.next())
 
     def count_tokens(self, outputs: list[tuple[int, Text]]) -> list[tuple[int, Text]]:
-        """Count the tokens of `outputs` for the usage, and return them. A prompt counts once, whatever n is.
+        """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n.
 
         Raises:
             ApiError: 500, the engine aborted a request.
@@ -127,7 +127,7 @@ def _check_copies(sampling: SamplingParams, num_outputs: int) -> None:
     num_bytes = len(msgspec.msgpack.encode(sampling))
     if num_outputs * num_bytes > _MAX_COPIED_BYTES:
         message = f"The sampling parameters take {num_bytes} bytes, and there are {num_outputs} outputs that each need a copy."
-        allowed = f"At most {_MAX_COPIED_BYTES // num_bytes} outputs may be asked for with them at once."
+        allowed = f"At most {_MAX_COPIED_BYTES // num_bytes} outputs are allowed with them."
         raise ApiError(400, f"{message} {allowed}", "n" if sampling.n > 1 else "prompt")
 
 

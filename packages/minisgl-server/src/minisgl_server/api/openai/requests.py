@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any, TypeVar
 
 import msgspec
@@ -10,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
+from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import EngineInfo
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found, not_ready
 from minisgl_server.api.http.request_body import BodyMemory, read_body
@@ -20,6 +22,7 @@ R = TypeVar("R", bound=BaseModel)
 
 _MAX_INLINE_BYTES = 2**16
 """Larger bodies are decoded and validated on a thread, so that they do not block the event loop."""
+_numbers = itertools.count(1)
 
 
 async def parse_request(model: type[R], request: Request) -> R:
@@ -85,3 +88,8 @@ def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
 def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
     """Return a response of status 200 with a JSON body."""
     return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def new_query_id() -> str:
+    """Return an id for a query to a tokenizer worker."""
+    return f"tokens-{REQUEST_ID.get()}-{next(_numbers):x}"

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API. Each request becomes a `ChatRequest`, and each output items and typed events."""
+"""OpenAI Responses API. Each request is translated into a `ChatRequest`, and each output into items and events."""

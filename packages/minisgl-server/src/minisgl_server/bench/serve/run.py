@@ -50,7 +50,7 @@ else:
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Measure, print tables, and write the files that were asked for.
+    """Measure, print tables, and write the requested files.
 
     Exits with status 130 after the report if the user interrupted the run, and with 1 if no request was completed.
 

@@ -22,8 +22,9 @@ import numpy as np
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
 
 TYPES = {"text": 31_744, "search": 8_187, "image": 1_617, "file": 1_510}
-"""Requests of trace A by type."""
+"""Number of requests of trace A by type."""
 TEMPLATE_BLOCKS = {"text": 12, "search": 64, "image": 12, "file": 12}
+"""Blocks of the chat template of each type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +83,8 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
     """
     model = model or Model()
     random = np.random.default_rng(seed)
-    fresh = itertools.count(sum(TEMPLATE_BLOCKS.values()))
-    ends = np.cumsum(list(TEMPLATE_BLOCKS.values()))
-    templates = {
-        name: list(range(end - size, end))
-        for (name, size), end in zip(TEMPLATE_BLOCKS.items(), ends.tolist(), strict=True)
-    }
+    fresh = itertools.count()
+    templates = {kind: list(itertools.islice(fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
     types, shares = list(TYPES), np.cumsum([count / sum(TYPES.values()) for count in TYPES.values()])
 
     def draw(parameters: tuple[float, float]) -> int:
@@ -109,7 +106,8 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
 
     firsts: list[list[int]] = []
     due: list[tuple[float, int, _Conversation]] = []
-    next_root = random.exponential(1 / (model.requests_per_s * model.root_share))
+    root_gap_s = 1 / (model.requests_per_s * model.root_share)
+    next_root = random.exponential(root_gap_s)
     chat_id = 0
     while chat_id < num_requests:
         parent = -1
@@ -123,7 +121,7 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
             chat.last_id, chat.input_length, chat.output_length = chat_id, length, draw(model.output)
         else:
             now, chat = next_root, begin(chat_id)
-            next_root += random.exponential(1 / (model.requests_per_s * model.root_share))
+            next_root += random.exponential(root_gap_s)
         yield TraceRequest(
             chat_id=chat_id,
             parent_chat_id=parent,
