@@ -380,7 +380,7 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         complete(client, prompt=[[5] * 9000])
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt[0]")
-    with pytest.raises(openai.BadRequestError, match="stores answers"):
+    with pytest.raises(openai.BadRequestError, match="stores responses"):
         chat(client, store=True)
     with pytest.raises(openai.BadRequestError, match="send tool_choice"):
         chat(client, function_call="auto")

@@ -262,9 +262,9 @@ def test_answers_are_as_the_document_says(http: httpx.Client, document: dict[str
 
 def test_events_are_as_the_document_says(http: httpx.Client, document: dict[str, Any]) -> None:
     for path, body, name in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "ChatChunk"),
-        ("/v1/completions", {"prompt": "x"}, "CompletionAnswer"),
-        ("/generate", {"text": "x"}, "GenerateAnswer"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "ChatCompletionChunk"),
+        ("/v1/completions", {"prompt": "x"}, "CompletionResponse"),
+        ("/generate", {"text": "x"}, "GenerateResponse"),
     ):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert name in content["text/event-stream"]["itemSchema"]["description"]

@@ -59,8 +59,8 @@ def uniform(batch_size: int, input_len: int, output_len: int, vocab_size: int, v
     """
     draw = random.Random(f"{batch_size} {input_len} {output_len} {variant}")
     prompts = [[draw.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
-    for place, prompt in enumerate(prompts):
-        prompt[0] = (variant * batch_size + place) % vocab_size
+    for index, prompt in enumerate(prompts):
+        prompt[0] = (variant * batch_size + index) % vocab_size
     return Workload(f"{batch_size} x {input_len} in, {output_len} out", prompts, [output_len] * batch_size)
 
 

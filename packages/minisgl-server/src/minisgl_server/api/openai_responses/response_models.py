@@ -30,7 +30,7 @@ class ResponseUsage(BaseModel):
     total_tokens: int
 
 
-class ResponseObjectModel(BaseModel):
+class ResponsesResponse(BaseModel):
     """Response of ``POST /v1/responses``; it also has fields of the request."""
 
     id: str
@@ -61,7 +61,7 @@ class InputItems(BaseModel):
     has_more: bool
 
 
-class DeletedResponseModel(BaseModel):
+class DeletedResponse(BaseModel):
     """Response of ``DELETE /v1/responses/{response_id}``."""
 
     id: str
@@ -69,7 +69,7 @@ class DeletedResponseModel(BaseModel):
     deleted: Literal[True]
 
 
-class StoredResponseModel(RootModel[ResponseObjectModel | DeletedResponseModel]):
+class RetrievedResponse(RootModel[ResponsesResponse | DeletedResponse]):
     """Response of ``GET`` or ``DELETE /v1/responses/{response_id}``."""
 
 

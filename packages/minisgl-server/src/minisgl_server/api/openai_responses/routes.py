@@ -18,8 +18,8 @@ from minisgl_server.api.openai_responses.response_models import (
     InputItems,
     InputTokensResponse,
     ResponseEvent,
-    ResponseObjectModel,
-    StoredResponseModel,
+    ResponsesResponse,
+    RetrievedResponse,
 )
 from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
 from minisgl_server.api.openai_responses.schemas import InputTokensRequest, PromptFields, ResponsesRequest
@@ -36,7 +36,7 @@ _ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning
 @router.post(
     "/v1/responses",
     **route_docs(
-        ResponsesRequest, ResponseObjectModel, stream_event=ResponseEvent, ends_with_done=False, errors=(400, 404)
+        ResponsesRequest, ResponsesResponse, stream_event=ResponseEvent, ends_with_done=False, errors=(400, 404)
     ),
 )
 async def create(request: Request) -> Response:
@@ -80,7 +80,7 @@ async def input_tokens(request: Request) -> Response:
 @router.api_route(
     "/v1/responses/{response_id}",
     methods=["GET", "DELETE"],
-    **route_docs(response=StoredResponseModel, errors=(400, 404), needs_engine=False),
+    **route_docs(response=RetrievedResponse, errors=(400, 404), needs_engine=False),
 )
 async def retrieve_or_delete(request: Request, response_id: str) -> Response:
     """Return or delete a stored response. One route handles both methods, so that the header Allow lists both."""

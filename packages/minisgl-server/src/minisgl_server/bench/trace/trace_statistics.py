@@ -67,7 +67,7 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
 
 
 def _num_shared(one: Sequence[int], two: Sequence[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+    return next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
 def _reuse(requests: Sequence[TraceRequest]) -> _Reuse:
