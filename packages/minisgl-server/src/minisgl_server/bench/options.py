@@ -7,19 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """Workloads to measure.
-
-    Attributes:
-        workload: ``uniform`` or ``W``.
-        batch_sizes: batch sizes of the uniform workloads.
-        input_len: tokens per prompt of the uniform workloads.
-        output_len: tokens per output of the uniform workloads.
-        prefill_len: tokens of the prompt that is measured with one output token; 0 skips it.
-        num_seqs: number of sequences of W.
-        repeats: measured runs per workload.
-        compare: ``transformers`` or None.
-        json_file: file for the results, or None.
-    """
+    """Values of the command's flags; its help describes them."""
 
     workload: str = "uniform"
     batch_sizes: tuple[int, ...] = (1, 16)

@@ -13,21 +13,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Cases to measure; None is the device's default.
-
-    Attributes:
-        providers: names of providers; empty for all installed ones.
-        device: ``cpu`` or ``cuda``.
-        dtype: dtype of q, k and v, such as ``bfloat16``.
-        kv_dtype: dtype of the KV pool: ``auto`` for `dtype`, or ``fp8``.
-        page_sizes: tokens per page.
-        decodes: shapes of decodes, with one new token per request.
-        prefills: shapes of prefills of whole prompts.
-        spread: maximum relative deviation of decode lengths from their mean.
-        num_q_heads: query heads of a layer; `num_kv_heads` and `head_dim` likewise.
-        repeats: timed calls, of which the median is reported.
-        json_file: file for the results, or None.
-    """
+    """Values of the command's flags; its help describes them. None is the default of the device."""
 
     providers: tuple[str, ...]
     device: str | None

@@ -20,12 +20,7 @@ METRIC_NAMES = ("ttft", "tpot", "latency")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """Values of the command's flags; its help describes them.
-
-    Attributes:
-        input_len: lowest and highest number of tokens; ``output_len`` likewise.
-        request_rates: each combination with ``max_concurrencies`` and ``time_scales`` is a run; None is no limit.
-    """
+    """Values of the command's flags; its help describes them. Lengths are (low, high) in tokens."""
 
     url: str
     model: str | None
