@@ -275,7 +275,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
     assert httpx.get(f"{url}/engine/state").status_code == 401
     assert httpx.get(f"{url}/page/%2e%2e/v1/models").status_code == 404
     page = open_page(url)
-    key, status = page.get_by_label("This server asks for an API key."), page.locator("#status")
+    key, status = page.get_by_label("This server requires an API key."), page.locator("#status")
     expect(key).to_be_focused(timeout=TIMEOUT_MS)
     key.fill("open-barley")
     key.press("Enter")
@@ -293,5 +293,5 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
     expect(status).to_have_text("live", timeout=TIMEOUT_MS)
     expect(key).to_be_hidden()
     stranger = open_page(url)
-    expect(stranger.get_by_label("This server asks for an API key.")).to_be_focused(timeout=TIMEOUT_MS)
+    expect(stranger.get_by_label("This server requires an API key.")).to_be_focused(timeout=TIMEOUT_MS)
     expect(stranger.locator("#status")).to_have_text("API key needed")
