@@ -279,7 +279,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
     expect(key).to_be_focused(timeout=TIMEOUT_MS)
     key.fill("open-barley")
     key.press("Enter")
-    refused = page.get_by_label("That API key was refused. Another one?")
+    refused = page.get_by_label("The API key was rejected. Enter another one.")
     refused.fill("open-sesame")
     refused.press("Enter")
     expect(status).to_have_text("live", timeout=TIMEOUT_MS)

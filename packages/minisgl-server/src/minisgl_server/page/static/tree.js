@@ -48,7 +48,7 @@ export function showTree(state) {
 
 function start() {
   const box = byId("tree");
-  box.append(svg, element("p", { className: "quiet", textContent: "Nothing is cached yet. Prompts appear here as they are computed; what two of them share becomes one node." }));
+  box.append(svg, element("p", { className: "quiet", textContent: "Nothing is cached yet. Prompts appear here as they are computed; a prefix that prompts share is one node." }));
   box.addEventListener("keydown", move);
   box.addEventListener("focus", () => go(nodes.find((node) => node.number === current) ?? nodes[0]));
   box.addEventListener("blur", () => go(null));
