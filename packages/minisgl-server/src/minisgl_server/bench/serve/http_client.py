@@ -1,7 +1,6 @@
 """Minimal HTTP/1.1 client that passes on the bytes of a streamed response as they arrive.
 
-General-purpose clients take tens of microseconds per chunk of a stream. At thousands of tokens per second, that is most of a
-core, so that the load generator would limit the measurement.
+A general-purpose client would limit the measurement earlier: aiohttp takes about twice the CPU time per streamed request.
 """
 
 from __future__ import annotations
