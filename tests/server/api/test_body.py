@@ -29,7 +29,7 @@ def read(data: bytes, step: int = 1000, **headers: str) -> bytes:
     given = {"content-type": "application/json"} | {name.replace("_", "-"): each for name, each in headers.items()}
     named = [(name.encode(), each.encode("latin-1")) for name, each in given.items() if each]
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": named}, receive)
-    with BodyMemory().share(LIMITS) as count:
+    with BodyMemory().reserve(LIMITS) as count:
         return bytes(asyncio.run(read_body(request, LIMITS, count)))
 
 
@@ -122,11 +122,11 @@ def test_many_large_bodies_at_a_time_are_refused() -> None:
     memory = BodyMemory()
     with ExitStack() as others:
         for _ in range(4):
-            others.enter_context(memory.share(LIMITS))(2**20)
-        with memory.share(LIMITS) as count:
+            others.enter_context(memory.reserve(LIMITS))(2**20)
+        with memory.reserve(LIMITS) as count:
             count(2**20)
             with pytest.raises(ApiError) as caught:
                 count(1)
     assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
-    with memory.share(LIMITS) as count:
+    with memory.reserve(LIMITS) as count:
         count(3 * 2**20)

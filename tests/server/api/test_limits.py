@@ -188,7 +188,7 @@ def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"[" + b"1," * 101, "more than 100 values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
+    [(b"[" + b"1," * 101, "more than 100 JSON values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
 )
 def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None:
     size = JsonSizeCounter(SMALL)

@@ -83,7 +83,7 @@ def _check_content_type(headers: Headers) -> None:
     if given is None and "origin" not in headers:
         return
     if not _JSON_TYPE.fullmatch((given or "").strip()):
-        allowed = "The body must be JSON in UTF-8, with the header 'Content-Type: application/json'"
+        allowed = "The body must be JSON in UTF-8, sent with -H 'Content-Type: application/json'"
         raise ApiError(415, f"{allowed}, not {given!r:.100}.", code="unsupported_media_type")
 
 
