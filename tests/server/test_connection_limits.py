@@ -1,4 +1,4 @@
-"""Connections, as docs/server.md tells of them."""
+"""Limits of connections, as docs/server.md describes them."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def step_state(step: int) -> StepState:
 
 
 def answer_to(request: StateRequest, last_step: int) -> State:
-    """What an engine that never had a request but has made steps would say."""
+    """Return the state of an engine that had no request but has made steps."""
     no_counts = dict.fromkeys(TotalsState.__struct_fields__, 0)
     pages = {name: 1 for name in PagesState.__struct_fields__ if not name.startswith("map_")}
     return State(

@@ -1,4 +1,4 @@
-"""What happens when something breaks: docs/server.md says so, in the same order."""
+"""Faults and their effects, in the order of docs/server.md."""
 
 from __future__ import annotations
 

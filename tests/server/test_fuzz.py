@@ -160,7 +160,7 @@ class Fuzz:
             data = data[size:]
 
     def broken(self) -> bytes:
-        """What is no HTTP, or not all of a request."""
+        """Send malformed HTTP, or part of a request."""
         path, data = self.body()
         head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
         whole = head + b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
@@ -294,7 +294,7 @@ class Clients:
         self.seen.update(statuses)
 
     async def _cut(self) -> None:
-        """What is broken, or breaks off: by a half-closed connection or a reset."""
+        """Send malformed or partial requests, which end with a half-closed connection or a reset."""
         draw = self._fuzz.draw
         data, end = self._fuzz.broken(), draw.choice(["half-close", "half-close", "reset", "close"])
         self.num_sent += 1

@@ -1,4 +1,4 @@
-"""Host and Origin, as a browser on a page of another site would send them."""
+"""Headers Host and Origin, as a browser sends them from pages of other sites."""
 
 from __future__ import annotations
 

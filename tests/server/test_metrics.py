@@ -1,4 +1,4 @@
-"""What /metrics says is what happened; and the dashboard asks for nothing else."""
+"""Metrics equal the requests that ran, and the dashboard uses no others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def complete(client: httpx.Client, num_prompt: int = 5, num_output: int = 3, fir
 
 
 def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
-    """How far each sample moves."""
+    """Return the change of each sample."""
     before = samples(client)
     act()
     return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}

@@ -1,4 +1,4 @@
-"""Who may enter, with how much, and how many at a time; and what is told of it in answers and logs."""
+"""API keys, limits of bodies and concurrency, CORS, and their errors and logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What schemathesis makes of the OpenAPI document: no request that fits it, or nearly fits it, breaks the server."""
+"""Requests that schemathesis generates from the OpenAPI document: no request that fits it, or nearly fits it, breaks the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routes that load balancers and clients of other servers ask, HEAD, and trailing slashes."""
+"""Routes for load balancers and clients of other servers, HEAD requests, and trailing slashes."""
 
 from __future__ import annotations
 

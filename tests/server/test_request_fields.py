@@ -143,7 +143,7 @@ def test_token_ids_of_prompts_and_outputs(http: httpx.Client, engine_tokenizer: 
 
 
 def test_logprobs_of_prompts(http: httpx.Client, engine_tokenizer: Any) -> None:
-    """In vLLM's form; an echo has its own number of most likely tokens."""
+    """Prompt logprobs are in vLLM's format; an echo has its own number of top log-probabilities."""
     echoed = complete(http, echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
     [choice] = complete(http, prompt_logprobs=2)["choices"]
     ids = engine_tokenizer("One two three")["input_ids"]

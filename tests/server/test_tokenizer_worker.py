@@ -38,7 +38,7 @@ class Rig:
     """A worker whose two neighbours are lists."""
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str | None = None) -> None:
-        """Contexts are short, but for those who describe tools."""
+        """Use a short context, except for tests with tools."""
         info = EngineInfo(
             model="m",
             architecture="a",

@@ -49,7 +49,7 @@ def test_text_offsets_count_bos_if_the_text_has_it(skips_special: bool, prompt_t
 
 @pytest.mark.parametrize(("prompt_text", "offsets"), [("you you", [0, 0, 3]), (" you you", [0, 0, 4])])
 def test_a_space_that_the_tokenizer_prepends_is_not_in_the_text(prompt_text: str, offsets: list[int]) -> None:
-    """As SentencePiece's do; the text may begin with one of its own, too."""
+    """SentencePiece tokenizers do so; the text may also begin with a space of its own."""
     found = CompletionLogprobs(skips_special=True).push(echoed(prompt_text, BOS, YOU, YOU))
     assert found is not None
     assert found["text_offset"] == offsets

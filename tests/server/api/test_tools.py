@@ -1,4 +1,4 @@
-"""What a chat may say of its tools."""
+"""Tools of a chat."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def test_wrong_output_of_a_provider_is_reported(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_provider_whose_check_fails_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for by name, it ends the run."""
+    """A provider that is given by name ends the run."""
     monkeypatch.setattr(TorchAttention, "unsupported", classmethod(lambda cls, spec: "no"))
     done = bench("--decode", "2x9", "--page-size", "1")
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""What is sent: lengths, what is shared and what is not, and the arithmetic of the report."""
+"""Prompts of conversations: lengths and shared prefixes; and the arithmetic of the report."""
 
 from __future__ import annotations
 

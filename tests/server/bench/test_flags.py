@@ -1,4 +1,4 @@
-"""What the flags of several ``minisgl bench`` commands have in common."""
+"""Flags that several ``minisgl bench`` commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITERS = [
 
 
 def refusal(command: tuple[str, ...], path: str) -> str:
-    """What `command` says of a file, before it says anything of the model or the server that it lacks."""
+    """Return the error of `command` about a file, which comes before those about the missing model or server."""
     done = CliRunner().invoke(main, ["bench", *command, path])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"minisgl: {command[-1]}={path!r} is not valid: must be a file"), done.stderr

@@ -34,7 +34,7 @@ def test_the_published_statistics(full: list[TraceRequest]) -> None:
 
 
 def test_lru_hit_rates(full: list[TraceRequest]) -> None:
-    """In the middle of the trace, from where the cache is full."""
+    """Hit rates in the middle of the trace, once the cache is full."""
     for capacity, published in LRU_HIT_RATES.items():
         cache: OrderedDict[int, None] = OrderedDict()
         num_hits = num_blocks = 0

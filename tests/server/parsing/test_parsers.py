@@ -1,4 +1,4 @@
-"""Thoughts and tool calls in text: however it is cut into pieces, the same comes out."""
+"""Reasoning content and tool calls in text: however it is cut into pieces, the same comes out."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
 def test_no_text_is_lost(parts: list[str], format: str) -> None:
-    """Where no call was found, all is content; else the letters of the calls are where they were written."""
+    """Without a call, all text is content; otherwise the characters of the calls are where they were written."""
     text = "".join(parts)
     _, content, calls = parse(parser(format), [text])
     if not calls:

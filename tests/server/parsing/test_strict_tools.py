@@ -78,7 +78,7 @@ def allowed(state: GrammarState) -> list[int]:
 
 
 def write(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, bool]:
-    """What comes of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
+    """Return the output of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
     tokens = []
     for token in byte_tokenizer()(wish)["input_ids"]:
         if not state.accept(token):
