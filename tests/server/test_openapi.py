@@ -1,4 +1,4 @@
-"""Requests that schemathesis generates from the OpenAPI document: none that fits it, or nearly fits it, breaks the server.
+"""Requests that schemathesis generates from the OpenAPI document: none of them breaks the server."""
 
 from __future__ import annotations
 

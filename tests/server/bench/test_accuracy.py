@@ -48,7 +48,7 @@ def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path
     found = json.loads(out.read_text())
     assert (found["num_tokens"], found["window"]) == (200, 64)
     plain, *others = found["results"]
-    assert [(row["kv"], row["matrices"]) for row in found["results"]] == [
+    assert [(row["kv"], row["weights"]) for row in found["results"]] == [
         ("float32", "float32"), ("fp8", "float32"), ("float32", "fp8"), ("fp8", "fp8"),
     ]  # fmt: skip
     assert (plain["mean_logit"], plain["kl"], plain["top1"]) == (0, 0, 1)

@@ -173,10 +173,13 @@ def add_error_handlers(app: FastAPI) -> None:
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
         if error.status_code == 405:  # Starlette lists the methods of the first route only
-            scopes = ({**request.scope, "method": method} for method in _METHODS)
-            allowed = [
-                scope["method"] for scope in scopes if any(r.matches(scope)[0] == Match.FULL for r in app.routes)
-            ]
+            if (operations := app.openapi()["paths"].get(path)) is not None:  # a fixed path wins over parameters
+                allowed = sorted(method.upper() for method in operations)
+            else:
+                scopes = ({**request.scope, "method": method} for method in _METHODS)
+                allowed = [
+                    each["method"] for each in scopes if any(r.matches(each)[0] == Match.FULL for r in app.routes)
+                ]
             response.headers["Allow"] = ", ".join(allowed)
         return response
 
