@@ -36,7 +36,7 @@ def test_an_output_file_that_cannot_be_written_is_refused_first(
     assert "There is no folder" in refusal(command, "none/x.svg")
     assert "a folder" in refusal(command, ".")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert "may not write" in refusal(command, "x.svg")
+    assert "no write permission" in refusal(command, "x.svg")
     assert not any(tmp_path.iterdir()), "nothing was created"
 
 

@@ -206,7 +206,7 @@ def test_an_interrupted_run_is_reported(scripted: Any, tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "1 at once: 1 were interrupted" in stdout
+    assert "1 at once: 1 requests were interrupted" in stdout
     assert "Traceback" not in stderr
     [run] = json.loads((tmp_path / "b.json").read_text())["runs"]
     assert (run["num_sent"], run["num_answered"], run["num_interrupted"]) == (2, 1, 1)
