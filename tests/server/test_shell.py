@@ -75,7 +75,7 @@ def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
     terminal.type("half a line\x03")
     terminal.wait_for(PROMPT)
     terminal.type("/help\r")
-    terminal.wait_for("forget the conversation")
+    terminal.wait_for("start a new conversation")
     terminal.wait_for(PROMPT)
     terminal.type("/set max_tokens 5\r")
     terminal.wait_for(PROMPT)
@@ -130,7 +130,7 @@ Hi
     lines = done.stdout.splitlines()
     assert lines[:5] == [
         "You are a cat.",
-        "The model's own sampling, all of it.",
+        "All sampling parameters have the model's defaults.",
         "max_tokens 3",
         "temperature 0",
         "ignore_eos True",
