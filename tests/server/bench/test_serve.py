@@ -174,7 +174,7 @@ def test_a_server_without_usage_is_measured_by_events(scripted: Any, tmp_path: P
     [run] = bench_json(tmp_path / "b.json", made.url, *flags, *extra, MINISGL_API_KEY="secret-key")["runs"]
     assert (run["num_answered"], run["num_failed"], run["is_counted"], run["hit_rate"]) == (2, 3, False, None)
     assert run["errors"] == {
-        "the stream ended before the answer did": 1,
+        "the stream ended without a finish reason": 1,
         "out of luck": 1,
         "HTTP 429: slow down": 1,
     }
