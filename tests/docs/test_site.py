@@ -32,10 +32,10 @@ from minisgl_core.plugins.selection import ALLOW_VARIABLE
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
-from minisgl_server.api.native import GenerateRequest, GenerateSampling
-from minisgl_server.api.responses.schemas import InputTokensRequest, ResponsesRequest
-from minisgl_server.api.schemas import ChatRequest, CompletionRequest
-from minisgl_server.api.tokens import DetokenizeRequest, TokenizeRequest
+from minisgl_server.api.generate import GenerateRequest, GenerateSamplingParams
+from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.openai_responses.schemas import InputTokensRequest, ResponsesRequest
+from minisgl_server.api.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl_server.options import ServerOptions
 from serve_once import program
 
@@ -210,7 +210,7 @@ def test_refused_fields(mark: str, model: type[BaseModel], official: set[str]) -
         ("responses", ResponsesRequest),
         ("messages", MessagesRequest),
         ("generate", GenerateRequest),
-        ("sampling_params", GenerateSampling),
+        ("sampling_params", GenerateSamplingParams),
         ("tokenize", TokenizeRequest),
         ("detokenize", DetokenizeRequest),
     ],

@@ -109,7 +109,7 @@ def test_an_output_that_is_only_its_end_has_logprobs(client: openai.OpenAI, engi
     assert choice.logprobs.token_logprobs[1:3] == pytest.approx(scores[1:3], abs=1e-4)
 
 
-def test_offsets_leave_out_what_the_text_does(client: openai.OpenAI, engine_tokenizer: Any) -> None:
+def test_text_offsets_skip_special_tokens(client: openai.OpenAI, engine_tokenizer: Any) -> None:
     """Special tokens are part of a text where somebody wrote them, else only where they are not skipped."""
     special, word = engine_tokenizer.convert_tokens_to_ids("<|im_start|>"), engine_tokenizer(" sun")["input_ids"][0]
     options: dict[str, Any] = {"echo": True, "logprobs": 0, "logit_bias": {str(special): 100}, "max_tokens": 2}
@@ -123,7 +123,7 @@ def test_offsets_leave_out_what_the_text_does(client: openai.OpenAI, engine_toke
         assert (choice.text, choice.logprobs.text_offset) == (text, offsets)
 
 
-def test_a_prompt_alone(client: openai.OpenAI) -> None:
+def test_echo_without_output(client: openai.OpenAI) -> None:
     for bias in ({}, {"2": 100}):
         whole, alone = (
             complete(client, echo=True, logprobs=1, max_tokens=most, logit_bias=bias, n=2) for most in (1, 0)
@@ -331,7 +331,7 @@ def test_bad_completions_are_refused_by_name(http: httpx.Client, name: str) -> N
     "data",
     [b"", b"{", b"[]", b"null", b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}', b'{"temperature": NaN}', b"\x00" * 9],
 )
-def test_bodies_that_are_no_requests(http: httpx.Client, data: bytes) -> None:
+def test_invalid_bodies_are_refused(http: httpx.Client, data: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = http.post(path, content=data)
         assert answer.status_code == 400, answer.text
@@ -339,7 +339,7 @@ def test_bodies_that_are_no_requests(http: httpx.Client, data: bytes) -> None:
     assert http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1}).status_code == 200
 
 
-def test_bodies_are_json_by_their_header_and_may_be_compressed(http: httpx.Client) -> None:
+def test_bodies_need_a_json_type_and_may_be_compressed(http: httpx.Client) -> None:
     body = json.dumps({"prompt": "Hi", "max_tokens": 1}).encode()
     form = http.post("/v1/completions", content=body, headers={"Content-Type": "application/x-www-form-urlencoded"})
     assert (form.status_code, form.json()["error"]["code"]) == (415, "unsupported_media_type")
@@ -352,7 +352,7 @@ def test_bodies_are_json_by_their_header_and_may_be_compressed(http: httpx.Clien
     assert (broken.status_code, broken.json()["error"]["code"]) == (400, "invalid_encoding")
 
 
-def test_values_in_free_form_fields_that_no_message_holds(http: httpx.Client) -> None:
+def test_values_that_cannot_be_encoded_are_refused(http: httpx.Client) -> None:
     for value in (10**40, "\ud800"):
         body = {"messages": QUESTION, "chat_template_kwargs": {"messages": value}}
         answer = http.post("/v1/chat/completions", content=json.dumps(body).encode())
@@ -380,7 +380,7 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
         complete(client, prompt=[[5] * 9000])
     assert (long.value.code, long.value.param) == ("context_length_exceeded", "prompt[0]")
-    with pytest.raises(openai.BadRequestError, match="stores answers"):
+    with pytest.raises(openai.BadRequestError, match="stores responses"):
         chat(client, store=True)
     with pytest.raises(openai.BadRequestError, match="send tool_choice"):
         chat(client, function_call="auto")
@@ -389,9 +389,11 @@ def test_the_clients_error_classes(client: openai.OpenAI) -> None:
 def test_routes_that_do_not_exist(http: httpx.Client) -> None:
     assert http.get("/v1/nothing").status_code == 404
     assert http.get("/v1/nothing").json()["error"]["type"] == "invalid_request_error"
-    answer = http.get("/v1/completions")
-    assert answer.status_code == 405
-    assert answer.headers["allow"] == "POST"
+    # The second path is also one of a stored response, which has other methods.
+    for path in ("/v1/completions", "/v1/responses/input_tokens"):
+        answer = http.put(path)
+        assert answer.status_code == 405
+        assert answer.headers["allow"] == "POST"
 
 
 def test_models_and_health(client: openai.OpenAI, http: httpx.Client) -> None:

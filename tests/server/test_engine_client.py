@@ -86,7 +86,7 @@ def start(client: EngineClient, *names: str, receive: Any = connected) -> Genera
     return client.start([Tokenize(request_id=n, text="x", sampling=SamplingParams()) for n in names], receive)
 
 
-def test_output_goes_to_who_asked_and_nothing_is_left() -> None:
+def test_output_reaches_its_request_and_state_is_freed() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         both, other = start(client, "a", "b"), start(client, "c")
         assert sorted(message.request_id for message in await engine.received(3)) == ["a", "b", "c"]
@@ -109,7 +109,7 @@ def test_output_goes_to_who_asked_and_nothing_is_left() -> None:
     run(test)
 
 
-def test_closing_aborts_what_still_runs() -> None:
+def test_closing_aborts_running_requests() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         generation = start(client, "a", "b")
         await engine.received(2)
@@ -122,7 +122,7 @@ def test_closing_aborts_what_still_runs() -> None:
     run(test)
 
 
-def test_a_client_that_hangs_up_is_noticed() -> None:
+def test_a_client_disconnect_ends_the_generation() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         gone = asyncio.Event()
 
@@ -143,7 +143,7 @@ def test_a_client_that_hangs_up_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("kind", "status"), [("invalid", 400), ("too_long", 400), ("queue_full", 429), ("internal", 500)]
 )
-def test_one_refusal_ends_the_group(kind: str, status: int) -> None:
+def test_a_rejection_ends_all_outputs_of_a_request(kind: str, status: int) -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         generation = start(client, "a", "b")
         await engine.received(2)
@@ -159,7 +159,7 @@ def test_one_refusal_ends_the_group(kind: str, status: int) -> None:
     run(test)
 
 
-def test_an_engine_that_stops_fails_all() -> None:
+def test_an_engine_that_stops_fails_all_requests() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         engine.send(INFO)
         await client.ready.wait()
@@ -175,7 +175,7 @@ def test_an_engine_that_stops_fails_all() -> None:
     run(test)
 
 
-def test_a_request_that_no_message_holds_leaves_nothing() -> None:
+def test_a_request_that_cannot_be_encoded_leaves_no_state() -> None:
     async def test(client: EngineClient, engine: Engine) -> None:
         good = Tokenize(request_id="a", text="x", sampling=SamplingParams())
         for value in (10**40, "\ud800"):

@@ -16,12 +16,13 @@ import pytest
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import PagesState, State, StateRequest, StepState, TotalsState
 from minisgl_core.messages import EngineInfo
+from minisgl_core.plugins.selection import BLOCK_VARIABLE
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
 from minisgl_server.options import ServerOptions
-from minisgl_server.page import feed as feed_module
-from minisgl_server.page.feed import StateFeed
+from minisgl_server.page import engine_feed
+from minisgl_server.page.engine_feed import EngineFeed
 from minisgl_server.page.routes import STATIC
 
 
@@ -31,7 +32,7 @@ def stream(http: httpx.Client, system: str, max_tokens: int = 40) -> Any:
     return http.stream("POST", "/v1/chat/completions", json=body)
 
 
-def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client) -> None:
+def test_the_state_has_running_requests_and_cached_pages(http: httpx.Client) -> None:
     def state(since: int) -> Any:
         # The engine of a machine that stalls does not answer in time.
         while (answer := http.get("/engine/state", params={"since": since})).status_code == 503:
@@ -72,7 +73,7 @@ def test_it_shows_a_request_while_it_runs_and_what_it_leaves(http: httpx.Client)
         assert len(pages["map_starts"]) == len(pages["map_owners"])
 
 
-def test_text_is_shown_where_that_was_asked_for(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
+def test_page_prompts_includes_text_in_the_state(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
     server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--page-prompts").wait_started()
     with httpx.Client(base_url=server.url, timeout=100) as http:
         prompt = "You keep the bees of the abbey, and you answer whatever the novices ask about honey."
@@ -90,13 +91,13 @@ def test_text_is_shown_where_that_was_asked_for(launch: Callable[..., Any], tiny
 
 
 @pytest.mark.parametrize("since", ["-1", "x", "1.5", "9" * 30, "²"])
-def test_a_step_that_is_none_is_refused(http: httpx.Client, since: str) -> None:
+def test_an_invalid_step_number_is_refused(http: httpx.Client, since: str) -> None:
     answer = http.get("/engine/state", params={"since": since})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "since"
 
 
-def test_the_page_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+def test_the_page_loads_no_third_party_content(http: httpx.Client) -> None:
     page = http.get("/")
     assert page.headers["content-type"].startswith("text/html")
     policy = page.headers["content-security-policy"]
@@ -121,7 +122,7 @@ def step_state(step: int) -> StepState:
 
 
 def answer_to(request: StateRequest, last_step: int) -> State:
-    """What an engine that never had a request but has made steps would say."""
+    """Return the state of an engine that had no request but has made steps."""
     no_counts = dict.fromkeys(TotalsState.__struct_fields__, 0)
     pages = {name: 1 for name in PagesState.__struct_fields__ if not name.startswith("map_")}
     return State(
@@ -139,7 +140,7 @@ def answer_to(request: StateRequest, last_step: int) -> State:
     )
 
 
-def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     info = dict.fromkeys(("model", "architecture", "dtype", "device"), "m")
     numbers = dict.fromkeys(("max_seq_len", "vocab_size", "num_pages", "page_size", "max_requests"), 16)
     started = EngineInfo(**info, **numbers, eos_token_ids=[0], bos_token_id=None, default_sampling={}, choices=[])
@@ -152,7 +153,7 @@ def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
         ):
             client = EngineClient(endpoints)
             running = asyncio.create_task(client.run())
-            feed = StateFeed(client)
+            feed = EngineFeed(client)
             with pytest.raises(ApiError, match="starting"):
                 await feed.state(0)
             engine.send(started)
@@ -170,10 +171,10 @@ def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
             engine.send(answer_to(request, 3))
             states = await asyncio.gather(*viewers)
             assert [[step["step"] for step in state["steps"]] for state in states] == [[1, 2, 3], [1, 2, 3], [3]]
-            monkeypatch.setattr(feed_module, "SHARED_S", 100.0)
+            monkeypatch.setattr(engine_feed, "SHARED_S", 100.0)
             assert (await feed.state(3))["steps"] == []
             assert asked.receive(timeout_s=0) is None, "an answer serves all who ask soon after"
-            monkeypatch.setattr(feed_module, "SHARED_S", -1.0)
+            monkeypatch.setattr(engine_feed, "SHARED_S", -1.0)
             viewer = asyncio.create_task(feed.state(1))
             request = await question()
             assert request.since == 3, "the engine tells no step twice"
@@ -185,8 +186,8 @@ def test_viewers_share_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_no_page_and_no_state_where_they_are_turned_off() -> None:
-    async def statuses(options: ServerOptions) -> list[int]:
+def page_statuses(options: ServerOptions) -> list[int]:
+    async def statuses() -> list[int]:
         with Endpoints.create() as endpoints:
             client = EngineClient(endpoints)
             transport = httpx.ASGITransport(create_app(client, options))
@@ -195,5 +196,15 @@ def test_no_page_and_no_state_where_they_are_turned_off() -> None:
             client.close()
             return found
 
-    assert asyncio.run(statuses(ServerOptions())) == [200, 200, 503]
-    assert asyncio.run(statuses(ServerOptions(page=False))) == [404, 404, 404]
+    return asyncio.run(statuses())
+
+
+def test_no_page_flag_removes_page_and_state() -> None:
+    assert page_statuses(ServerOptions()) == [200, 200, 503]
+    assert page_statuses(ServerOptions(page=False)) == [404, 404, 404]
+
+
+def test_the_page_is_a_plugin_that_can_be_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(BLOCK_VARIABLE, "minisgl-server:hooks:page")
+    assert page_statuses(ServerOptions()) == [404, 404, 404]
+    assert page_statuses(ServerOptions(plugin_routes=True)) == [404, 404, 404]

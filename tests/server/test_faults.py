@@ -1,4 +1,4 @@
-"""What happens when something breaks: docs/server.md says so, in the same order."""
+"""Faults and their effects, in the order of docs/server.md."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
     assert not alive
 
 
-def test_a_killed_rank_does_too(launch: Launch) -> None:
+def test_a_killed_rank_ends_the_launch(launch: Launch) -> None:
     flags = {"--model": tiny_folder.llama(), "--tp": 2, "--dtype": "float32", "--ops": "torch", "--num-pages": 200}
     server = launch(*(str(part) for flag in flags.items() for part in flag)).wait_started()
     children = server.children()
@@ -109,7 +109,7 @@ def test_sigterm_under_load_loses_nothing(start: Launch) -> None:
     assert server.stderr() == ""
 
 
-def test_what_does_not_end_within_the_drain_timeout_is_told(start: Launch) -> None:
+def test_requests_beyond_the_drain_timeout_fail(start: Launch) -> None:
     server = start("--drain-timeout", "0.5").wait_started()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=endless(), timeout=100) as answer:
         chunks = events(answer)
@@ -121,7 +121,7 @@ def test_what_does_not_end_within_the_drain_timeout_is_told(start: Launch) -> No
     assert server.stderr() == ""
 
 
-def test_a_full_disk_for_logs_and_output_loses_these_and_nothing_else(tiny_checkpoint: Path) -> None:
+def test_a_full_disk_loses_logs_and_output_only(tiny_checkpoint: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).with_name("minisgl")), "launch", "--model", str(tiny_checkpoint)]
@@ -147,7 +147,7 @@ def test_a_full_disk_for_logs_and_output_loses_these_and_nothing_else(tiny_check
         process.wait()
 
 
-def test_a_slow_reader_holds_up_nobody_and_loses_nothing(start: Launch) -> None:
+def test_a_slow_reader_delays_no_request_and_loses_no_text(start: Launch) -> None:
     server = start().wait_started()
     # Each event has all of the text so far: more in all than the system's buffers hold.
     body = json.dumps({"text": "Hi", "max_tokens": 1500, "ignore_eos": True, "stream": True}).encode()

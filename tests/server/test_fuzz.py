@@ -23,7 +23,7 @@ import pytest
 import tiny
 import tiny_folder
 
-from minisgl_server.api.protocol import MAX_PIPELINED
+from minisgl_server.api.http.limited_protocol import MAX_PIPELINED
 
 NUM_REQUESTS = int(os.environ.get("MINISGL_FUZZ_REQUESTS", "20000"))
 SEED = 11
@@ -160,7 +160,7 @@ class Fuzz:
             data = data[size:]
 
     def broken(self) -> bytes:
-        """What is no HTTP, or not all of a request."""
+        """Send malformed HTTP, or part of a request."""
         path, data = self.body()
         head = b"POST %s HTTP/1.1\r\nHost: localhost\r\n" % path.encode()
         whole = head + b"Content-Length: %d\r\n\r\n%s" % (len(data), data)
@@ -294,7 +294,7 @@ class Clients:
         self.seen.update(statuses)
 
     async def _cut(self) -> None:
-        """What is broken, or breaks off: by a half-closed connection or a reset."""
+        """Send malformed or partial requests, which end with a half-closed connection or a reset."""
         draw = self._fuzz.draw
         data, end = self._fuzz.broken(), draw.choice(["half-close", "half-close", "reset", "close"])
         self.num_sent += 1
@@ -330,7 +330,7 @@ async def fuzz(server: Any) -> tuple[Clients, dict[str, list[int]]]:
 
 
 @pytest.mark.slow
-def test_nothing_that_is_sent_breaks_the_server(launch: Callable[..., Any]) -> None:
+def test_random_requests_do_not_break_the_server(launch: Callable[..., Any]) -> None:
     flags = {"--model": tiny_folder.llama(), "--dtype": "float32", "--num-pages": 300, "--max-seq-len-override": 256}
     server = launch(*(str(part) for flag in flags.items() for part in flag), "--log-level", "error").wait_started()
     clients, samples = asyncio.run(fuzz(server))

@@ -48,7 +48,7 @@ def assert_gone(processes: Iterable[psutil.Process]) -> None:
     assert not alive
 
 
-def test_the_banner_holds_and_sigterm_lets_running_requests_finish(start: Launch) -> None:
+def test_the_banner_is_right_and_sigterm_drains_requests(start: Launch) -> None:
     server = start("--served-model-name", "tiny", "--attn", "torch", "--drain-timeout", "60").wait_started()
     assert "LlamaForCausalLM" in server.banner
     attention = next(line for line in server.banner.splitlines() if line.startswith("attn"))
@@ -91,7 +91,7 @@ def test_the_drain_is_bounded_and_a_second_signal_ends_it(start: Launch) -> None
         assert server.wait_ended() == 0
 
 
-def test_a_hangup_to_all_processes_drains(start: Launch) -> None:
+def test_sighup_to_all_processes_drains(start: Launch) -> None:
     server = start("--drain-timeout", "60").wait_started()
     children = server.children()
     body = endless(stream=True, max_tokens=600)
@@ -110,7 +110,7 @@ def test_a_hangup_to_all_processes_drains(start: Launch) -> None:
     assert server.stderr() == ""
 
 
-def test_a_hangup_that_nohup_ignores_stays_ignored(start: Launch) -> None:
+def test_sighup_under_nohup_stays_ignored(start: Launch) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         server = start().wait_started()
@@ -133,9 +133,7 @@ def test_a_hangup_that_nohup_ignores_stays_ignored(start: Launch) -> None:
         (("--host", "a..b"), ("--host", "a..b", "an address of this machine")),
     ],
 )
-def test_what_is_wrong_at_the_start_is_told_in_a_line(
-    launch: Launch, flags: tuple[str, ...], words: tuple[str, ...]
-) -> None:
+def test_startup_errors_are_one_line(launch: Launch, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
     server = launch(*flags)
     assert server.wait_ended() == 2
     message = server.stderr().strip()
@@ -153,7 +151,7 @@ def test_a_failure_of_the_engine_at_the_start_ends_the_launch(launch: Launch, tm
     assert "scheduler rank 0" in server.stderr()
 
 
-def test_a_port_that_is_taken_is_told_before_a_model_is_loaded(start: Launch) -> None:
+def test_a_port_in_use_is_reported_before_loading(start: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         server = start("--port", str(port))
@@ -174,7 +172,7 @@ def test_several_servers_run_side_by_side(start: Launch) -> None:
         assert float(line) == num_tokens, "each counts its own"
 
 
-def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(start: Launch) -> None:
+def test_503_until_ready_and_no_processes_after_a_kill(start: Launch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     server = start("--port", str(port))
@@ -202,7 +200,7 @@ def test_503_until_the_engine_is_ready_and_nothing_is_left_of_a_killed_launcher(
     assert os.listdir(server.sockets) == []
 
 
-def test_clients_that_hang_up_free_their_places_and_a_full_queue_is_429(start: Launch) -> None:
+def test_disconnects_free_slots_and_a_full_queue_answers_429(start: Launch) -> None:
     server = start("--max-running-requests", "1", "--max-queued-requests", "1").wait_started()
     url = f"{server.url}/v1/completions"
     with httpx.Client(timeout=100) as client:

@@ -54,7 +54,7 @@ def events_of(client: anthropic.Anthropic, **options: Any) -> list[Any]:
     return list(ask(client, stream=True, **options))  # type: ignore[call-overload]
 
 
-def test_a_text_is_the_one_that_a_chat_gives(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_text_equals_that_of_a_chat(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
     answer = ask(claude, metadata={"user_id": "me"}, service_tier="auto")
     expected = chat(client, [{"role": "user", "content": QUESTION}])
     [block] = answer.content
@@ -127,7 +127,7 @@ def test_events_have_their_own_schema(http: httpx.Client) -> None:
             event_type.validate_python(value)
 
 
-def test_what_ends_an_output_is_told(claude: anthropic.Anthropic) -> None:
+def test_the_stop_reason_is_returned(claude: anthropic.Anthropic) -> None:
     assert ask(claude, max_tokens=2).stop_reason == "max_tokens"
     whole = ask(claude).content[0].text  # type: ignore[union-attr]
     word = whole.split()[3]
@@ -183,7 +183,7 @@ def test_a_call_streams_its_input(claude: anthropic.Anthropic) -> None:
     assert cut.stop_reason == "max_tokens"
 
 
-def test_tools_that_must_not_be_used(claude: anthropic.Anthropic) -> None:
+def test_unused_tools_are_left_out(claude: anthropic.Anthropic) -> None:
     answer = ask(claude, tools=[TOOL], tool_choice={"type": "none"})
     assert [block.type for block in answer.content] == ["text"]
     assert answer.content == ask(claude).content
@@ -276,7 +276,7 @@ def test_errors_are_the_clients_own(claude: anthropic.Anthropic, http: httpx.Cli
         assert answer.status_code in (404, 405)
 
 
-def test_what_changes_nothing_is_taken(http: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Hi"}],
@@ -348,7 +348,7 @@ def test_the_answer_continues_a_last_turn_of_the_assistant(claude: anthropic.Ant
     assert count.input_tokens == expected.usage.prompt_tokens
 
 
-def test_a_template_that_knows_thinking_is_told(
+def test_a_template_with_thinking_gets_its_variable(
     launch: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
 ) -> None:
     """The number of the prompt's tokens says what the template was told."""

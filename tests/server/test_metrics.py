@@ -1,4 +1,4 @@
-"""What /metrics says is what happened; and the dashboard asks for nothing else."""
+"""Metrics equal the requests that ran, and the dashboard uses no others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from minisgl_core.messages import EngineInfo
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.metrics.engine import EngineMetrics
+from minisgl_server.metrics.engine_metrics import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
 ROOT = Path(__file__).parents[2]
@@ -61,7 +61,7 @@ def complete(client: httpx.Client, num_prompt: int = 5, num_output: int = 3, fir
 
 
 def change(client: httpx.Client, act: Callable[[], None]) -> dict[str, float]:
-    """How far each sample moves."""
+    """Return the change of each sample."""
     before = samples(client)
     act()
     return {name: value - before.get(name, 0.0) for name, value in samples(client).items()}
@@ -80,7 +80,7 @@ def num_ended(found: dict[str, float]) -> float:
     return sum(value for name, value in found.items() if name.startswith("minisgl_request_success_total"))
 
 
-def test_gauges_are_there_before_anything_runs(client: httpx.Client) -> None:
+def test_gauges_exist_before_the_first_request(client: httpx.Client) -> None:
     """This is the module's first test: dashboards and alerts of a server that nobody has used have values, too."""
     found = samples(client)
     for name in ("num_requests_running", "num_requests_waiting", "kv_pages_used", "kv_cache_usage_perc"):
@@ -113,7 +113,7 @@ def test_counts_and_times_of_two_requests(client: httpx.Client) -> None:
     assert moved["minisgl_iteration_tokens_total_sum"] == 5 + 2 + 1 + 2
 
 
-def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
+def test_gauges_of_running_waiting_and_kv_pages(client: httpx.Client) -> None:
     """Six long requests: four places, pages for two."""
     threads = [
         threading.Thread(target=complete, args=(client, 10, 139), kwargs={"first": 2000 + 100 * index})
@@ -138,7 +138,7 @@ def test_what_runs_waits_and_is_held(client: httpx.Client) -> None:
         assert after[f"minisgl_{name}"] == 0
 
 
-def test_a_stop_text_is_no_abort(client: httpx.Client) -> None:
+def test_a_stop_text_counts_as_stop(client: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 100, "temperature": 0}
     text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
     before = samples(client)
@@ -160,19 +160,19 @@ def test_an_abort_is_counted(client: httpx.Client) -> None:
     assert moved == [0, 1]
 
 
-def test_the_values_lie_where_only_the_user_can_read(measured: Any) -> None:
+def test_metric_files_are_readable_by_the_user_only(measured: Any) -> None:
     [directory] = Path(measured.sockets).glob("*/metrics")
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     assert list(directory.iterdir())
 
 
-def test_openmetrics_for_those_who_ask(client: httpx.Client) -> None:
+def test_openmetrics_if_the_client_accepts_it(client: httpx.Client) -> None:
     answer = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
 
 
-def test_every_expression_of_the_dashboard_names_what_there_is(client: httpx.Client) -> None:
+def test_every_dashboard_expression_uses_known_metrics(client: httpx.Client) -> None:
     dashboard = json.loads(DASHBOARD.read_text())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     assert len(expressions) >= 12
@@ -192,7 +192,7 @@ def test_every_metric_is_in_the_docs(client: httpx.Client) -> None:
     assert listed == {name for name in names if name.startswith("minisgl_")}
 
 
-def test_there_are_none_where_nobody_wants_them(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
+def test_no_metrics_flag_disables_metrics(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
     server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--no-metrics").wait_started()
     assert httpx.get(f"{server.url}/metrics").status_code == 404
     maps = {path.path for path in server.children()["scheduler rank 0"].memory_maps()}
@@ -214,7 +214,7 @@ with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     assert done.stdout == "3.0\n", done.stderr
 
 
-def test_without_room_nothing_is_counted(
+def test_metrics_are_disabled_without_disk_space(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     """A write to a mapped file on a full disk would kill the process, so the room is taken first."""
@@ -230,10 +230,10 @@ def test_without_room_nothing_is_counted(
     info = EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 1) | {"model": "m"})
     metrics.engine_started(info)
     metrics.batch_finished(plan=None, state=None)  # type: ignore[arg-type]
-    assert "no room for metrics" in caplog.text
+    assert "no disk space for them" in caplog.text
 
 
-def test_no_hook_is_called_where_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_hooks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MINISGL_METRICS", raising=False)
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "minisgl-example")
     hooks = Hooks(Registry.from_environment())

@@ -38,7 +38,7 @@ def refused(http: httpx.Client, path: str, body: dict[str, Any]) -> str:
     return str(answer.json()["error"]["param"])
 
 
-def test_every_body_in_the_docs_is_answered(http: httpx.Client) -> None:
+def test_every_documented_body_is_answered(http: httpx.Client) -> None:
     blocks = list(BLOCK.finditer(DOCS))
     assert [block["path"] for block in blocks] == ["/generate", "/tokenize", "/detokenize"]
     for block in blocks:
@@ -58,7 +58,7 @@ def test_tokenize_and_back(http: httpx.Client, engine_tokenizer: Any) -> None:
     assert post(http, "/tokenize", {"prompt": ""})["tokens"] == []
 
 
-def test_tokens_of_a_chat_are_those_that_a_chat_begins_with(http: httpx.Client, client: openai.OpenAI) -> None:
+def test_tokenize_of_messages_equals_the_chat_prompt(http: httpx.Client, client: openai.OpenAI) -> None:
     messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}]
     model = client.models.list().data[0].id
     tokens = post(http, "/tokenize", {"model": model, "messages": messages})
@@ -69,7 +69,7 @@ def test_tokens_of_a_chat_are_those_that_a_chat_begins_with(http: httpx.Client, 
     assert text.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_tokens_of_a_chat_with_tools_or_without_an_answers_beginning(http: httpx.Client) -> None:
+def test_tokenize_takes_tools_and_no_generation_prompt(http: httpx.Client) -> None:
     chat: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
     tokens = post(http, "/tokenize", chat | {"tools": TOOLS})
     used = post(http, "/v1/chat/completions", chat | {"tools": TOOLS, "max_tokens": 1})["usage"]
@@ -82,7 +82,7 @@ def test_tokens_of_a_chat_with_tools_or_without_an_answers_beginning(http: httpx
     assert post(http, "/tokenize", chat | {"add_special_tokens": True})["tokens"] == plain, "SmolLM2's adds none"
 
 
-def test_tokenize_refuses_what_it_does_not_know(http: httpx.Client) -> None:
+def test_tokenize_refuses_invalid_fields(http: httpx.Client) -> None:
     assert refused(http, "/tokenize", {}) == "prompt"
     assert refused(http, "/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}) == "prompt"
     assert refused(http, "/tokenize", {"prompt": "x", "colour": 1}) == "colour"
@@ -112,7 +112,7 @@ def test_generate_answers_as_completions_do(http: httpx.Client, engine_tokenizer
     assert mini["meta_info"]["completion_tokens"] == 2
 
 
-def test_generate_several_and_why_they_end(http: httpx.Client) -> None:
+def test_generate_of_several_prompts_has_finish_reasons(http: httpx.Client) -> None:
     answers = generate(http, text=[PROMPT, "One two three"], sampling_params={"n": 2})
     assert len(answers) == 4
     assert answers[0]["text"] == answers[1]["text"] != answers[2]["text"]
@@ -157,7 +157,7 @@ FORMS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("form", "pattern"), FORMS, ids=lambda value: str(value)[:20])
-def test_generate_follows_forms(http: httpx.Client, form: dict[str, Any], pattern: str) -> None:
+def test_generate_follows_structured_output_fields(http: httpx.Client, form: dict[str, Any], pattern: str) -> None:
     answer = generate(http, text=PROMPT, sampling_params={**form, "max_new_tokens": 8, "temperature": 1, "seed": 5})
     text = answer["text"] if "structural_tag" not in form else answer["text"].removesuffix(" ").removesuffix(" i")
     assert re.fullmatch(pattern, text), text
@@ -218,7 +218,7 @@ def schema_errors(document: dict[str, Any], schema: dict[str, Any], value: Any) 
     return [error.message for error in Draft202012Validator(whole).iter_errors(value)]
 
 
-def test_the_document_is_whole(document: dict[str, Any]) -> None:
+def test_the_openapi_document_is_valid(document: dict[str, Any]) -> None:
     for reference in references(document):
         node: Any = document
         for part in reference.removeprefix("#/").split("/"):
@@ -262,9 +262,9 @@ def test_answers_are_as_the_document_says(http: httpx.Client, document: dict[str
 
 def test_events_are_as_the_document_says(http: httpx.Client, document: dict[str, Any]) -> None:
     for path, body, name in (
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "ChatChunk"),
-        ("/v1/completions", {"prompt": "x"}, "CompletionAnswer"),
-        ("/generate", {"text": "x"}, "GenerateAnswer"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}, "ChatCompletionChunk"),
+        ("/v1/completions", {"prompt": "x"}, "CompletionResponse"),
+        ("/generate", {"text": "x"}, "GenerateResponse"),
     ):
         content = document["paths"][path]["post"]["responses"]["200"]["content"]
         assert name in content["text/event-stream"]["itemSchema"]["description"]

@@ -1,4 +1,4 @@
-"""What schemathesis makes of the OpenAPI document: no request that fits it, or nearly fits it, breaks the server."""
+"""Requests that schemathesis generates from the OpenAPI document: none of them breaks the server."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def made_answerable(body: dict[str, Any]) -> dict[str, Any]:
 
 
 @api.parametrize()
-def test_every_answer_is_documented_and_none_is_a_fault_of_the_server(
+def test_every_response_is_documented_and_none_is_a_5xx(
     case: schemathesis.Case, tried: Any, session: requests.Session
 ) -> None:
     is_meant = case.meta is not None and case.meta.generation.mode.is_positive
@@ -147,7 +147,7 @@ def is_taken(tried: Any, session: requests.Session, name: str, value: float) -> 
     return bool(answer.status_code == 200)
 
 
-def test_the_document_is_the_one_that_is_served(tried: Any, session: requests.Session) -> None:
+def test_the_documented_openapi_is_the_served_one(tried: Any, session: requests.Session) -> None:
     assert session.get(f"{tried.url}/openapi.json", timeout=ANSWER_S).json() == DOCUMENT
 
 
@@ -186,7 +186,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_no_form_of_outputs_is_too_much(tried: Any, session: requests.Session, name: str) -> None:
+def test_no_structured_output_stalls_the_server(tried: Any, session: requests.Session, name: str) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, **FORMS[name]}
     if "tools" in body:
         body["tools"] = [{"type": "function", "function": {"name": "f"}}]
@@ -196,7 +196,7 @@ def test_no_form_of_outputs_is_too_much(tried: Any, session: requests.Session, n
         assert answer.json()["error"]["param"].startswith(tuple(FORMS[name]))
 
 
-def test_nothing_is_left_behind(tried: Any) -> None:
+def test_no_state_or_file_is_left_behind(tried: Any) -> None:
     """After all of that: no state of a request, no complaint of the server, and it serves."""
     with httpx.Client(base_url=tried.url, timeout=ANSWER_S) as http:
         while any((counts := http.get("/health/requests").json()).values()):

@@ -87,7 +87,7 @@ def legend(page: Any) -> dict[str, int]:
     return dict(entries.evaluate_all("nodes => nodes.map((node) => [node.className, Number(node.dataset.count)])"))
 
 
-def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: openai.OpenAI) -> None:
+def test_a_message_is_streamed_and_not_parsed_as_html(page: Any, client: openai.OpenAI) -> None:
     system, text = "You are terse.", "Say <b>hello</b><img src=x onerror=alert(1)>\nin two lines."
     set_options(page, system, 24)
     page.fill("#message", text)
@@ -115,7 +115,7 @@ def test_a_message_is_answered_as_it_comes_and_stays_text(page: Any, client: ope
     assert int(again[2]) >= int(found[1]) // 16 * 16
 
 
-def test_what_two_chats_share_is_one_node(page: Any) -> None:
+def test_a_prefix_of_two_chats_is_one_tree_node(page: Any) -> None:
     set_options(page, LIGHTHOUSE, 80)
     page.click("#more")
     assert page.locator(".lane").count() == 2
@@ -197,7 +197,7 @@ def test_the_tree_is_walked_with_the_keyboard(page: Any) -> None:
     assert len(seen) > 1
 
 
-def test_prompts_are_hidden_and_the_page_says_what_shows_them(page: Any) -> None:
+def test_prompts_are_hidden_without_the_flag(page: Any) -> None:
     set_options(page, LIGHTHOUSE, 40)
     page.fill("#message", ESSAY)
     page.click("#send")
@@ -275,11 +275,11 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
     assert httpx.get(f"{url}/engine/state").status_code == 401
     assert httpx.get(f"{url}/page/%2e%2e/v1/models").status_code == 404
     page = open_page(url)
-    key, status = page.get_by_label("This server asks for an API key."), page.locator("#status")
+    key, status = page.get_by_label("This server requires an API key."), page.locator("#status")
     expect(key).to_be_focused(timeout=TIMEOUT_MS)
     key.fill("open-barley")
     key.press("Enter")
-    refused = page.get_by_label("That API key was refused. Another one?")
+    refused = page.get_by_label("The API key was rejected. Enter another one.")
     refused.fill("open-sesame")
     refused.press("Enter")
     expect(status).to_have_text("live", timeout=TIMEOUT_MS)
@@ -293,5 +293,5 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(
     expect(status).to_have_text("live", timeout=TIMEOUT_MS)
     expect(key).to_be_hidden()
     stranger = open_page(url)
-    expect(stranger.get_by_label("This server asks for an API key.")).to_be_focused(timeout=TIMEOUT_MS)
+    expect(stranger.get_by_label("This server requires an API key.")).to_be_focused(timeout=TIMEOUT_MS)
     expect(stranger.locator("#status")).to_have_text("API key needed")

@@ -77,7 +77,7 @@ NEUTRAL_CHAT: dict[str, Any] = {
 }
 
 
-def test_what_changes_nothing_is_accepted(http: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     whole = chat(http)["choices"]
     for name, value in {**NEUTRAL, **NEUTRAL_CHAT}.items():
         assert chat(http, **{name: value})["choices"] == whole, name
@@ -114,7 +114,7 @@ def test_allowed_tokens_and_bad_words(http: httpx.Client, engine_tokenizer: Any)
     assert engine_tokenizer("Paris")["input_ids"][0] not in choice["token_ids"], "it is spelled by other tokens"
 
 
-def test_a_salt_parts_the_prefix_cache(http: httpx.Client) -> None:
+def test_a_cache_salt_separates_the_prefix_cache(http: httpx.Client) -> None:
     messages = [{"role": "user", "content": "Salt and pepper. " * 20}]
     cached = [
         chat(http, messages=messages, max_tokens=1, **salt)["usage"]["prompt_tokens_details"]["cached_tokens"]
@@ -143,7 +143,7 @@ def test_token_ids_of_prompts_and_outputs(http: httpx.Client, engine_tokenizer: 
 
 
 def test_logprobs_of_prompts(http: httpx.Client, engine_tokenizer: Any) -> None:
-    """In vLLM's form; an echo has its own number of most likely tokens."""
+    """Prompt logprobs are in vLLM's format; an echo has its own number of top log-probabilities."""
     echoed = complete(http, echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"]
     [choice] = complete(http, prompt_logprobs=2)["choices"]
     ids = engine_tokenizer("One two three")["input_ids"]
@@ -195,7 +195,7 @@ def test_prompts_are_cut_at_their_beginning(http: httpx.Client, engine_tokenizer
 
 
 @pytest.mark.parametrize("form", [{"regex": "[0-9]{3}"}, {"ebnf": "root ::= [0-9] [0-9] [0-9]"}])
-def test_sglangs_forms_in_chats_and_completions(http: httpx.Client, form: dict[str, str]) -> None:
+def test_sglangs_structured_output_fields(http: httpx.Client, form: dict[str, str]) -> None:
     for text in (chat(http, **form)["choices"][0]["message"]["content"], complete(http, **form)["choices"][0]["text"]):
         assert len(text) == 3
         assert text.isdigit()
@@ -218,7 +218,7 @@ NUMBERS = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2
         ({"disable_any_whitespace": False}, "[ 1 , 1 ]"),
     ],
 )
-def test_whitespace_of_json_is_the_requests(
+def test_whitespace_of_json_follows_the_request(
     http: httpx.Client, engine_tokenizer: Any, whitespace: dict[str, Any], expected: str
 ) -> None:
     bias = {str(engine_tokenizer(text)["input_ids"][0]): 100 for text in (" ", "|")}
@@ -325,7 +325,7 @@ def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
         yield made
 
 
-def test_reasoning_content_is_told_apart_and_counted(reasoning: httpx.Client) -> None:
+def test_reasoning_content_is_separated_and_counted(reasoning: httpx.Client) -> None:
     answer = chat(reasoning, logprobs=True)
     message, usage = answer["choices"][0]["message"], answer["usage"]
     assert message["content"] == ""
@@ -353,7 +353,7 @@ def test_reasoning_content_is_left_out_or_stays_in_the_text(reasoning: httpx.Cli
     assert all(not delta.get("content") and "reasoning" not in delta for delta in deltas)
 
 
-def test_reasoning_goes_on_where_the_last_message_breaks_off(reasoning: httpx.Client) -> None:
+def test_reasoning_continues_the_last_message(reasoning: httpx.Client) -> None:
     for content, kind in (
         ("<think>Let me", "reasoning"),
         ("<think>So.</think>The capital", "content"),
@@ -373,7 +373,7 @@ def test_other_apis_count_reasoning_tokens_alike(reasoning: httpx.Client) -> Non
     assert usage["output_tokens_details"] == {"thinking_tokens": usage["output_tokens"]}
 
 
-def test_reasoning_cannot_be_left_out_where_it_is_text(reasoning: httpx.Client) -> None:
+def test_reasoning_cannot_be_left_out_without_a_parser(reasoning: httpx.Client) -> None:
     body = {"messages": QUESTION, "include_reasoning": False, "separate_reasoning": False}
     answer = reasoning.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include_reasoning")

@@ -41,7 +41,7 @@ def chat_text(client: openai.OpenAI, messages: list[Any], **options: Any) -> str
     return str(answer.choices[0].message.content)
 
 
-def test_a_text_is_the_one_that_a_chat_gives(client: openai.OpenAI) -> None:
+def test_text_equals_that_of_a_chat(client: openai.OpenAI) -> None:
     answer = ask(client, metadata={"a": "b"}, user="me", service_tier="auto", safety_identifier="x")
     assert answer.output_text == chat_text(client, [{"role": "user", "content": QUESTION}])
     assert (answer.status, answer.object, answer.model) == ("completed", "response", MODEL)
@@ -133,7 +133,7 @@ EVENTS: dict[str, Any] = {
 }
 
 
-def test_an_answer_that_is_cut_is_incomplete(client: openai.OpenAI) -> None:
+def test_a_truncated_response_is_incomplete(client: openai.OpenAI) -> None:
     answer = ask(client, max_output_tokens=3, extra_body={"ignore_eos": True})
     assert answer.status == "incomplete"
     assert answer.incomplete_details is not None
@@ -337,7 +337,7 @@ def test_queries_are_refused_by_name(client: openai.OpenAI, http: httpx.Client, 
     assert answer.json()["error"]["param"] == param
 
 
-def test_what_changes_nothing_is_taken(http: httpx.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
     body = {
         "input": QUESTION,
         "max_output_tokens": 1,
@@ -391,7 +391,7 @@ def test_reasoning_content_is_an_item(small: openai.OpenAI) -> None:
     assert again.status in ("completed", "incomplete")
 
 
-def test_the_store_drops_what_was_used_longest_ago(small: openai.OpenAI) -> None:
+def test_the_store_evicts_the_least_recently_used(small: openai.OpenAI) -> None:
     ids = [ask(small, max_output_tokens=1).id for _ in range(3)]
     for _ in range(8):
         small.responses.retrieve(ids[0])
@@ -405,7 +405,7 @@ def test_the_store_drops_what_was_used_longest_ago(small: openai.OpenAI) -> None
     small.responses.retrieve(ids[-1])
 
 
-def test_a_server_without_a_store(launch: Callable[..., Any], tiny_checkpoint: Any) -> None:
+def test_a_server_without_a_store_stores_nothing(launch: Callable[..., Any], tiny_checkpoint: Any) -> None:
     made = launch("--model", str(tiny_checkpoint), "--num-pages", "600", "--response-store-size", "0").wait_started()
     with openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, timeout=250) as client:
         answer = client.responses.create(input="Hi", max_output_tokens=2)

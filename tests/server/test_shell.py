@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_server.shell.answers import RemoteModel
+from minisgl_server.shell.chat_models import RemoteModel
 from minisgl_server.shell.settings import parse_setting
 
 PROMPT, ANSWER = r"\x1b\[\?2004h.*>", r"\x1b\[\?2004l"
@@ -75,7 +75,7 @@ def test_on_a_terminal(flags: list[str], tmp_path: Path) -> None:
     terminal.type("half a line\x03")
     terminal.wait_for(PROMPT)
     terminal.type("/help\r")
-    terminal.wait_for("forget the conversation")
+    terminal.wait_for("start a new conversation")
     terminal.wait_for(PROMPT)
     terminal.type("/set max_tokens 5\r")
     terminal.wait_for(PROMPT)
@@ -130,7 +130,7 @@ Hi
     lines = done.stdout.splitlines()
     assert lines[:5] == [
         "You are a cat.",
-        "The model's own sampling, all of it.",
+        "All sampling parameters have the model's defaults.",
         "max_tokens 3",
         "temperature 0",
         "ignore_eos True",
@@ -144,7 +144,7 @@ def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str)
     shown: list[str] = []
     answer = f"first{separator}second"
     settings = {"temperature": 0, "structured_outputs": {"choice": [answer]}}
-    turn = RemoteModel(server.url).answer([{"role": "user", "content": "Hi"}], shown.append, settings)
+    turn = RemoteModel(server.url).chat([{"role": "user", "content": "Hi"}], shown.append, settings)
     assert "".join(shown) == answer
     assert turn.num_output, "the events after the text were read, too"
 
@@ -152,7 +152,7 @@ def test_an_answer_may_hold_unicode_line_separators(server: Any, separator: str)
 @pytest.mark.parametrize(
     ("line", "value"), [("stop 5", "5"), ("stop null", "null"), ('stop "5"', "5"), ('stop ["a", "b"]', ["a", "b"])]
 )
-def test_a_stop_that_is_no_list_is_a_text(line: str, value: Any) -> None:
+def test_a_stop_setting_is_a_text_unless_it_is_a_list(line: str, value: Any) -> None:
     assert parse_setting(line) == ("stop", value)
 
 
@@ -167,7 +167,7 @@ def test_a_line_that_is_not_text_is_refused(server: Any) -> None:
     assert done.stderr.startswith(b"minisgl: --system=")
 
 
-def test_bad_addresses_and_flags(server: Any) -> None:
+def test_invalid_urls_and_flags_are_refused(server: Any) -> None:
     nobody = shell("--url", "http://127.0.0.1:1", text="Hi\n")
     assert nobody.returncode == 2
     assert "--url" in nobody.stderr

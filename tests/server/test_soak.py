@@ -32,7 +32,7 @@ GROWTH_BYTES = 8 * 2**20
 
 @dataclass
 class Traffic:
-    """What the clients do, and what came of it."""
+    """Traffic of the clients, and its results."""
 
     address: tuple[str, int]
     draw: random.Random = field(default_factory=lambda: random.Random(1))

@@ -132,7 +132,7 @@ def server(launch_shared: Callable[..., Any]) -> Any:
         return started(launch_shared, max_running_requests=128, num_pages=1000)
 
 
-def test_all_of_them_complete(server: Any, answers: dict[tuple[int, ...], str]) -> None:
+def test_all_requests_complete(server: Any, answers: dict[tuple[int, ...], str]) -> None:
     async def test() -> None:
         streams = await connected(server.url)
         for stream, prompt in zip(streams, answers, strict=True):
@@ -144,7 +144,7 @@ def test_all_of_them_complete(server: Any, answers: dict[tuple[int, ...], str]) 
     assert server.stderr() == ""
 
 
-def test_what_vanished_clients_held_is_free_within_a_second_of_steps(
+def test_disconnected_clients_requests_are_freed_within_a_second(
     server: Any, answers: dict[tuple[int, ...], str]
 ) -> None:
     draw = random.Random(6)
@@ -176,7 +176,7 @@ def test_what_vanished_clients_held_is_free_within_a_second_of_steps(
     assert server.stderr() == ""
 
 
-def test_more_than_the_server_takes_are_refused_and_the_others_complete(
+def test_requests_beyond_the_queue_are_refused_others_complete(
     launch: Callable[..., Any], answers: dict[tuple[int, ...], str]
 ) -> None:
     """Most come at once, to a short queue; the rest come when the server shuts down, which endless streams hold up."""

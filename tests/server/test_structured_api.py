@@ -137,7 +137,7 @@ def streamed(client: openai.OpenAI, **options: Any) -> tuple[list[list[str]], st
 
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_a_tool_must_be_called(client: openai.OpenAI, choice: Any) -> None:
+def test_a_required_tool_is_called(client: openai.OpenAI, choice: Any) -> None:
     options = {"tools": TOOLS, "tool_choice": choice, "parallel_tool_calls": False}
     answer = chat(client, **options).choices[0]
     assert answer.finish_reason == "tool_calls"
@@ -161,7 +161,7 @@ def test_several_calls(client: openai.OpenAI) -> None:
     assert end == answer.finish_reason
 
 
-def test_a_tool_need_not_be_called(client: openai.OpenAI) -> None:
+def test_a_tool_is_optional(client: openai.OpenAI) -> None:
     plain = chat(client, max_tokens=8, response_format={"type": "text"})
     with_tools = chat(client, max_tokens=8, tools=TOOLS)
     assert with_tools.choices[0].message.content
@@ -171,7 +171,7 @@ def test_a_tool_need_not_be_called(client: openai.OpenAI) -> None:
     assert unused.usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-def test_a_strict_tool_that_need_not_be_called(client: openai.OpenAI) -> None:
+def test_a_strict_tool_is_optional(client: openai.OpenAI) -> None:
     """The conversation has the model call with what does not fit; by `strict`, the call fits all the same."""
 
     def turns(unit: str) -> list[Any]:
@@ -199,7 +199,7 @@ def test_a_strict_tool_that_need_not_be_called(client: openai.OpenAI) -> None:
     assert found[1] in ("C", "F")
 
 
-def test_a_form_beside_tools(client: openai.OpenAI) -> None:
+def test_structured_output_with_tools(client: openai.OpenAI) -> None:
     """The model may call or answer in the form."""
     answer = chat(client, tools=TOOLS, response_format=FORMAT, parallel_tool_calls=False).choices[0]
     if answer.message.tool_calls:
@@ -209,7 +209,7 @@ def test_a_form_beside_tools(client: openai.OpenAI) -> None:
         assert fits(answer.message.content)
 
 
-def test_an_answer_goes_back_as_it_came(client: openai.OpenAI) -> None:
+def test_a_message_can_be_sent_back(client: openai.OpenAI) -> None:
     message = chat(client, tools=TOOLS, tool_choice=NAMED).choices[0].message
     result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "It is in C now."}
     answer = chat(client, messages=[*QUESTION, message, result], tools=TOOLS, max_tokens=4)
@@ -283,7 +283,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_not_allowed(http: httpx.Client, name: str) -> None:
+def test_invalid_values_are_rejected(http: httpx.Client, name: str) -> None:
     body, param = BAD[name]
     answer = http.post("/v1/chat/completions", json={"messages": QUESTION, "max_tokens": 5} | body)
     assert answer.status_code == 400, answer.text

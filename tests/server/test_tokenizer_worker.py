@@ -27,9 +27,9 @@ from minisgl_core.messages import (
 )
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
-from minisgl_server.inbox import Inbox
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
-from minisgl_server.tokenizer_worker import TokenizerWorker
+from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
+from minisgl_server.tokenizer.worker import TokenizerWorker
 
 MAX_SEQ_LEN = 64
 
@@ -38,7 +38,7 @@ class Rig:
     """A worker whose two neighbours are lists."""
 
     def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str | None = None) -> None:
-        """Contexts are short, but for those who describe tools."""
+        """Use a short context, except for tests with tools."""
         info = EngineInfo(
             model="m",
             architecture="a",
@@ -83,7 +83,7 @@ def rig(engine_tokenizer: Any) -> Rig:
     return Rig(engine_tokenizer)
 
 
-def test_a_request_there_and_back(rig: Rig) -> None:
+def test_a_request_is_submitted_and_its_text_returned(rig: Rig) -> None:
     rig.submit(priority=2)
     [submit] = rig.scheduler
     assert isinstance(submit, Submit)
@@ -109,7 +109,7 @@ def test_tokens_wait_for_a_whole_character_and_are_counted(rig: Rig) -> None:
     assert (text.text, text.token_ids) == ("👩", ids)
 
 
-def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
+def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
     rig.submit(sampling=SamplingParams(max_tokens=8, stop=("END",)))
     rig.output("one END two")
     [text] = rig.take()
@@ -121,7 +121,7 @@ def test_a_stop_text_ends_it_and_tells_the_scheduler(rig: Rig) -> None:
 def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = []
     monkeypatch.setattr(
-        "minisgl_server.tokenizer_worker.encode_prompt", lambda _, text, *__: encoded.append(text) or [5, 6]
+        "minisgl_server.tokenizer.prompt_encoder.encode_prompt", lambda _, text, *__: encoded.append(text) or [5, 6]
     )
     sampling = SamplingParams(max_tokens=8, n=3, seed=7, stop="!")
     rig.submit("a", sibling_ids=["b", "c"], sampling=sampling, echo=True)
@@ -139,35 +139,35 @@ def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: p
     assert rig.worker.num_requests == 0
 
 
-def test_what_is_to_be_tokenized_lets_others_pass_and_costs_nothing_once_aborted(rig: Rig) -> None:
+def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
     sampling = SamplingParams(max_tokens=8)
-    inbox = Inbox(rig.worker)
+    queue = TokenizerQueue(rig.worker)
     rig.submit("runs")
     del rig.scheduler[:]
     for name in ("gone", "half", "stays"):
         siblings = ["half's"] if name == "half" else []
         several = SamplingParams(max_tokens=8, n=1 + len(siblings))
-        inbox.take(Tokenize(request_id=name, text=name, sampling=several, sibling_ids=siblings))
-    inbox.take(Count(worker=3))
-    inbox.take(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
+        queue.add(Tokenize(request_id=name, text=name, sampling=several, sibling_ids=siblings))
+    queue.add(Count(worker=3))
+    queue.add(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
     assert [text.request_id for text in rig.take()] == ["runs"]
     for name in ("gone", "half", "unknown"):
-        inbox.take(Abort(name))
+        queue.add(Abort(name))
     assert rig.scheduler == []
     for _ in range(5):
-        inbox.do_next()
+        queue.run_next()
     half, halfs, abort, stays, count = rig.scheduler
     assert [each.request_id for each in (half, halfs, abort, stays)] == ["half", "half's", "half", "stays"]
     assert isinstance(abort, Abort)
     assert count.counts == {"tokenizer 3": 2}
-    inbox.take(Abort("stays"))
+    queue.add(Abort("stays"))
     assert rig.scheduler[5:] == [Abort("stays")]
-    inbox.take(Tokenize(request_id="gone", text="again", sampling=sampling))
-    inbox.do_next()
+    queue.add(Tokenize(request_id="gone", text="again", sampling=sampling))
+    queue.run_next()
     assert rig.scheduler[-1].request_id == "gone"
 
 
-def test_what_is_to_be_tokenized_has_its_turn(rig: Rig) -> None:
+def test_waiting_prompts_get_their_turn(rig: Rig) -> None:
     with (
         Endpoints.create() as endpoints,
         Sender(endpoints.tokenizer_in[0]) as sender,
@@ -177,11 +177,11 @@ def test_what_is_to_be_tokenized_has_its_turn(rig: Rig) -> None:
         for _ in range(100):
             sender.send(TokenBatch([TokenOut(request_id="other", token_ids=[5])]))
         sender.send(Stop())
-        Inbox(rig.worker).run(receiver)
+        TokenizerQueue(rig.worker).run(receiver)
     assert [each.request_id for each in rig.scheduler] == ["a"]
 
 
-def test_a_long_text_is_tokenized_while_others_go_on(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_does_not_delay_other_messages(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.submit("runs")
     del rig.scheduler[:]
     may_end, encode = threading.Event(), TokenizerWorker.encode
@@ -191,26 +191,26 @@ def test_a_long_text_is_tokenized_while_others_go_on(rig: Rig, monkeypatch: pyte
         return encode(worker, message)
 
     monkeypatch.setattr(TokenizerWorker, "encode", slow)
-    inbox, long = Inbox(rig.worker), "x " * 30_000
+    queue, long = TokenizerQueue(rig.worker), "x " * 30_000
     sampling = SamplingParams(max_tokens=8)
     for name in ("long", "gone"):
-        inbox.take(Tokenize(request_id=name, text=long, sampling=sampling))
-    inbox.take(Tokenize(request_id="tokens", text=long, sampling=sampling, only_tokens=True))
-    inbox.do_next()
-    inbox.take(Abort("gone"))
-    inbox.take(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
-    inbox.do_next()
+        queue.add(Tokenize(request_id=name, text=long, sampling=sampling))
+    queue.add(Tokenize(request_id="tokens", text=long, sampling=sampling, only_tokens=True))
+    queue.run_next()
+    queue.add(Abort("gone"))
+    queue.add(TokenBatch([TokenOut(request_id="runs", token_ids=[5], finish_reason="length")]))
+    queue.run_next()
     assert [text.request_id for text in rig.take()] == ["runs"]
     may_end.set()
     while len(rig.api) < 2:
-        inbox.do_next()
+        queue.run_next()
     refused, tokens = rig.api
     assert (refused.request_id, refused.kind) == ("long", "too_long")
     assert (tokens.request_id, len(tokens.token_ids)) == ("tokens", len(rig.tokenizer(long)["input_ids"]))
     assert rig.scheduler == []
 
 
-def test_abort_and_refusal_forget_the_request(rig: Rig) -> None:
+def test_abort_and_rejection_free_the_request(rig: Rig) -> None:
     rig.submit("a")
     rig.submit("b")
     rig.worker.handle(Abort("a"))
@@ -229,7 +229,7 @@ def test_the_default_limit_is_the_rest_of_the_context(rig: Rig) -> None:
         assert rig.scheduler.pop().sampling.max_tokens == wanted
 
 
-def test_refusals_say_what_the_client_says(rig: Rig) -> None:
+def test_error_messages_quote_the_request(rig: Rig) -> None:
     names = {
         "prompt": "text[2]",
         "max_tokens": "max_completion_tokens",
@@ -259,7 +259,7 @@ LONG = SamplingParams(max_tokens=MAX_SEQ_LEN, min_tokens=MAX_SEQ_LEN)
         ({"sampling": LONG, "max_tokens_is_default": True}, "min_tokens"),
     ],
 )
-def test_what_the_context_does_not_hold_is_told_apart(rig: Rig, options: dict[str, Any], param: str) -> None:
+def test_prompts_beyond_the_context_have_their_own_code(rig: Rig, options: dict[str, Any], param: str) -> None:
     rig.submit(**options)
     [refusal] = rig.take()
     assert (refusal.kind, refusal.param) == ("too_long", param)
@@ -278,7 +278,7 @@ def test_what_the_context_does_not_hold_is_told_apart(rig: Rig, options: dict[st
         ({"sampling": SamplingParams(logit_bias={49152: 1.0}, max_tokens=1)}, "logit_bias"),
     ],
 )
-def test_what_is_not_allowed_goes_back_by_name(rig: Rig, options: dict[str, Any], param: str) -> None:
+def test_invalid_values_are_rejected_by_field_name(rig: Rig, options: dict[str, Any], param: str) -> None:
     rig.submit(**options)
     [refusal] = rig.take()
     assert (refusal.kind, refusal.param) == ("invalid", param)
@@ -304,7 +304,7 @@ def test_logprobs_name_their_tokens(rig: Rig) -> None:
     assert (text.text, text.logprobs) == (" world", places[:1]), "those of a chat are those of its text"
 
 
-def test_a_fault_of_ours_reaches_the_client_and_harms_nobody_else(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_internal_error_fails_its_request_only(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     rig.submit("a")
     rig.submit("b")
     broken: Any = ["no token"]
@@ -338,7 +338,7 @@ class NoParser:
 
 
 @pytest.mark.parametrize("content", [None, "\ud83d"], ids=["none", "no text"])
-def test_what_a_parser_makes_harms_nobody_else(
+def test_a_failing_parser_ends_its_request_only(
     engine_tokenizer: Any, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     rig = Rig(engine_tokenizer)
@@ -354,7 +354,7 @@ def test_what_a_parser_makes_harms_nobody_else(
     assert rig.worker.num_requests == 1
 
 
-def test_thoughts_and_calls_go_apart(engine_tokenizer: Any) -> None:
+def test_reasoning_content_and_calls_are_separated(engine_tokenizer: Any) -> None:
     rig = Rig(engine_tokenizer, "hermes", "qwen3")
     rig.submit(text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools))
     assert rig.scheduler[0].grammar is None
@@ -367,7 +367,7 @@ def test_thoughts_and_calls_go_apart(engine_tokenizer: Any) -> None:
     assert last.finish_reason == "tool_calls"
 
 
-def test_one_call_ends_an_output_that_may_have_one(engine_tokenizer: Any) -> None:
+def test_the_only_allowed_call_ends_the_output(engine_tokenizer: Any) -> None:
     rig = Rig(engine_tokenizer, "hermes")
     rig.submit(text=None, messages=QUESTION, tools=ToolUse(tools=TOOLS.tools, parallel=False))
     rig.output('<tool_call>{"name": "get", "arguments": {}} and more')
@@ -377,7 +377,7 @@ def test_one_call_ends_an_output_that_may_have_one(engine_tokenizer: Any) -> Non
     assert rig.worker.num_requests == 0
 
 
-def test_what_an_output_must_follow(engine_tokenizer: Any) -> None:
+def test_grammar_of_an_output(engine_tokenizer: Any) -> None:
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(json={"type": "null"}))
     rig = Rig(engine_tokenizer, "hermes")
     rig.submit(sampling=form, form_name="guided_json")
@@ -397,7 +397,7 @@ def test_tools_need_a_known_format(rig: Rig) -> None:
     assert "--tool-call-parser" in rejected.message
 
 
-def test_forms_hold_after_the_thoughts(engine_tokenizer: Any) -> None:
+def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None:
     """The token that ends them begins the grammar; where there is no such token, the form holds from the beginning."""
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("a",)))
     rig = Rig(engine_tokenizer, "none", "deepseek_r1")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from fastapi import Request
 
-from minisgl_server.api.body import BodyMemory, read_body
 from minisgl_server.api.errors import ApiError
+from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits
 
 LIMITS = RequestLimits({}, text=2**20, values=1000, body_bytes=2**20)
@@ -29,7 +29,7 @@ def read(data: bytes, step: int = 1000, **headers: str) -> bytes:
     given = {"content-type": "application/json"} | {name.replace("_", "-"): each for name, each in headers.items()}
     named = [(name.encode(), each.encode("latin-1")) for name, each in given.items() if each]
     request = Request({"type": "http", "method": "POST", "path": "/", "headers": named}, receive)
-    with BodyMemory().share(LIMITS) as count:
+    with BodyMemory().reserve(LIMITS) as count:
         return bytes(asyncio.run(read_body(request, LIMITS, count)))
 
 
@@ -50,7 +50,7 @@ def refusal(data: bytes, step: int = 1000, **headers: str) -> ApiError:
         "",
     ],
 )
-def test_types_of_json_are_read(given: str) -> None:
+def test_json_content_types_are_accepted(given: str) -> None:
     assert read(TEXT, content_type=given) == TEXT
 
 
@@ -72,7 +72,7 @@ def test_other_types_are_refused_with_the_remedy(given: str) -> None:
     assert "-H 'Content-Type: application/json'" in error.message
 
 
-def test_a_page_of_another_site_must_say_that_it_sends_json() -> None:
+def test_requests_with_an_origin_need_a_json_content_type() -> None:
     assert refusal(TEXT, content_type="", origin="https://a.example").status == 415
     assert read(TEXT, origin="https://a.example") == TEXT
 
@@ -93,11 +93,11 @@ def test_compressed_bodies_are_unpacked(name: str, pack: Any, step: int) -> None
         (gzip.compress(TEXT)[:-1], "it ends too early"),
         (b"", "it ends too early"),
         (gzip.compress(TEXT)[:-5] + b"xxxxx", "incorrect data check"),
-        (gzip.compress(TEXT) + b"x", "something follows its end"),
-        (gzip.compress(TEXT) + gzip.compress(TEXT), "something follows its end"),
+        (gzip.compress(TEXT) + b"x", "there is data after its end"),
+        (gzip.compress(TEXT) + gzip.compress(TEXT), "there is data after its end"),
     ],
 )
-def test_broken_compression_is_told(data: bytes, why: str) -> None:
+def test_invalid_compressed_data_are_refused(data: bytes, why: str) -> None:
     for step in (1, 10**6):
         error = refusal(data, step, content_encoding="gzip")
         assert (error.status, error.code) == (400, "invalid_encoding")
@@ -111,7 +111,7 @@ def test_other_compression_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("step", [1000, 10**6])
-def test_what_unpacks_to_more_than_the_limit_is_refused(step: int) -> None:
+def test_bodies_that_decompress_beyond_the_limit_are_refused(step: int) -> None:
     error = refusal(gzip.compress(b" " * (2**20 + 1)), step, content_encoding="gzip")
     assert (error.status, error.code) == (413, "body_too_large")
     assert len(read(gzip.compress(b" " * 2**20), step, content_encoding="gzip")) == 2**20
@@ -122,11 +122,11 @@ def test_many_large_bodies_at_a_time_are_refused() -> None:
     memory = BodyMemory()
     with ExitStack() as others:
         for _ in range(4):
-            others.enter_context(memory.share(LIMITS))(2**20)
-        with memory.share(LIMITS) as count:
+            others.enter_context(memory.reserve(LIMITS))(2**20)
+        with memory.reserve(LIMITS) as count:
             count(2**20)
             with pytest.raises(ApiError) as caught:
                 count(1)
     assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
-    with memory.share(LIMITS) as count:
+    with memory.reserve(LIMITS) as count:
         count(3 * 2**20)

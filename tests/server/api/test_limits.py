@@ -16,13 +16,13 @@ from pydantic import ValidationError
 from minisgl_core.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
-from minisgl_server.api.choices import Choices, tokenize
 from minisgl_server.api.errors import ApiError, invalid_body
-from minisgl_server.api.json_size import JsonSize
+from minisgl_server.api.http.json_size import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
-from minisgl_server.api.sampling import Wanted
-from minisgl_server.api.schemas import ChatRequest, CompletionRequest
-from minisgl_server.api.strict import Strict
+from minisgl_server.api.openai.choices import Choices, make_tokenize
+from minisgl_server.api.openai.sampling import RequestSampling
+from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.strict_model import StrictModel
 
 SMALL = RequestLimits(dict.fromkeys(Bound, 3), text=10, values=100, body_bytes=1000)
 
@@ -34,7 +34,7 @@ def engine(**given: Any) -> EngineInfo:
     return EngineInfo(**names, **others, **(fields | given))
 
 
-def requests(model: type[Strict] = Strict) -> Iterator[type[Strict]]:
+def requests(model: type[StrictModel] = StrictModel) -> Iterator[type[StrictModel]]:
     for each in model.__subclasses__():
         yield each
         yield from requests(each)
@@ -72,7 +72,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("model", "name", "value"), CASES)
-def test_every_text_list_and_object_of_every_request_is_bounded(model: type[Strict], name: str, value: Any) -> None:
+def test_every_text_list_and_object_of_every_request_is_bounded(
+    model: type[StrictModel], name: str, value: Any
+) -> None:
     with pytest.raises(ValidationError) as caught:
         model.model_validate({name: value}, context=SMALL)
     [error] = caught.value.errors()
@@ -105,7 +107,7 @@ def test_validation_stops_at_the_first_error(body: dict[str, Any]) -> None:
     assert caught.value.error_count() <= 8
 
 
-def test_the_error_of_a_list_is_that_of_the_type_which_fits_longest() -> None:
+def test_a_list_error_is_that_of_the_type_that_fits_longest() -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": [5, 5, "x"]})
     assert invalid_body(caught.value).param == "prompt[2]"
@@ -137,17 +139,17 @@ def test_conversations_are_bounded_as_a_whole() -> None:
     limits = RequestLimits.of(engine())
     request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}]})
     messages = [{"role": "user", "content": [{"type": "text", "text": "x" * (limits.text // 2)}]}]
-    prompt = tokenize(request, Wanted(SamplingParams(), False, {}), messages=messages * 3)
+    prompt = make_tokenize(request, RequestSampling(SamplingParams(), False, {}), messages=messages * 3)
     limits.check_conversation(prompt)
     with pytest.raises(ApiError, match=r"maximum context length is 8192 tokens\. However, the messages") as caught:
         limits.check_conversation(msgspec.structs.replace(prompt, messages=messages * 5))
     assert (caught.value.status, caught.value.code) == (400, "context_length_exceeded")
 
 
-def test_large_sampling_parameters_are_not_copied_for_many_outputs() -> None:
+def test_many_copies_of_large_sampling_parameters_are_refused() -> None:
     biases = dict.fromkeys(range(10_000), 1.5)
     request = CompletionRequest.model_validate({"prompt": "x"})
-    prompt = tokenize(request, Wanted(SamplingParams(logit_bias=biases), False, {}), text="x")
+    prompt = make_tokenize(request, RequestSampling(SamplingParams(logit_bias=biases), False, {}), text="x")
     Choices("x", "m", [prompt] * 100, engine())
     with pytest.raises(ApiError, match=r"At most 2\d\d outputs") as caught:
         Choices("x", "m", [prompt] * 1000, engine())
@@ -175,7 +177,7 @@ def num_values(value: Any) -> int:
 @given(value=JSON, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=5), is_ascii=st.booleans())
 def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], is_ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=is_ascii).encode()
-    size = JsonSize(RequestLimits({}, text=10**9, values=10**9, body_bytes=10**9))
+    size = JsonSizeCounter(RequestLimits({}, text=10**9, values=10**9, body_bytes=10**9))
     place, turn = 0, 0
     while place < len(text):
         step = cuts[turn % len(cuts)]
@@ -186,10 +188,10 @@ def test_values_are_counted_wherever_a_body_is_cut(value: Any, cuts: list[int], 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(b"[" + b"1," * 101, "more than 100 values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
+    [(b"[" + b"1," * 101, "more than 100 JSON values"), (b'{"a": "' + b"x" * 61, "more than 10 characters")],
 )
 def test_a_body_is_refused_before_it_is_whole(text: bytes, message: str) -> None:
-    size = JsonSize(SMALL)
+    size = JsonSizeCounter(SMALL)
     with pytest.raises(ApiError, match=message) as caught:
         list(map(size.add, (text[place : place + 1] for place in range(len(text)))))
     assert (caught.value.status, caught.value.code) == (413, "body_too_large")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from minisgl_core.messages import Logprob, Text, TokenLogprobs
-from minisgl_server.api.logprobs import CompletionLogprobs
+from minisgl_server.api.openai.logprobs import CompletionLogprobs
 
 BOS, EOS, HI, YOU = range(4)
 BYTES = {BOS: b"<s>", EOS: b"</s>", HI: b"Hi", YOU: b" you"}
@@ -30,9 +30,7 @@ def echoed(prompt_text: str, first: int, *others: int) -> Text:
 @pytest.mark.parametrize(
     ("prompt_text", "offsets"), [("Hi you", [0, 0, 2]), ("<s>Hi you", [0, 3, 5])], ids=["added", "written"]
 )
-def test_a_token_before_the_prompt_counts_where_the_text_has_it(
-    skips_special: bool, prompt_text: str, offsets: list[int]
-) -> None:
+def test_text_offsets_count_bos_if_the_text_has_it(skips_special: bool, prompt_text: str, offsets: list[int]) -> None:
     """Whatever is skipped in the output."""
     logprobs, end = CompletionLogprobs(skips_special), len(prompt_text)
     prompt = echoed(prompt_text, BOS, HI, YOU)
@@ -50,8 +48,8 @@ def test_a_token_before_the_prompt_counts_where_the_text_has_it(
 
 
 @pytest.mark.parametrize(("prompt_text", "offsets"), [("you you", [0, 0, 3]), (" you you", [0, 0, 4])])
-def test_a_space_that_the_tokenizer_puts_before_a_text_is_not_in_it(prompt_text: str, offsets: list[int]) -> None:
-    """As SentencePiece's do; the text may begin with one of its own, too."""
+def test_a_space_that_the_tokenizer_prepends_is_not_in_the_text(prompt_text: str, offsets: list[int]) -> None:
+    """SentencePiece tokenizers do so; the text may also begin with a space of its own."""
     found = CompletionLogprobs(skips_special=True).push(echoed(prompt_text, BOS, YOU, YOU))
     assert found is not None
     assert found["text_offset"] == offsets

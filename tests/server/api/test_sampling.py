@@ -6,9 +6,9 @@ import pytest
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import EngineInfo
-from minisgl_server.api.native import GenerateRequest, generate_sampling
-from minisgl_server.api.sampling import Wanted, sampling_of
-from minisgl_server.api.schemas import ChatRequest, CompletionRequest
+from minisgl_server.api.generate import GenerateRequest, generate_sampling
+from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
+from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
 
 INFO = EngineInfo(
     model="m",
@@ -28,12 +28,12 @@ INFO = EngineInfo(
 QUESTION = [{"role": "user", "content": "Hi"}]
 
 
-def wanted(**body: Any) -> Wanted:
+def wanted(**body: Any) -> RequestSampling:
     """A chat has messages, `/generate` a text, a completion a prompt."""
     if "text" in body:
         return generate_sampling(GenerateRequest.model_validate(body), INFO)[0]
     kind: Any = ChatRequest if "messages" in body else CompletionRequest
-    return sampling_of(kind.model_validate(body), INFO)
+    return request_sampling(kind.model_validate(body), INFO)
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def wanted(**body: Any) -> Wanted:
         ({"text": "x"}, "max_tokens", 128),
     ],
 )
-def test_only_a_limit_that_was_asked_for_is_demanded(body: dict[str, Any], limit_name: str, default: int) -> None:
+def test_only_a_requested_limit_is_enforced(body: dict[str, Any], limit_name: str, default: int) -> None:
     sampling, is_default, _ = wanted(**body)
     assert (sampling.max_tokens, is_default, sampling.top_k) == (default, True, 20)
     sampling, is_default, names = wanted(**body, **{limit_name: default})
@@ -53,7 +53,7 @@ def test_only_a_limit_that_was_asked_for_is_demanded(body: dict[str, Any], limit
     assert names.get("max_tokens", "max_tokens") == limit_name
 
 
-def test_min_tokens_raise_a_default_and_no_limit_of_the_request() -> None:
+def test_min_tokens_raises_only_the_default_limit() -> None:
     long = {"sampling_params": {"min_new_tokens": 500}}
     bodies: list[dict[str, Any]] = [{"messages": QUESTION}, {"prompt": "x"}]
     for sampling, is_default, _ in (wanted(text="x", **long), *(wanted(min_tokens=500, **body) for body in bodies)):

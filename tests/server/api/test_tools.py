@@ -1,4 +1,4 @@
-"""What a chat may say of its tools."""
+"""Tools of a chat."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_server.api.schemas import ChatRequest
-from minisgl_server.api.tools import tools_of
+from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.tools import tool_use
 
 
 def chat(*parameters: Any) -> ChatRequest:
@@ -20,10 +20,10 @@ def chat(*parameters: Any) -> ChatRequest:
 
 def test_arguments_are_an_object() -> None:
     fine = [None, {}, {"type": "object"}, {"properties": {"city": {"type": "string"}}}, {"anyOf": [{"type": "object"}]}]
-    tools = tools_of(chat(*fine))
+    tools = tool_use(chat(*fine))
     assert tools is not None
     assert tools.names == ["f0", "f1", "f2", "f3", "f4"]
     for wrong in ({"type": "string"}, {"type": ["object", "null"]}):
         with pytest.raises(InvalidValueError, match="must be the JSON schema of an object") as caught:
-            tools_of(chat(None, wrong))
+            tool_use(chat(None, wrong))
         assert caught.value.name == "tools[1].function.parameters"

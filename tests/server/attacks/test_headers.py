@@ -58,23 +58,21 @@ def flood(url: str, start: bytes, part: bytes, num_bytes: int) -> int:
     ],
     ids=["line", "value", "name", "many", "blank-lines", "chunk-extension", "trailer", "trailers"],
 )
-def test_sixty_megabytes_of_one_head(
-    attacked: Any, withstands: Callable[[Any], Any], start: bytes, part: bytes
-) -> None:
+def test_sixty_megabytes_of_headers(attacked: Any, withstands: Callable[[Any], Any], start: bytes, part: bytes) -> None:
     with withstands(attacked):
         taken = flood(attacked.url, start, part, 60 * 10**6)
     # What the kernels of both sides keep is several megabytes.
     assert taken < 30 * 10**6
 
 
-def test_unfinished_heads_over_many_connections(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_unfinished_headers_over_many_connections(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     with withstands(attacked), connections(attacked.url, 1000) as opened:
         for connection in opened:
             send(connection, HEAD + b"X: " + b"a" * 200_000)
         time.sleep(2)
 
 
-def test_a_thousand_connections_that_drip(attacked: Any, withstands: Callable[[Any], Any]) -> None:
+def test_a_thousand_slow_connections(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     with withstands(attacked), connections(attacked.url, 1000) as opened:
         for letter in (b"G", b"E", b"T", b" ", b"/"):
             for connection in opened:

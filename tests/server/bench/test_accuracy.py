@@ -15,7 +15,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from minisgl_core.cli.main import main
-from minisgl_server.bench.accuracy.compare import compare
+from minisgl_server.bench.accuracy.logit_difference import compare
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,7 +48,7 @@ def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path
     found = json.loads(out.read_text())
     assert (found["num_tokens"], found["window"]) == (200, 64)
     plain, *others = found["results"]
-    assert [(row["kv"], row["matrices"]) for row in found["results"]] == [
+    assert [(row["kv"], row["weights"]) for row in found["results"]] == [
         ("float32", "float32"), ("fp8", "float32"), ("float32", "fp8"), ("fp8", "fp8"),
     ]  # fmt: skip
     assert (plain["mean_logit"], plain["kl"], plain["top1"]) == (0, 0, 1)
@@ -73,7 +73,7 @@ def test_the_command_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(titles) == len(plain) == 7
 
 
-def test_differences_are_what_their_names_say() -> None:
+def test_differences_equal_a_direct_computation() -> None:
     hidden = [torch.randn(5, 3), torch.randn(200, 3)]
     other = [each + 0.1 * torch.randn(each.shape) for each in hidden]
     matrix, ids = torch.randn(3, 11), [torch.randint(11, (len(each),)) for each in hidden]
@@ -96,7 +96,9 @@ def test_differences_are_what_their_names_say() -> None:
     ("arguments", "message"),
     [(("--kv-dtype", "fp8"), "--kv-dtype"), (("--tp", "2"), "--tp"), (("--window", "9000"), "--window")],
 )
-def test_what_cannot_be_compared(arguments: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
+def test_workloads_that_cannot_be_compared_are_refused(
+    arguments: tuple[str, ...], message: str, folder: Path, tmp_path: Path
+) -> None:
     (tmp_path / "text.txt").write_text("w4 w5 w6")
     done = bench(folder, "--text", str(tmp_path / "text.txt"), *arguments)
     assert done.exit_code != 0

@@ -47,17 +47,17 @@ def test_every_provider_and_shape_has_a_row(tmp_path: Path) -> None:
     assert first.split()[:4] == ["torch", "1", "decode", "3x20"]
 
 
-def test_wrong_values_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_output_of_a_provider_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     right = TorchAttention.forward
     monkeypatch.setattr(TorchAttention, "forward", lambda *arguments: right(*arguments) + 1)
     done = bench("torch", "--decode", "2x9")
     assert done.exit_code == 1
     assert "WRONG" in done.stdout
-    assert "Wrong values: torch" in done.stderr
+    assert "Wrong output: torch" in done.stderr
 
 
-def test_a_provider_that_cannot_say_whether_it_applies_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where it is asked for by name, it ends the run."""
+def test_a_provider_whose_check_fails_is_listed_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A provider that is given by name ends the run."""
     monkeypatch.setattr(TorchAttention, "unsupported", classmethod(lambda cls, spec: "no"))
     done = bench("--decode", "2x9", "--page-size", "1")
     assert done.exit_code == 0, done.output
@@ -67,7 +67,7 @@ def test_a_provider_that_cannot_say_whether_it_applies_has_its_reason(monkeypatc
     assert "returned 'no'" in done.stderr
 
 
-def test_a_wrong_name_ends_the_run_before_any_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_provider_ends_the_run_before_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[object] = []
     monkeypatch.setattr(TorchAttention, "forward", lambda *arguments: measured.append(arguments))
     done = bench("torch", "nonsense", "--decode", "2x9", "--page-size", "1")
@@ -108,7 +108,7 @@ def test_lengths_spread_around_their_mean(count: int, mean: int) -> None:
         (["fa", "--page-size", "0"], ["--page-size"]),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: list[str], words: list[str]) -> None:
+def test_impossible_options_are_refused(arguments: list[str], words: list[str]) -> None:
     done = bench(*arguments)
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr

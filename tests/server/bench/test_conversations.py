@@ -1,4 +1,4 @@
-"""What is sent: lengths, what is shared and what is not, and the arithmetic of the report."""
+"""Prompts of conversations: lengths and shared prefixes; and the arithmetic of the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_server.bench.serve.conversations import (
     Conversation,
     Lengths,
     RandomSpec,
-    block_content,
+    block_content_ids,
     limited,
     random_conversations,
     trace_conversations,
@@ -20,7 +20,7 @@ from minisgl_server.bench.serve.conversations import (
 from minisgl_server.bench.serve.load import Outcome
 from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
 from minisgl_server.bench.serve.request import Record
-from minisgl_server.bench.serve.statistics import summarize
+from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import TraceRequest
 
 
@@ -32,19 +32,19 @@ def made(count: int, variant: int = 1, **spec: Any) -> list[Conversation]:
 
 def test_prompts_share_their_group_s_prefix_alone() -> None:
     found = made(20, shared_prefix_tokens=6, num_prefixes=2)
-    firsts = [each.turns[0].numbers[0] for each in found]
+    firsts = [each.turns[0].content[0] for each in found]
     assert len(set(firsts)) == 20
     for one, two in itertools.combinations(found, 2):
         assert (one.prefix == two.prefix).all() == (one.number % 2 == two.number % 2)
-    assert {5, 6, 7, 8, 9} == {len(each.turns[0].numbers) for each in found}
-    assert all(0 <= number < 50 for each in found for number in each.turns[0].numbers)
+    assert {5, 6, 7, 8, 9} == {len(each.turns[0].content) for each in found}
+    assert all(0 <= number < 50 for each in found for number in each.turns[0].content)
 
 
 def test_variants_have_equal_lengths_and_other_content() -> None:
     for one, two in zip(made(9, 1, num_turns=3), made(9, 2, num_turns=3), strict=True):
         for a, b in zip(one.turns, two.turns, strict=True):
-            assert (len(a.numbers), a.output_len) == (len(b.numbers), b.output_len)
-            assert (a.numbers != b.numbers).any()
+            assert (len(a.content), a.output_len) == (len(b.content), b.output_len)
+            assert (a.content != b.content).any()
 
 
 def test_limited_ends_within_a_conversation() -> None:
@@ -56,7 +56,7 @@ def shared(one: np.ndarray, two: np.ndarray) -> int:
     return next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def test_content_is_shared_as_the_blocks_are() -> None:
+def test_content_is_shared_like_the_trace_blocks() -> None:
     random = np.random.default_rng(0)
     trace, paths = [], [[int(block) for block in random.integers(0, 400, 5)] for _ in range(10)]
     for at in range(40):
@@ -64,17 +64,17 @@ def test_content_is_shared_as_the_blocks_are() -> None:
         length = 16 * len(ids) - int(random.integers(0, 17))
         trace.append(TraceRequest(chat_id=at, timestamp=at, input_length=length, output_length=1, hash_ids=ids))
     for seed in (0, 1):
-        found = [each.turns[0].numbers for each in trace_conversations(trace, 2.0, 1000, 0, seed, 1)]
+        found = [each.turns[0].content for each in trace_conversations(trace, 2.0, 1000, 0, seed, 1)]
         assert [len(numbers) for numbers in found] == [request.input_length for request in trace]
         for (a, one), (b, two) in itertools.combinations(zip(trace, found, strict=True), 2):
             expected = min(16 * shared(np.array(a.hash_ids), np.array(b.hash_ids)), a.input_length, b.input_length)
             assert shared(one, two) == expected
-    others = [each.turns[0].numbers for each in trace_conversations(trace, 2.0, 1000, 0, 1, 2)]
+    others = [each.turns[0].content for each in trace_conversations(trace, 2.0, 1000, 0, 1, 2)]
     assert all(shared(one, two) == 0 for one, two in zip(found, others, strict=True))
 
 
 def test_block_content_looks_random() -> None:
-    numbers = block_content(np.arange(5000), 1000)
+    numbers = block_content_ids(np.arange(5000), 1000)
     counts = np.bincount(numbers.reshape(-1, 16)[:, 2:].ravel(), minlength=1000)
     assert counts.mean() == 70
     assert counts.var() == pytest.approx(70, rel=0.2), "as of independent draws"
@@ -82,23 +82,23 @@ def test_block_content_looks_random() -> None:
 
 def test_id_histories() -> None:
     history = IdPrompts(100).start(np.array([1, 2]))
-    assert list(history.ask(np.array([3]))) == [1, 2, 3]
-    history.hear("whatever", np.array([8, 9]))
-    assert list(history.ask(np.array([4]))) == [1, 2, 3, 8, 9, 4]
+    assert list(history.next_prompt(np.array([3]))) == [1, 2, 3]
+    history.add_response("whatever", np.array([8, 9]))
+    assert list(history.next_prompt(np.array([4]))) == [1, 2, 3, 8, 9, 4]
     assert history.num_tokens == 6
 
 
 def test_chat_words_are_single_tokens(engine_tokenizer: Any) -> None:
-    prompts = ChatPrompts.of_tokenizer(engine_tokenizer)
-    assert prompts.num_words > 1000
+    prompts = ChatPrompts.from_tokenizer(engine_tokenizer)
+    assert prompts.num_content_ids > 1000
     random = np.random.default_rng(0)
     for with_prefix in (False, True):
-        history = prompts.start(random.integers(0, prompts.num_words, 30 * with_prefix))
-        messages = history.ask(random.integers(0, prompts.num_words, 300))
+        history = prompts.start(random.integers(0, prompts.num_content_ids, 30 * with_prefix))
+        messages = history.next_prompt(random.integers(0, prompts.num_content_ids, 300))
         text = engine_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         assert len(engine_tokenizer.encode(text, add_special_tokens=False)) == history.num_tokens
-        history.hear("An answer.", np.zeros(0, np.int64))
-        roles = [message["role"] for message in history.ask(np.array([1]))]  # type: ignore[index]
+        history.add_response("An answer.", np.zeros(0, np.int64))
+        roles = [message["role"] for message in history.next_prompt(np.array([1]))]  # type: ignore[index]
         assert roles == ["system"] * with_prefix + ["user", "assistant", "user"]
         assert history.num_tokens is None
 
@@ -123,11 +123,13 @@ def test_the_report_s_arithmetic() -> None:
     assert found.goodput_per_s == pytest.approx(0.5)
     assert found.per_s(found.num_output_tokens) == pytest.approx(5)
     assert found.peak_concurrency == 2
-    spreads = {name: spread for name, spread in found.spreads.items() if spread is not None}
-    assert spreads["ttft"].mean == pytest.approx(200)
-    assert spreads["ttft"].p90 == pytest.approx(280)
-    assert (spreads["tpot"].p50, spreads["itl"].p99, spreads["latency"].max) == pytest.approx((100, 100, 700))
+    percentiles = {name: spread for name, spread in found.percentiles.items() if spread is not None}
+    assert percentiles["ttft"].mean == pytest.approx(200)
+    assert percentiles["ttft"].p90 == pytest.approx(280)
+    assert (percentiles["tpot"].p50, percentiles["itl"].p99, percentiles["latency"].max) == pytest.approx(
+        (100, 100, 700)
+    )
     assert found.us_per_token(found.client_cpu_s) == pytest.approx(100)
     assert found.serving_us_per_token == pytest.approx(300)
     empty = summarize(Outcome(), {"ttft": 1}, True, {})
-    assert empty.spreads["ttft"] is empty.hit_rate is empty.serving_us_per_token is None
+    assert empty.percentiles["ttft"] is empty.hit_rate is empty.serving_us_per_token is None

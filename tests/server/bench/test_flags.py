@@ -1,4 +1,4 @@
-"""What the flags of several ``minisgl bench`` commands have in common."""
+"""Flags that several ``minisgl bench`` commands share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WRITERS = [
 
 
 def refusal(command: tuple[str, ...], path: str) -> str:
-    """What `command` says of a file, before it says anything of the model or the server that it lacks."""
+    """Return the error of `command` about a file, which comes before those about the missing model or server."""
     done = CliRunner().invoke(main, ["bench", *command, path])
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(f"minisgl: {command[-1]}={path!r} is not valid: must be a file"), done.stderr
@@ -29,18 +29,18 @@ def refusal(command: tuple[str, ...], path: str) -> str:
 
 
 @pytest.mark.parametrize("command", WRITERS)
-def test_a_file_that_cannot_be_written_is_found_first(
+def test_an_output_file_that_cannot_be_written_is_refused_first(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "There is no folder" in refusal(command, "none/x.svg")
     assert "a folder" in refusal(command, ".")
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
-    assert "may not write" in refusal(command, "x.svg")
+    assert "no write permission" in refusal(command, "x.svg")
     assert not any(tmp_path.iterdir()), "nothing was created"
 
 
-def test_what_accuracy_compares_is_no_option_of_it() -> None:
+def test_compared_options_are_refused() -> None:
     shown = CliRunner().invoke(main, ["bench", "accuracy", "--help"]).stdout
     options = [line.split()[0] for line in shown.splitlines() if line.startswith("  --")]
     assert "--dtype" in options

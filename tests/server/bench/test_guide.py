@@ -58,7 +58,7 @@ def test_serve(server: Any, folder: Path, arguments: list[str]) -> None:
     shorter = ["--shared-prefix-tokens", "16"] if "--shared-prefix-tokens" in arguments else []
     shown = run([*arguments, *SMALL, "--url", server.url, *faster, *shorter])
     for line in shown.partition("\nrun ")[2].split("\n\n")[0].splitlines()[1:]:
-        assert re.search(r"  4 +4 +0  ", line), "sent, answered, failed"
+        assert re.search(r"  4 +4 +0  ", line), "sent, completed, failed"
     if "--plot" in arguments:
         assert (folder / "sweep.svg").stat().st_size > 10_000
         assert len(json.loads((folder / "sweep.json").read_text())["runs"]) == 3

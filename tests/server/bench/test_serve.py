@@ -68,7 +68,7 @@ def test_every_request_is_answered_with_what_was_asked(server: Any, tmp_path: Pa
     assert "<svg" in (tmp_path / "p.svg").read_text()
 
 
-def test_processor_time_of_a_server_on_this_machine(server: Any, tmp_path: Path) -> None:
+def test_cpu_time_of_a_local_server(server: Any, tmp_path: Path) -> None:
     shape = ("--num-requests", 12, "--input-len", 4, "--output-len", 16, "--max-concurrency", 12)
     [run] = bench_json(tmp_path / "b.json", server.url, *shape)["runs"]
     by_process = run["server_cpu_us_per_token"]
@@ -123,7 +123,7 @@ def test_replay_of_a_trace(server: Any, tmp_path: Path) -> None:
     flags = ("--trace", tmp_path / "t.jsonl", "--max-input-len", 100, "--max-concurrency", 1)
     found = bench_json(tmp_path / "b.json", server.url, *flags, "--time-scale", 0.5, "--time-scale", 2)
     assert [run["label"] for run in found["runs"]] == ["trace x 0.5, 1 at once", "trace x 2, 1 at once"]
-    assert "1 of more than 100 tokens were left out" in found["workload"]
+    assert "1 of more than 100 tokens were skipped" in found["workload"]
     for run in found["runs"]:
         sent = [(each["num_prompt_tokens"], each["num_output_tokens"]) for each in run["requests"]]
         assert sent == [(40, 1), (40, 2), (33, 3), (56, 4), (9, 5)]
@@ -133,7 +133,7 @@ def test_replay_of_a_trace(server: Any, tmp_path: Path) -> None:
     assert all(each >= 0.02 * at for at, each in enumerate(slow))
 
 
-def test_duration_ends_a_run_without_end(server: Any, tmp_path: Path) -> None:
+def test_duration_ends_a_run_without_a_request_limit(server: Any, tmp_path: Path) -> None:
     flags = ("--duration", 0.3, "--max-concurrency", 2, "--input-len", 4, "--output-len", 2)
     [run] = bench_json(tmp_path / "b.json", server.url, *flags)["runs"]
     assert 2 <= run["num_sent"] == run["num_answered"]
@@ -155,7 +155,7 @@ def test_failures_are_counted_and_shown(server: Any, tmp_path: Path) -> None:
     assert "n/a" in done.stdout
 
 
-def test_a_server_that_says_less(scripted: Any, tmp_path: Path) -> None:
+def test_a_server_without_usage_is_measured_by_events(scripted: Any, tmp_path: Path) -> None:
     """No usage, no cached tokens, one stream that breaks off, one error in a stream, one that is not there."""
     answers = [
         HEAD + chunk(EVENT % b"null") + chunk(EVENT % b'"length"' + b"data: [DONE]\n\n") + b"0\r\n\r\n",
@@ -174,7 +174,7 @@ def test_a_server_that_says_less(scripted: Any, tmp_path: Path) -> None:
     [run] = bench_json(tmp_path / "b.json", made.url, *flags, *extra, MINISGL_API_KEY="secret-key")["runs"]
     assert (run["num_answered"], run["num_failed"], run["is_counted"], run["hit_rate"]) == (2, 3, False, None)
     assert run["errors"] == {
-        "the stream ended before the answer did": 1,
+        "the stream ended without a finish reason": 1,
         "out of luck": 1,
         "HTTP 429: slow down": 1,
     }
@@ -187,7 +187,7 @@ def test_a_server_that_says_less(scripted: Any, tmp_path: Path) -> None:
         assert "ignore_eos" not in body
 
 
-def test_an_interrupted_run_reports_what_there_is(scripted: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_is_reported(scripted: Any, tmp_path: Path) -> None:
     stuck = threading.Event()
 
     def answer(connection: socket.socket, request: bytes) -> None:
@@ -206,7 +206,7 @@ def test_an_interrupted_run_reports_what_there_is(scripted: Any, tmp_path: Path)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "1 at once: 1 were interrupted" in stdout
+    assert "1 at once: 1 requests were interrupted" in stdout
     assert "Traceback" not in stderr
     [run] = json.loads((tmp_path / "b.json").read_text())["runs"]
     assert (run["num_sent"], run["num_answered"], run["num_interrupted"]) == (2, 1, 1)
@@ -235,14 +235,14 @@ def test_an_interrupted_run_reports_what_there_is(scripted: Any, tmp_path: Path)
         (["--request-rate", "nan"], ["--request-rate"]),
     ],
 )
-def test_what_cannot_be_is_refused(arguments: list[str], words: list[str]) -> None:
+def test_impossible_options_are_refused(arguments: list[str], words: list[str]) -> None:
     done = CliRunner().invoke(main, ["bench", "serve", *arguments])
     assert done.exit_code in (1, 2)
     assert all(word in done.stderr for word in words), done.stderr
     assert "Traceback" not in done.output
 
 
-def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plot_without_matplotlib_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     done = CliRunner().invoke(main, ["bench", "serve", "--plot", "x.png"])
     assert done.exit_code == 2

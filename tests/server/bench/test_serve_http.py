@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_server.bench.serve.http import Address, HttpClient, HttpError
+from minisgl_server.bench.serve.http_client import Address, HttpClient, HttpError
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n5;x=y\r\n\r\nd\r\n\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 404 Not Found\r\nContent-Length: 5\r\n\r\nsorry"
@@ -79,20 +79,20 @@ async def test_an_idle_connection_that_the_server_closed_is_replaced(scripted: A
 @pytest.mark.parametrize(
     ("sent", "words"),
     [
-        (CHUNKED[:-5], "closed before the answer's end"),
-        (SIZED[:-1], "closed before the answer's end"),
-        (b"", "closed before the answer's end"),
+        (CHUNKED[:-5], "closed before the end of the response"),
+        (SIZED[:-1], "closed before the end of the response"),
+        (b"", "closed before the end of the response"),
         (b"SSH-2.0-OpenSSH\r\n\r\n", "not HTTP/1.1"),
     ],
 )
-async def test_what_is_no_response(scripted: Any, sent: bytes, words: str) -> None:
+async def test_invalid_responses_fail_the_request(scripted: Any, sent: bytes, words: str) -> None:
     server = scripted(say(sent, close=True))
     with pytest.raises(HttpError, match=words):
         await fetch(HttpClient(Address.parse(server.url), {}))
     assert len(server.requests) == 1, "a request that may have been processed is not sent again"
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(HttpError, match="cannot connect"):

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from minisgl_core.cli.main import main
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.trace.format import TraceRequest, read_trace
-from minisgl_server.bench.trace.statistics import PUBLISHED, statistics
 from minisgl_server.bench.trace.synthetic import synthetic_trace
+from minisgl_server.bench.trace.trace_statistics import PUBLISHED, statistics
 
 LRU_HIT_RATES = {256: 0.072, 1024: 0.129, 65_536: 0.318}
 """Published of trace A, by capacity in blocks."""
@@ -34,7 +34,7 @@ def test_the_published_statistics(full: list[TraceRequest]) -> None:
 
 
 def test_lru_hit_rates(full: list[TraceRequest]) -> None:
-    """In the middle of the trace, from where the cache is full."""
+    """Hit rates in the middle of the trace, once the cache is full."""
     for capacity, published in LRU_HIT_RATES.items():
         cache: OrderedDict[int, None] = OrderedDict()
         num_hits = num_blocks = 0
@@ -72,7 +72,7 @@ def test_requests_are_well_formed(full: list[TraceRequest]) -> None:
     assert times == sorted(times)
 
 
-def test_the_command_writes_what_can_be_read(tmp_path: Path) -> None:
+def test_the_command_writes_a_readable_trace(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     flags = ["--num-requests", "300", "--seed", "4", "--request-rate", "50", "--output-median", "20"]
     done = CliRunner().invoke(main, ["bench", "trace", "--out", str(path), *flags])
@@ -112,7 +112,7 @@ def test_reading_sorts_and_fills_in(tmp_path: Path) -> None:
         (json.dumps({"chat_id": 1}), "Line 2"),
     ],
 )
-def test_lines_that_are_no_requests(tmp_path: Path, line: str, words: str) -> None:
+def test_invalid_lines_of_a_trace_are_refused(tmp_path: Path, line: str, words: str) -> None:
     path = tmp_path / "t.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n{line}\n")
     if not words:
@@ -124,7 +124,7 @@ def test_lines_that_are_no_requests(tmp_path: Path, line: str, words: str) -> No
 
 
 @pytest.mark.parametrize("flags", [[], ["--out", "a", "--show", "b"]])
-def test_either_out_or_show(flags: list[str]) -> None:
+def test_trace_needs_out_or_show(flags: list[str]) -> None:
     done = CliRunner().invoke(main, ["bench", "trace", *flags])
     assert done.exit_code == 2
     assert "--out" in done.stderr
@@ -137,7 +137,7 @@ def test_either_out_or_show(flags: list[str]) -> None:
         (["--show", __file__, "--seed", "3"], ["--seed=3", "used with --out"]),
     ],
 )
-def test_what_cannot_be_shown_is_named(flags: list[str], words: list[str]) -> None:
+def test_an_unreadable_trace_is_named(flags: list[str], words: list[str]) -> None:
     done = CliRunner().invoke(main, ["bench", "trace", *flags])
     assert done.exit_code == 2
     assert all(word in done.stderr for word in words), done.stderr

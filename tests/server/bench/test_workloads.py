@@ -5,7 +5,7 @@ import pytest
 from minisgl_server.bench.workloads import mixed, uniform
 
 
-def test_w_is_the_published_one() -> None:
+def test_workload_w_equals_the_published_one() -> None:
     workload = mixed(256, vocab_size=150_000)
     assert (workload.num_prompt_tokens, workload.num_output_tokens) == (142_827, 133_966)
     assert len(workload.prompts) == 256
@@ -26,7 +26,7 @@ def test_variants_of_w_differ_in_tokens_alone() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 16])
-def test_uniform_prompts_share_no_beginning(batch_size: int) -> None:
+def test_uniform_prompts_share_no_prefix(batch_size: int) -> None:
     variants = [uniform(batch_size, 20, 7, 1000, variant) for variant in range(9)]
     for workload in variants:
         assert [len(prompt) for prompt in workload.prompts] == [20] * batch_size

@@ -1,4 +1,4 @@
-"""Thoughts and tool calls in text: however it is cut into pieces, the same comes out."""
+"""Reasoning content and tool calls in text: however it is cut into pieces, the same comes out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,14 @@ from hypothesis import strategies as st
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Tokenize
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.parsing.chat_format import ChatFormat, ChatParser, call_schema, with_tools
-from minisgl_server.parsing.reasoning import ReasoningSplitter, begins_inside
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, tool_parser_of
+from minisgl_server.parsing.chat_format import (
+    ChatFormat,
+    ChatOutputParser,
+    call_schema,
+    describe_tools_in_system_prompt,
+)
+from minisgl_server.parsing.reasoning_splitter import ReasoningSplitter, starts_with_reasoning
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, detect_tool_parser
 
 Result = tuple[str, str, list[tuple[str, str]]]
 """Thoughts, content, and name and arguments of each call."""
@@ -24,12 +29,12 @@ Result = tuple[str, str, list[tuple[str, str]]]
 FUNCTIONS = ["get", "put"]
 
 
-def parser(format: str | None = None, inside: bool | None = False, parallel: bool = True) -> ChatParser:
+def parser(format: str | None = None, inside: bool | None = False, parallel: bool = True) -> ChatOutputParser:
     tools = None if format is None else TOOL_PARSERS[format](FUNCTIONS, parallel)
-    return ChatParser(ReasoningSplitter(inside), tools)
+    return ChatOutputParser(ReasoningSplitter(inside), tools)
 
 
-def parse(made: ChatParser, pieces: list[str]) -> Result:
+def parse(made: ChatOutputParser, pieces: list[str]) -> Result:
     thoughts, content = "", ""
     calls: list[list[str]] = []
     for piece in [*pieces, None]:
@@ -118,7 +123,7 @@ def test_llama3_json(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", THOUGHTS)
-def test_thoughts(name: str) -> None:
+def test_reasoning_content(name: str) -> None:
     inside, text, (thoughts, answer) = THOUGHTS[name]
     assert parse(parser(inside=inside), [text]) == (thoughts, answer, [])
 
@@ -131,23 +136,23 @@ def test_thoughts(name: str) -> None:
         r'{"name": "f", "arguments": "{\"x\": \"\ud83d\"}"}',
     ],
 )
-def test_what_would_be_half_a_character_stays_as_it_is_written(call: str) -> None:
+def test_half_a_surrogate_pair_stays_text(call: str) -> None:
     assert hermes(f"<tool_call>{call}") == ("", f"<tool_call>{call}", [])
     [(name, arguments)] = hermes("<tool_call>" + call.replace(r"\ud83d", r"\ud83d\ude00"))[2]
     assert "😀" in name + arguments, "a whole one is read"
 
 
-def test_arguments_may_write_half_a_character() -> None:
+def test_arguments_may_contain_half_a_surrogate_pair() -> None:
     """They are passed on as they are written, which is text."""
     arguments = r'{"x": "\ud83d"}'
     assert hermes(f'<tool_call>{{"name": "f", "arguments": {arguments}}}') == ("", "", [("f", arguments)])
 
 
-def test_thoughts_may_speak_of_calls() -> None:
+def test_reasoning_content_may_contain_call_tags() -> None:
     assert hermes(f"<think>{CALL}</think>{CALL}", inside=None) == (CALL, "", [("get", ARGUMENTS)])
 
 
-def test_one_call_where_no_more_are_allowed() -> None:
+def test_one_call_without_parallel_tool_calls() -> None:
     made = parser("hermes", parallel=False)
     assert parse(made, [CALL + "x" + CALL]) == ("", "", [("get", ARGUMENTS)])
     assert made.is_done
@@ -172,7 +177,7 @@ PARTS = st.sampled_from(
         *(CALL, '{"arguments": {}, "name": "get"}'),
     ]
 )
-SETUPS: list[Callable[[], ChatParser]] = [
+SETUPS: list[Callable[[], ChatOutputParser]] = [
     lambda: parser("hermes"),
     lambda: parser("hermes", inside=None, parallel=False),
     lambda: parser("llama3_json"),
@@ -183,7 +188,7 @@ SETUPS: list[Callable[[], ChatParser]] = [
 
 @settings(max_examples=400)
 @given(data=st.data(), parts=st.lists(PARTS, max_size=12), setup=st.sampled_from(SETUPS))
-def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[], ChatParser]) -> None:
+def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[], ChatOutputParser]) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -195,8 +200,8 @@ def test_any_cut_gives_the_same(data: Any, parts: list[str], setup: Callable[[],
 @settings(max_examples=200)
 @given(st.lists(PARTS, max_size=12), st.sampled_from(["hermes", "llama3_json"]))
 @example(['{"name": "get", "arguments": {', "}", "{", "<think>"], "llama3_json")
-def test_nothing_is_lost(parts: list[str], format: str) -> None:
-    """Where no call was found, all is content; else the letters of the calls are where they were written."""
+def test_no_text_is_lost(parts: list[str], format: str) -> None:
+    """Without a call, all text is content; otherwise the characters of the calls are where they were written."""
     text = "".join(parts)
     _, content, calls = parse(parser(format), [text])
     if not calls:
@@ -205,19 +210,19 @@ def test_nothing_is_lost(parts: list[str], format: str) -> None:
         assert arguments in text or json.loads(arguments) == {}
 
 
-def test_where_an_output_goes_on_with_thoughts() -> None:
-    assert begins_inside("qwen3", "...<think>\n") is True
-    assert begins_inside("qwen3", "<think>\n\n</think>\n\n") is False
-    assert begins_inside("deepseek_r1", "<think>\n\n</think>\n\n") is False
-    assert begins_inside("qwen3", "assistant\n") is None
-    assert begins_inside("deepseek_r1", "assistant\n") is True
+def test_the_prompt_tells_if_the_output_starts_with_reasoning() -> None:
+    assert starts_with_reasoning("qwen3", "...<think>\n") is True
+    assert starts_with_reasoning("qwen3", "<think>\n\n</think>\n\n") is False
+    assert starts_with_reasoning("deepseek_r1", "<think>\n\n</think>\n\n") is False
+    assert starts_with_reasoning("qwen3", "assistant\n") is None
+    assert starts_with_reasoning("deepseek_r1", "assistant\n") is True
 
 
-def test_the_parser_by_the_template() -> None:
-    assert tool_parser_of('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
-    assert tool_parser_of("... <tool_call>\n<function=example>") is None
-    assert tool_parser_of("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
-    assert tool_parser_of("{{ messages }}") is None
+def test_the_tool_parser_is_detected_from_the_template() -> None:
+    assert detect_tool_parser('... <tool_call>\\n{"name": <function-name>, ...') == "hermes"
+    assert detect_tool_parser("... <tool_call>\n<function=example>") is None
+    assert detect_tool_parser("{{- '\"parameters\": ' }} <|python_tag|>") == "llama3_json"
+    assert detect_tool_parser("{{ messages }}") is None
 
 
 def test_calls_without_parameters_take_none() -> None:
@@ -225,7 +230,7 @@ def test_calls_without_parameters_take_none() -> None:
     assert schema["properties"]["arguments"]["additionalProperties"] is False
 
 
-def test_tools_for_a_template_that_knows_none() -> None:
+def test_tools_are_described_to_templates_without_tools() -> None:
     call = {"id": "1", "type": "function", "function": {"name": "get", "arguments": '{"x": "é"}'}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "Be kind."}]},
@@ -234,7 +239,7 @@ def test_tools_for_a_template_that_knows_none() -> None:
         {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "7"}]},
     ]
     tools = [{"type": "function", "function": {"name": "get", "description": "Get it."}}]
-    system, question, calls, result = with_tools(messages, tools, TOOL_PARSERS["hermes"])
+    system, question, calls, result = describe_tools_in_system_prompt(messages, tools, TOOL_PARSERS["hermes"])
     assert system["role"] == "developer"
     assert system["content"].startswith("Be kind.\n\n")
     assert '{"name": "get", "description": "Get it."}' in system["content"]
@@ -243,7 +248,8 @@ def test_tools_for_a_template_that_knows_none() -> None:
     assert calls == {"role": "assistant", "content": f"{written}\n{written}"}
     assert hermes(calls["content"]) == ("", "", [("get", '{"x": "é"}')] * 2)
     assert result == {"role": "user", "content": "Result of the function: 7"}
-    assert [each["role"] for each in with_tools(messages[1:2], tools, TOOL_PARSERS["hermes"])] == ["system", "user"]
+    described = describe_tools_in_system_prompt(messages[1:2], tools, TOOL_PARSERS["hermes"])
+    assert [each["role"] for each in described] == ["system", "user"]
 
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -267,14 +273,14 @@ def render(tokenizer: Any, template: str, parser: str, messages: list[dict[str, 
     return ChatFormat(tokenizer, parser, None).render(chat)
 
 
-def test_calls_of_the_past_are_told_without_tools_now(engine_tokenizer: Any) -> None:
+def test_past_calls_are_rendered_without_tools(engine_tokenizer: Any) -> None:
     text = render(engine_tokenizer, PLAIN, "hermes", USED)
     written = '<tool_call>\n{"name": "get", "arguments": {"x": 1}}\n</tool_call>'
     assert text == f"user: Hi\nassistant: {written}\nuser: Result of the function: 7\n"
     assert render(engine_tokenizer, CALLING, "none", USED).endswith("tool: 7\nget!"), "the template writes them itself"
 
 
-def test_calls_of_the_past_are_refused_where_nobody_knows_to_write_them(engine_tokenizer: Any) -> None:
+def test_past_calls_are_refused_without_a_known_call_format(engine_tokenizer: Any) -> None:
     assert render(engine_tokenizer, PLAIN, "auto", USED[:1]) == "user: Hi\n"
     for messages, name in ((USED, "messages[1]"), (USED[2:], "messages[0]")):
         with pytest.raises(InvalidValueError, match="--tool-call-parser") as raised:

@@ -78,7 +78,7 @@ def allowed(state: GrammarState) -> list[int]:
 
 
 def write(state: GrammarState, wish: str, draw: random.Random) -> tuple[str, bool]:
-    """What comes of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
+    """Return the output of a model that would write `wish`: as much of it as may be, then anything; and whether it is whole."""
     tokens = []
     for token in byte_tokenizer()(wish)["input_ids"]:
         if not state.accept(token):
@@ -103,7 +103,7 @@ def calls_in(text: str, format: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("format", "wish"), [(format, wish) for format in TRIES for wish in TRIES[format]])
-def test_calls_fit(format: str, wish: str) -> None:
+def test_calls_fit_their_schema(format: str, wish: str) -> None:
     schemas: dict[str, Any] = {"unit": UNIT, "now": {"maxProperties": 0}, "free": {"type": "object"}}
     for seed in range(5):
         text, is_whole = write(begin(format).copy(), wish, random.Random(seed))
@@ -113,7 +113,7 @@ def test_calls_fit(format: str, wish: str) -> None:
 
 
 @pytest.mark.parametrize("format", list(TRIES))
-def test_what_fits_is_left_alone(format: str) -> None:
+def test_values_within_the_limits_are_accepted(format: str) -> None:
     """Calls as models are taught to write them, and any other text."""
     wish = TRIES[format][0]
     assert write(begin(format).copy(), wish, random.Random(0)) == (wish, True)

@@ -1,1 +1,1 @@
-"""The minisgl server: launcher, OpenAI-compatible API, tokenizer workers, shell and benchmarks."""
+"""Server of minisgl: launcher, OpenAI-compatible API, tokenizer workers, shell and benchmarks."""

@@ -153,7 +153,10 @@ def cli_options(command: str) -> Sequence[click.Option]:  # type: ignore[empty-b
 
 @hookspec
 def api_routes(app: FastAPI) -> None:
-    """Add routes to the API server. Called only if the user enables plugins' routes, which expose more to the network."""
+    """Add routes to the API server. ``--page`` enables the hook module ``page``, ``--plugin-routes`` enables all others.
+
+    ``app.state`` has the engine's ``client``, the server's ``options``, and ``public_paths``, which need no API key.
+    """
 
 
 @hookspec(firstresult=True)

@@ -23,7 +23,7 @@ _REQUIREMENTS = {
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
     },
     **{("commands", name): "minisgl-server" for name in ("launch", "shell", "bench")},
-    ("hooks", "prometheus"): "minisgl-server",
+    **{("hooks", name): "minisgl-server" for name in ("page", "prometheus")},
 }
 
 

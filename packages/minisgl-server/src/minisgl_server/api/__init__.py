@@ -1,1 +1,1 @@
-"""The OpenAI-compatible API server. Imports neither torch nor transformers."""
+"""OpenAI-compatible API server. Imports neither torch nor transformers."""

@@ -1,4 +1,4 @@
-"""The FastAPI application."""
+"""FastAPI application of the API server."""
 
 from __future__ import annotations
 
@@ -10,29 +10,35 @@ from importlib.metadata import version
 
 from fastapi import FastAPI
 
-from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.hooks import Hook, Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.api import chat, completions, errors, health, models, native, openapi, tokens
+from minisgl_server.api import errors, generate, health, openapi, tokenize
 from minisgl_server.api.anthropic import routes as messages
-from minisgl_server.api.body import BodyMemory
 from minisgl_server.api.engine_client import EngineClient
-from minisgl_server.api.paths import HeadAndSlashes
-from minisgl_server.api.responses import routes as responses
-from minisgl_server.api.responses.store import ResponseStore
-from minisgl_server.metrics import export
+from minisgl_server.api.http.path_middleware import PathMiddleware
+from minisgl_server.api.http.request_body import BodyMemory
+from minisgl_server.api.openai import chat, completions, models
+from minisgl_server.api.openai_responses import routes as responses
+from minisgl_server.api.openai_responses.store import ResponseStore
+from minisgl_server.api.public_paths import PublicPaths
+from minisgl_server.metrics import endpoint as metrics_endpoint
 from minisgl_server.options import ServerOptions
-from minisgl_server.page.routes import add_page
+
+_PAGE_HOOKS = "page"
+"""Name of the hook module that ``--page`` enables; ``--plugin-routes`` enables all others."""
 
 
 def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
-    """The API over an engine.
+    """Return the application.
+
+    Plugins find `client`, `options` and `public_paths` in ``app.state``; see the hook `api_routes`.
 
     Args:
-        client: the way to the engine; run by the application's lifespan.
-        options: the user's.
+        client: connection to the engine; the application's lifespan runs it.
+        options: options of the server.
 
     Raises:
-        Exception: whatever a plugin's `api_routes` raises, where the user asked for plugins' routes.
+        Exception: the `api_routes` of an enabled plugin failed.
     """
 
     @asynccontextmanager
@@ -45,22 +51,27 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     app = FastAPI(
         title="minisgl", summary=summary, version=version("minisgl-server"), lifespan=lifespan, redirect_slashes=False
     )
-    app.add_middleware(HeadAndSlashes, routes=app.router.routes)
-    app.state.client = client
-    app.state.served_model_name = options.served_model_name
-    app.state.trusts_chat_templates = options.trust_request_chat_template
-    app.state.max_body_size = options.max_body_size
+    app.add_middleware(PathMiddleware, routes=app.router.routes)
+    app.state.client, app.state.options = client, options
+    app.state.public_paths = PublicPaths()
     app.state.body_memory = BodyMemory()
     app.state.response_store = ResponseStore(options.response_store_size)
     app.state.started = int(time.time())
-    errors.install(app)
-    openapi.install(app)
-    for module in (chat, completions, responses, messages, native, tokens, models, health):
+    errors.add_error_handlers(app)
+    openapi.add_openapi_document(app)
+    for module in (chat, completions, responses, messages, generate, tokenize, models, health):
         app.include_router(module.router)
     if options.metrics:
-        app.include_router(export.router)
-    if options.page:
-        add_page(app, client, options.page_prompts)
-    if options.plugin_routes and (hook := Hooks(Registry.from_environment()).api_routes):
+        app.include_router(metrics_endpoint.router)
+    if hook := _api_routes(options):
         hook(app=app)
     return app
+
+
+def _api_routes(options: ServerOptions) -> Hook | None:
+    """Return the hook that calls the `api_routes` of the enabled plugins, or None if there are none."""
+    if not (options.page or options.plugin_routes):
+        return None
+    entries = Registry.from_environment().entries("hooks")
+    is_enabled = {True: options.page, False: options.plugin_routes}
+    return Hooks(Registry(entry for entry in entries if is_enabled[entry.name == _PAGE_HOOKS])).api_routes

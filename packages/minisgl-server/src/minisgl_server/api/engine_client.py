@@ -1,4 +1,4 @@
-"""The API server's end of the engine: sends requests to tokenizer workers and hands their output to who waits for it."""
+"""Connection of the API server to the engine: sends requests to tokenizer workers and delivers their outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from minisgl_core.messages import (
     Tokenize,
     Tokens,
 )
-from minisgl_server.api.errors import ApiError, ClientGoneError, not_ready, rejected, shutting_down, unsendable
+from minisgl_server.api.errors import ApiError, ClientGoneError, not_encodable, not_ready, rejected, shutting_down
 
 logger = logging.getLogger(__name__)
 
@@ -31,28 +31,28 @@ Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | State | Stop
 
 
 class Generation:
-    """One or more requests to the engine that answer one HTTP request. Made by `EngineClient.start`; close it."""
+    """Requests to the engine for one HTTP request. Created by `EngineClient.start`; must be closed."""
 
     def __init__(self, client: EngineClient, request_ids: Sequence[str]) -> None:
         self._client = client
-        self._running = {request_id: place for place, request_id in enumerate(request_ids)}
+        self._running = {request_id: index for index, request_id in enumerate(request_ids)}
         self._arrived: list[tuple[int, Text]] = []
         self._error: Exception | None = None
         self._wake: asyncio.Future[None] | None = None
-        """What `next` waits for."""
-        self._watch: asyncio.Task[None] | None = None
+        """Future that `next` awaits."""
+        self._disconnect_task: asyncio.Task[None] | None = None
 
     @property
     def is_over(self) -> bool:
-        """Whether all output has been taken, and there was no error."""
+        """True if all outputs have been returned by `next`, and there was no error."""
         return not self._running and not self._arrived and self._error is None
 
     async def next(self) -> list[tuple[int, Text]]:
-        """Wait for output: the place of a request among those started together, and its new text. Empty at the end.
+        """Wait for new outputs: index of the request among those started together, and new text. Empty at the end.
 
         Raises:
-            ApiError: the engine refused one of the requests, or ends.
-            ClientGoneError: nobody is there to answer to.
+            ApiError: one of the requests was rejected, or the engine stops.
+            ClientGoneError: the client disconnected.
         """
         while not self._arrived and self._error is None and self._running:
             self._wake = asyncio.get_running_loop().create_future()
@@ -63,35 +63,35 @@ class Generation:
         return arrived
 
     def close(self) -> None:
-        """Abort what still runs and forget the rest. Fine to call twice."""
-        if self._watch is not None:
-            self._watch.cancel()
-            self._watch = None
+        """Abort the requests that still run, and stop watching the client. May be called twice."""
+        if self._disconnect_task is not None:
+            self._disconnect_task.cancel()
+            self._disconnect_task = None
         for request_id in self._running:
             self._client.abort(request_id)
         self._running.clear()
         self._wake_up()
 
     def fail(self, error: Exception) -> None:
-        """End with an error and abort what still runs."""
+        """Have `next` raise an error, and abort the requests that still run."""
         if self._error is None:
             self._error = error
         self.close()
 
-    def watch(self, receive: Receive) -> None:
-        """End when the client hangs up; nothing else may read `receive` from now on."""
-        self._watch = asyncio.create_task(self._until_disconnected(receive))
+    def abort_on_disconnect(self, receive: Receive) -> None:
+        """Abort when the client disconnects; nothing else may read `receive` from now on."""
+        self._disconnect_task = asyncio.create_task(self._wait_for_disconnect(receive))
 
     def deliver(self, text: Text) -> None:
-        """Take new output of one of the requests."""
-        place = self._running[text.request_id]
+        """Add new output of one of the requests."""
+        index = self._running[text.request_id]
         if text.finish_reason is not None:
             del self._running[text.request_id]
-        self._arrived.append((place, text))
+        self._arrived.append((index, text))
         self._wake_up()
 
     def reject(self, message: Rejected) -> None:
-        """Take the refusal of one of the requests; the others end too."""
+        """End all requests, as one of them was rejected."""
         del self._running[message.request_id]
         self.fail(rejected(message))
 
@@ -99,21 +99,21 @@ class Generation:
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(None)
 
-    async def _until_disconnected(self, receive: Receive) -> None:
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._watch = None
+        self._disconnect_task = None
         self.fail(ClientGoneError())
 
 
 class EngineClient:
-    """Routes between HTTP requests and tokenizer workers.
+    """Routes messages between HTTP requests and tokenizer workers.
 
     Attributes:
-        info: what the engine is; None until it is ready.
-        ready: set once it is.
-        stopped: set when it is no more.
-        is_draining: nothing new begins any more.
+        info: description and limits of the engine; None until it is ready.
+        ready: set once the engine is ready.
+        stopped: set once the engine has stopped.
+        is_draining: True during a shutdown; new requests are refused.
     """
 
     def __init__(self, endpoints: Endpoints) -> None:
@@ -124,20 +124,20 @@ class EngineClient:
         self._workers = [Sender(address) for address in endpoints.tokenizer_in]
         self._next_worker = 0
         self._routes: dict[str, tuple[Generation, int]] = {}
-        self._asked: dict[str, asyncio.Future[Tokens]] = {}
-        self._counting: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
-        self._watching: deque[asyncio.Future[State]] = deque()
+        self._queries: dict[str, asyncio.Future[Tokens]] = {}
+        self._pending_counts: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
+        self._pending_states: deque[asyncio.Future[State]] = deque()
 
     @property
     def num_requests(self) -> int:
-        """Requests that it holds state of."""
+        """Number of running requests."""
         return len(self._routes)
 
     def ready_info(self) -> EngineInfo:
-        """What the engine is.
+        """Return `info`.
 
         Raises:
-            ApiError: 503, it is not ready, or it drains.
+            ApiError: 503, the engine is not ready, or the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
@@ -149,11 +149,11 @@ class EngineClient:
         """Send requests to the engine.
 
         Args:
-            requests: to run together; ids must be new.
-            receive: the HTTP request's ASGI channel, to notice that the client hung up.
+            requests: requests to run together; their ids must be new.
+            receive: ASGI channel of the HTTP request, to detect that the client disconnected.
 
         Raises:
-            ApiError: 400, a value inside a free-form field does not fit a message; 503, it drains.
+            ApiError: 400, a value of a free-form field cannot be encoded; 503, the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
@@ -165,28 +165,28 @@ class EngineClient:
                 self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
             generation.close()
-            raise unsendable() from None
-        generation.watch(receive)
+            raise not_encodable() from None
+        generation.abort_on_disconnect(receive)
         return generation
 
-    async def ask(self, question: Tokenize | Detokenize) -> Tokens:
-        """Have a tokenizer worker turn text into tokens or back; the engine has no part in it. The id must be new.
+    async def query(self, message: Tokenize | Detokenize) -> Tokens:
+        """Have a tokenizer worker tokenize or detokenize; the scheduler is not involved. The id must be new.
 
         Raises:
-            ApiError: 400, it was refused or does not fit a message; 500, there is no answer any more.
+            ApiError: 400, the message was rejected or cannot be encoded; 500, the engine has stopped.
         """
         answer: asyncio.Future[Tokens] = asyncio.get_running_loop().create_future()
-        self._asked[question.request_id] = answer
+        self._queries[message.request_id] = answer
         try:
-            self._workers[self._choose_worker()].send(question)
+            self._workers[self._choose_worker()].send(message)
             return await answer
         except (OverflowError, RecursionError, UnicodeError):
-            raise unsendable() from None
+            raise not_encodable() from None
         finally:
-            del self._asked[question.request_id]
+            del self._queries[message.request_id]
 
     async def drain(self, timeout_s: float) -> None:
-        """Begin nothing new, and wait until what runs has ended; what still runs after `timeout_s` fails."""
+        """Refuse new requests, and wait for the running ones; those that still run after `timeout_s` fail."""
         self.is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._routes and asyncio.get_running_loop().time() < deadline:
@@ -194,16 +194,16 @@ class EngineClient:
         self._fail_all(shutting_down())
 
     def abort(self, request_id: str) -> None:
-        """Tell the engine to stop working on a request."""
+        """Tell the engine to end a request."""
         route = self._routes.pop(request_id, None)
         if route is not None:
             self._workers[route[1]].send(Abort(request_id))
 
     async def count(self) -> dict[str, int]:
-        """How many requests each process holds state of; see `Count`. Comes back only if every process answers."""
+        """Return the number of requests that each process holds; see `Count`. Waits until every process has answered."""
         loop = asyncio.get_running_loop()
         answers = []
-        for worker, (sender, waiting) in enumerate(zip(self._workers, self._counting, strict=True)):
+        for worker, (sender, waiting) in enumerate(zip(self._workers, self._pending_counts, strict=True)):
             answers.append(loop.create_future())
             waiting.append(answers[-1])
             sender.send(Count(worker=worker))
@@ -213,14 +213,14 @@ class EngineClient:
         return counts
 
     async def state(self, since: int, with_tokens: bool = False) -> State:
-        """What the engine does now, with the steps after step `since`. Never comes back if the engine does not answer."""
+        """Return the engine's state, with the steps after step `since`. Waits until the engine has answered."""
         answer: asyncio.Future[State] = asyncio.get_running_loop().create_future()
-        self._watching.append(answer)
+        self._pending_states.append(answer)
         self._workers[0].send(StateRequest(worker=0, since=since, with_tokens=with_tokens))
         return await answer
 
     async def run(self) -> None:
-        """Hand out what arrives, until `Stop`: then every request fails."""
+        """Receive and deliver messages until `Stop`; then every request fails."""
         while True:
             match await self._receiver.receive():
                 case EngineInfo() as info:
@@ -230,21 +230,21 @@ class EngineClient:
                     for text in outputs:
                         self._deliver(text)
                 case Tokens() as tokens:
-                    if (asked := self._asked.get(tokens.request_id)) and not asked.done():
-                        asked.set_result(tokens)
+                    if (query := self._queries.get(tokens.request_id)) and not query.done():
+                        query.set_result(tokens)
                 case Rejected() as message:
-                    if (asked := self._asked.get(message.request_id)) and not asked.done():
-                        asked.set_exception(rejected(message))
+                    if (query := self._queries.get(message.request_id)) and not query.done():
+                        query.set_exception(rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
                 case Count(worker=worker, counts=counts):
-                    answer = self._counting[worker].popleft()
+                    answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)
                 case State() as state:
-                    watching = self._watching.popleft()
-                    if not watching.done():
-                        watching.set_result(state)
+                    pending = self._pending_states.popleft()
+                    if not pending.done():
+                        pending.set_result(state)
                 case Stop():
                     self.info = None
                     self._fail_all(ApiError(500, "The engine has stopped.", code="engine_stopped"))
@@ -260,7 +260,7 @@ class EngineClient:
     def _fail_all(self, error: ApiError) -> None:
         for generation, _ in list(self._routes.values()):
             generation.fail(error)
-        for answer in self._asked.values():
+        for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(error)
 
@@ -272,7 +272,7 @@ class EngineClient:
     def _deliver(self, text: Text) -> None:
         route = self._routes.get(text.request_id)
         if route is None:
-            return  # aborted, and the output crossed our Abort
+            return  # the request was aborted, and its output crossed our Abort
         if text.finish_reason is not None:
             del self._routes[text.request_id]
         route[0].deliver(text)

@@ -1,4 +1,4 @@
-"""Errors in OpenAI's shape, ``{"error": {"message", "type", "param", "code"}}``, or in Anthropic's on its paths."""
+"""Errors in OpenAI's format, ``{"error": {"message", "type", "param", "code"}}``, or in Anthropic's on its paths."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from starlette.routing import Match
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import Rejected
-from minisgl_server.api.refusals import REASONS
+from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1000
-"""Characters of an error's message; messages quote what a client sent."""
-MAX_PARAM = 200
+"""Maximum length of an error message in characters; messages quote values of the request."""
+MAX_PARAM = 200  # characters
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 ANTHROPIC_PATH = "/v1/messages"
-"""Beginning of the paths whose errors are in Anthropic's shape."""
+"""Prefix of the paths whose errors are in Anthropic's format."""
 _METHODS = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 _ANTHROPIC_TYPES = {
     401: "authentication_error",
@@ -41,14 +41,14 @@ _ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An answer other than success.
+    """Error response.
 
     Args:
         status: HTTP status.
-        message: what is wrong and what would be right.
-        param: the field at fault.
-        code: a word for programs.
-        headers: of the answer; where it is to be tried again, Retry-After is added.
+        message: description of the error, and what is allowed.
+        param: field that caused the error.
+        code: machine-readable error code.
+        headers: headers of the response; Retry-After is added to statuses 429 and 503.
     """
 
     def __init__(
@@ -59,65 +59,65 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        message, param = _cut(message, MAX_MESSAGE), param and _cut(param, MAX_PARAM)
+        message, param = _truncate(message, MAX_MESSAGE), param and _truncate(param, MAX_PARAM)
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = {"Retry-After": "1", **(headers or {})} if status in (429, 503) else dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """The JSON body."""
+        """Return the JSON body in OpenAI's format."""
         default = "invalid_request_error" if self.status < 500 else "server_error"
         kind = _TYPES.get(self.status, default)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self, path: str = "") -> Response:
-        """Return the whole answer, in the shape of the API that `path` belongs to."""
+        """Return the response, in the format of the API that `path` belongs to."""
         body = anthropic_body(self, REQUEST_ID.get()) if path.startswith(ANTHROPIC_PATH) else self.body()
         return Response(msgspec.json.encode(body), self.status, self.headers, media_type="application/json")
 
 
 def anthropic_body(error: ApiError, request_id: str) -> dict[str, Any]:
-    """Return the JSON body of an error in Anthropic's shape."""
+    """Return the JSON body of an error in Anthropic's format."""
     kind = _ANTHROPIC_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
 
 
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def _truncate(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[: max_chars - 3]}..."
 
 
 class ClientGoneError(Exception):
-    """The client hung up; nobody waits for an answer."""
+    """The client disconnected, so that no response can be sent."""
 
 
 def not_ready() -> ApiError:
-    """The engine still starts."""
+    """Return the error of a request that came before the engine was ready."""
     return ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
 
 
-def unsendable() -> ApiError:
-    """A value that JSON holds and a message does not."""
+def not_encodable() -> ApiError:
+    """Return the error of a value that JSON can hold and our messages cannot."""
     return ApiError(400, "The request holds a value that is too large or no valid text.")
 
 
-def too_large(what: str) -> ApiError:
-    """The connection ends with the answer: what the client still sends belongs to a request that is over."""
+def body_too_large(what: str) -> ApiError:
+    """Return the error of a body that is too large. It closes the connection, on which the rest of the body may still come."""
     return ApiError(413, f"The body {what}.", code="body_too_large", headers={"Connection": "close"})
 
 
 def shutting_down() -> ApiError:
-    """The server drains: what runs may end, nothing new begins."""
+    """Return the error of a request that came during the shutdown."""
     return ApiError(503, "The server is shutting down.", code="shutting_down")
 
 
-def model_not_found(asked: str, served: str) -> ApiError:
-    """A model that is not served here."""
-    message = f"The model {asked!r} does not exist; this server has {served!r}."
+def model_not_found(name: str, served_name: str) -> ApiError:
+    """Return the error of a model that is not served."""
+    message = f"The model {name!r} does not exist; this server has {served_name!r}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 
 def rejected(message: Rejected) -> ApiError:
-    """A request that a tokenizer worker or the scheduler refused."""
+    """Return the error of a request that a tokenizer worker or the scheduler rejected."""
     if message.kind == "invalid":
         return ApiError(400, message.message, message.param)
     if message.kind == "too_long":
@@ -128,36 +128,36 @@ def rejected(message: Rejected) -> ApiError:
 
 
 def invalid_value(error: InvalidValueError) -> ApiError:
-    """A value out of its bounds."""
+    """Return the error of a value that is not allowed."""
     return ApiError(400, str(error), error.name)
 
 
 def invalid_body(error: ValidationError) -> ApiError:
-    """A body that is not of the request's form; tells the first fault."""
+    """Return the first error of a body that fails validation."""
     errors = error.errors(include_url=False, include_input=False)
-    # A field may be of several types, and errs in each: in that which was meant, the fault lies deepest, or is not the type,
-    # or comes last in a list.
+    # A field with a union of types has an error for each of them. The type that the client meant is the one whose error is
+    # deepest, or is not about the type, or comes last in a list.
     of_field = [each for each in errors if each["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _places(each)))
+    first = max(of_field, key=lambda each: (len(each["loc"]), not each["type"].endswith("_type"), _indices(each)))
     param = _field(first["loc"])
     if first["type"] == "extra_forbidden":
         param = ".".join(filter(None, (_field(first["loc"][:-1]), str(first["loc"][-1]))))
-        param = _cut(param, MAX_PARAM)
+        param = _truncate(param, MAX_PARAM)
         message = f"The field {param!r} is not supported.{_reason(param)}"
         return ApiError(400, message, param, "unsupported_field")
-    where = _cut(param or "", MAX_PARAM)
+    where = _truncate(param or "", MAX_PARAM)
     if first["type"] == "beyond_context":
         message = f"{first['msg']}. Please reduce the length of the field {where!r}."
         return ApiError(400, message, param, "context_length_exceeded")
     return ApiError(400, f"{where}{': ' if where else ''}{first['msg']}.{_reason(param)}", param)
 
 
-def _places(error: ErrorDetails) -> list[int]:
+def _indices(error: ErrorDetails) -> list[int]:
     return [part for part in error["loc"] if isinstance(part, int)]
 
 
-def install(app: FastAPI) -> None:
-    """Make every error of `app` an answer in the shape of its API."""
+def add_error_handlers(app: FastAPI) -> None:
+    """Have `app` answer every exception with an error in the format of the API that was called."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
@@ -172,33 +172,38 @@ def install(app: FastAPI) -> None:
         path = request.url.path
         response = ApiError(error.status_code, f"{request.method} {path}: {error.detail}.").response(path)
         response.headers.update(error.headers or {})
-        if error.status_code == 405:  # Starlette names the methods of the first route only
-            tried = ({**request.scope, "method": method} for method in _METHODS)
-            allowed = [scope["method"] for scope in tried if any(r.matches(scope)[0] == Match.FULL for r in app.routes)]
+        if error.status_code == 405:  # Starlette lists the methods of the first route only
+            if (operations := app.openapi()["paths"].get(path)) is not None:  # a fixed path wins over parameters
+                allowed = sorted(method.upper() for method in operations)
+            else:
+                scopes = ({**request.scope, "method": method} for method in _METHODS)
+                allowed = [
+                    each["method"] for each in scopes if any(r.matches(each)[0] == Match.FULL for r in app.routes)
+                ]
             response.headers["Allow"] = ", ".join(allowed)
         return response
 
     async def on_client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    async def on_bug(request: Request, error: Exception) -> Response:
+    async def on_exception(request: Request, error: Exception) -> Response:
         return ApiError(500, "The server failed on this request.", code="internal_error").response(request.url.path)
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(InvalidValueError, on_invalid_value)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
-    app.add_exception_handler(ClientDisconnect, on_client_gone)  # before its body was whole
-    app.add_exception_handler(Exception, on_bug)
+    app.add_exception_handler(ClientDisconnect, on_client_gone)  # raised before the body was complete
+    app.add_exception_handler(Exception, on_exception)
 
 
 def _reason(param: str | None) -> str:
-    reason = REASONS.get(re.split(r"[.[]", param)[0]) if param else None
+    reason = UNSUPPORTED_REASONS.get(re.split(r"[.[]", param)[0]) if param else None
     return f" {reason}" if reason else ""
 
 
 def _field(loc: tuple[int | str, ...]) -> str | None:
-    """``messages[0].role`` of a pydantic location, without the names of types that unions add."""
+    """Return a pydantic location as ``messages[0].role``, without the type names that unions add."""
     name = ""
     for part in loc:
         if isinstance(part, int):

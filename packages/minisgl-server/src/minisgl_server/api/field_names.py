@@ -1,4 +1,4 @@
-"""Errors of a chat in the field names of another API whose request became that chat."""
+"""Error messages with the field names of the API that was called, where its request was translated into a chat."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ _MESSAGE = re.compile(r"messages\[(\d+)\](\.content)?.*")
 
 
 class FieldNames:
-    """Field names of another API.
+    """Mapping from the fields of a chat to those of another API.
 
     Args:
-        patterns: regular expressions of a chat's field names, and what replaces them.
-        messages: the field that each of the chat's messages comes from.
-        all_messages: the field that all messages come from.
+        patterns: regular expressions of a chat's fields, and their replacements.
+        messages: field that each of the chat's messages comes from.
+        all_messages: field that all messages come from.
     """
 
     def __init__(self, patterns: Mapping[str, str], messages: Sequence[str], all_messages: str) -> None:
@@ -38,10 +38,10 @@ class FieldNames:
 
     @contextmanager
     def errors(self) -> Iterator[None]:
-        """Rename the field of errors that are raised inside.
+        """Rename the fields of errors that are raised inside.
 
         Raises:
-            ApiError: the same error with the other name.
+            ApiError: the same error with the other API's name.
         """
         try:
             yield

@@ -1,4 +1,4 @@
-"""Routes that tell if the server runs, if it serves, and its version."""
+"""Routes for liveness, readiness and the version."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ import asyncio
 
 from fastapi import APIRouter, Request, Response
 
-from minisgl_server.api import errors
-from minisgl_server.api.answers import Counts, Status, Version
-from minisgl_server.api.choices import json_response
-from minisgl_server.api.openapi import documented
+from minisgl_server.api.errors import ApiError
+from minisgl_server.api.openai.requests import json_response
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import Counts, Status, Version
 
 COUNT_TIMEOUT_S = 10.0
 
 router = APIRouter()
 
 
-@router.get("/health", **documented(answer=Status, is_ready=False))
+@router.get("/health", **route_docs(response=Status, needs_engine=False))
 async def health() -> Response:
-    """The process answers; whether it serves is told by /ready."""
+    """Answer while the process runs; /ready tells if it serves requests."""
     return json_response({"status": "ok"})
 
 
-@router.get("/ready", **documented(answer=Status))
+@router.get("/ready", **route_docs(response=Status))
 async def ready(request: Request) -> Response:
-    """Whether requests are served: 503 while the engine starts and while the server shuts down."""
+    """Answer 200 if requests are served, and 503 while the engine starts or the server shuts down."""
     request.app.state.client.ready_info()
     return json_response({"status": "ok"})
 
 
-@router.get("/ping", **documented(answer=Status))
-@router.post("/ping", **documented(answer=Status))
+@router.get("/ping", **route_docs(response=Status))
+@router.post("/ping", **route_docs(response=Status))
 async def ping(request: Request) -> Response:
-    """Answer as /ready does; SageMaker and clients of vLLM ask here, by either method. A body is not read."""
+    """Answer as /ready does; SageMaker and clients of vLLM send GET or POST here. A body is not read."""
     return await ready(request)
 
 
-@router.get("/version", **documented(answer=Version, is_ready=False))
-async def tell_version(request: Request) -> Response:
-    """Tell the version of minisgl-server."""
+@router.get("/version", **route_docs(response=Version, needs_engine=False))
+async def get_version(request: Request) -> Response:
+    """Return the version of minisgl-server."""
     return json_response({"version": request.app.version})
 
 
-@router.get("/health/requests", **documented(answer=Counts))
+@router.get("/health/requests", **route_docs(response=Counts))
 async def requests(request: Request) -> Response:
-    """How many requests each process holds, which also shows that all of them answer."""
+    """Return the number of requests that each process holds; this also shows that all processes answer."""
     client = request.app.state.client
     client.ready_info()
     try:
         return json_response(await asyncio.wait_for(client.count(), COUNT_TIMEOUT_S))
     except TimeoutError:
-        raise errors.ApiError(503, "Not every process answers.", code="no_answer") from None
+        raise ApiError(503, "Not every process answers.", code="no_answer") from None

@@ -1,4 +1,4 @@
-"""Sizes of requests: how large a body and each of its parts may be. All follow from the engine's limits."""
+"""Limits on the size of a request's body and of its parts, derived from the engine's limits."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MIB = 2**20
 MAX_BODY_BYTES = 32 * MIB
 """Largest default of ``--max-body-size``, unless one prompt of the model's context needs more."""
 BYTES_PER_TOKEN = 32
-"""Room in a body for each token of the context: several times what token ids and most texts take."""
-MIN_TEXT = MIB
-"""Every text may have as many characters, however short the context is: some texts are no prompts."""
+"""Body size per token of the context: several times what token ids and most texts take."""
+MIN_TEXT_CHARS = MIB
+"""Least limit of a text's length, however short the context is, as not all texts are prompts."""
 MIN_ENTRIES = 2**14
-"""The same for lists and objects."""
+"""Least limit of entries per list or object."""
 MIN_VALUES = 2**18
-"""Decoding and validating so many values takes about 20 ms."""
+"""Least limit of values per body; decoding and validating so many takes about 20 ms."""
 MIN_TOOLS = 128
-"""OpenAI's own limit."""
+"""Least limit of tools; OpenAI's own limit."""
 TOKENS_PER_TOOL = 8
-"""A tool's name and the punctuation of its description take more."""
+"""Fewer tokens than any tool takes for its name and the punctuation of its description."""
 
 
 class Bound(enum.Enum):
-    """Limit of a list or an object: ``Annotated[list[str], Bound.OUTPUTS]``. Fields without one have `ENTRIES`."""
+    """Kind of limit of a list or object field: ``Annotated[list[str], Bound.OUTPUTS]``. The default is `ENTRIES`."""
 
     ENTRIES = "the tokens of the context, or 16384 where these are fewer"
     CONTEXT = "the tokens of the context"
@@ -42,13 +42,13 @@ class Bound(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of one engine.
+    """Size limits of requests to one engine.
 
     Attributes:
-        counts: most entries of a list or an object, by its `Bound`.
-        text: most characters of a text; no more fit the context.
-        values: most values in a body, keys of objects included.
-        body_bytes: largest body, decompressed.
+        counts: maximum number of entries of a list or object, by its `Bound`.
+        text: maximum characters of a text; longer texts cannot fit the context.
+        values: maximum number of values in a body, including the keys of objects.
+        body_bytes: maximum size of a body after decompression.
     """
 
     counts: Mapping[Bound, int]
@@ -58,7 +58,7 @@ class RequestLimits:
 
     @classmethod
     def of(cls, info: EngineInfo, max_body_bytes: int | None = None) -> Self:
-        """Derive the limits from an engine's; `max_body_bytes`: ``--max-body-size``, None for the default."""
+        """Derive the limits from the engine's. `max_body_bytes` is ``--max-body-size``, None for the default."""
         context, per_prompt = info.max_seq_len, BYTES_PER_TOKEN * info.max_seq_len
         if max_body_bytes is None:
             max_body_bytes = max(min(MAX_BODY_BYTES, MIB + info.max_requests * per_prompt), MIB + per_prompt)
@@ -69,25 +69,25 @@ class RequestLimits:
             Bound.VOCABULARY: info.vocab_size,
             Bound.TOOLS: max(MIN_TOOLS, context // TOKENS_PER_TOOL),
         }
-        text = max(MIN_TEXT, context * info.max_token_bytes) if info.max_token_bytes else max_body_bytes
+        text = max(MIN_TEXT_CHARS, context * info.max_token_bytes) if info.max_token_bytes else max_body_bytes
         values = max(MIN_VALUES, 4 * context, 3 * info.vocab_size)
         return cls(counts, min(text, max_body_bytes), values, max_body_bytes)
 
     def check_conversation(self, prompt: Tokenize) -> None:
-        """Refuse messages and tools whose texts together are longer than any that fits the context.
+        """Refuse messages and tools whose texts together cannot fit the context.
 
         Raises:
             ApiError: 400, they are too long.
         """
         if prompt.messages is None:
             return
-        if (length := prompt.num_chars) > 2 * self.text:  # roles and types count, too, and not all of them are rendered
+        if (length := prompt.num_chars) > 2 * self.text:  # it counts roles and types, of which not all are rendered
             what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
             message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")
 
 
-def limits_of(app: FastAPI) -> RequestLimits | None:
-    """Limits of an application's engine; None while it starts."""
+def request_limits(app: FastAPI) -> RequestLimits | None:
+    """Return the limits of an application's engine; None while it starts."""
     info = app.state.client.info
-    return None if info is None else RequestLimits.of(info, app.state.max_body_size)
+    return None if info is None else RequestLimits.of(info, app.state.options.max_body_size)

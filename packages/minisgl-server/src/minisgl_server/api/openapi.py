@@ -1,4 +1,4 @@
-"""The OpenAPI document: every body and every status, for routes that read and write their bodies by themselves."""
+"""OpenAPI document of the API. Routes parse and encode their bodies themselves, so that each declares them here."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from minisgl_core.sampling_params import MAX_LOGPROBS
-from minisgl_server.api.answers import AnthropicError, Error
 from minisgl_server.api.errors import ANTHROPIC_PATH
-from minisgl_server.api.guard import is_open
+from minisgl_server.api.response_models import AnthropicErrorResponse, Error
 
 ERRORS = {
     400: "The request is not valid; param names the field.",
     401: "No valid API key.",
-    404: "There is no such model or response.",
-    408: "The body stopped coming.",
-    413: "The body is larger than --max-body-size, or holds more than the context could.",
-    415: "The body is not JSON by its Content-Type, or compressed otherwise than by gzip or deflate.",
+    404: "The model or response does not exist.",
+    408: "The body was not received in time.",
+    413: "The body is larger than --max-body-size, or cannot fit the context.",
+    415: "The Content-Type is not JSON, or the Content-Encoding is neither gzip nor deflate.",
     429: "Too many requests run or wait; try again later.",
     500: "The server failed on this request.",
     503: "The engine is starting, or the server is shutting down.",
@@ -40,49 +39,49 @@ _BOUNDS: dict[str, Mapping[str, float]] = {
     "min_p": {"minimum": 0, "maximum": 1},
     "repetition_penalty": {"minimum": 1e-6, "maximum": 1e6},
 }
-"""Bounds of `SamplingParams`, which checks them, by the field's name in any request. JSON Schema applies them to numbers only."""
+"""Bounds that `SamplingParams` checks, by field name in any request. JSON Schema applies them to numbers only."""
 _TEMPLATE = "#/components/schemas/{model}"
 
-_described: set[type[BaseModel]] = {Error, AnthropicError}
+_models: set[type[BaseModel]] = {Error, AnthropicErrorResponse}
 
 
-def documented(
+def route_docs(
     body: type[BaseModel] | None = None,
-    answer: type[BaseModel] | None = None,
+    response: type[BaseModel] | None = None,
     *,
-    streams: type[BaseModel] | None = None,
+    stream_event: type[BaseModel] | None = None,
     ends_with_done: bool = True,
     errors: Iterable[int] = (),
-    is_ready: bool = True,
+    needs_engine: bool = True,
 ) -> dict[str, Any]:
-    """Keyword arguments of a FastAPI route.
+    """Return the keyword arguments of a FastAPI route that document it.
 
     Args:
-        body: what the route reads.
-        answer: what it answers with status 200; None for a route that never does.
-        streams: what each server-sent event holds where the body asks for a stream.
-        ends_with_done: the last event is ``[DONE]``; otherwise events are named by their types.
-        errors: further statuses, keys of `ERRORS`. Those that any route may answer, or the guard before it, are added.
-        is_ready: it answers 503 where the engine does not serve.
+        body: model of the request body.
+        response: model of the response of status 200; None for a route that always fails.
+        stream_event: model of the server-sent events, for a route that can stream.
+        ends_with_done: the last event is ``[DONE]``; otherwise events are named after their types.
+        errors: further statuses, keys of `ERRORS`. Those of any route and of the middleware are added.
+        needs_engine: the route answers 503 while the engine does not serve.
     """
-    _described.update(each for each in (body, answer, streams) if each is not None)
+    _models.update(each for each in (body, response, stream_event) if each is not None)
     responses: dict[int | str, Any] = {}
-    if answer is not None:
-        content = {"application/json": {"schema": _reference(answer)}}
-        if streams is not None:
-            content["text/event-stream"] = {"itemSchema": _event(streams, ends_with_done)}
+    if response is not None:
+        content = {"application/json": {"schema": _reference(response)}}
+        if stream_event is not None:
+            content["text/event-stream"] = {"itemSchema": _event(stream_event, ends_with_done)}
         responses[200] = {"description": "Success.", "content": content}
-    for status in sorted({*errors, 500, *([503] if is_ready else [])}):
+    for status in sorted({*errors, 500, *([503] if needs_engine else [])}):
         responses[status] = _error(status)
     route: dict[str, Any] = {"responses": responses, "response_class": Response, "status_code": min(responses)}
     if body is not None:
-        wanted = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
-        route["openapi_extra"] = {"requestBody": wanted}
+        request_body = {"required": True, "content": {"application/json": {"schema": _reference(body)}}}
+        route["openapi_extra"] = {"requestBody": request_body}
     return route
 
 
-def install(app: FastAPI) -> None:
-    """Make `app` serve the document."""
+def add_openapi_document(app: FastAPI) -> None:
+    """Have `app` serve the document."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -94,16 +93,16 @@ def install(app: FastAPI) -> None:
 
 def _document(app: FastAPI) -> dict[str, Any]:
     with warnings.catch_warnings():
-        # A route with several methods has one id, which is made unique below.
+        # A route with several methods has one id; ids are made unique below.
         warnings.filterwarnings("ignore", "Duplicate Operation ID")
         document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
-    models = sorted(_described, key=lambda model: model.__name__)
+    models = sorted(_models, key=lambda model: model.__name__)
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=_TEMPLATE)
     for definition in definitions["$defs"].values():
-        if "additionalProperties" in definition:  # a request, or a part of one
-            for name, described in definition.get("properties", {}).items():
+        if "additionalProperties" in definition:  # a request model or a part of one
+            for name, schema in definition.get("properties", {}).items():
                 for keyword, bound in _BOUNDS.get(name, {}).items():
-                    described.setdefault(keyword, bound)
+                    schema.setdefault(keyword, bound)
     schemas = {
         "schemas": definitions["$defs"],
         "securitySchemes": {
@@ -116,10 +115,10 @@ def _document(app: FastAPI) -> dict[str, Any]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             responses = operation["responses"]
-            # FastAPI ends the id by any one of the route's methods, in the order of a set.
+            # FastAPI's id ends with an arbitrary one of the route's methods.
             operation["operationId"] = f"{operation['operationId'].rpartition('_')[0]}_{method}"
-            responses.pop("422", None)  # FastAPI's own checks, which nothing here uses
-            if is_open(path):
+            responses.pop("422", None)  # of FastAPI's own validation, which no route uses
+            if path in app.state.public_paths:
                 operation["security"] = []
             else:
                 responses["401"] = _error(401)
@@ -127,7 +126,7 @@ def _document(app: FastAPI) -> dict[str, Any]:
                 responses |= {str(status): _error(status) for status in (408, 413, 415, 429)}
             if path.startswith(ANTHROPIC_PATH):
                 for status in responses.keys() - {"200"}:
-                    responses[status] = _error(int(status), AnthropicError)
+                    responses[status] = _error(int(status), AnthropicErrorResponse)
     return document
 
 
@@ -140,17 +139,17 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 
 
 def _event(model: type[BaseModel], ends_with_done: bool) -> dict[str, Any]:
-    """A server-sent event, in the words of OpenAPI 3.2, which 3.1 has none for."""
+    """Return the schema of a server-sent event, in the form of OpenAPI 3.2; version 3.1 has none."""
     chunk: dict[str, Any] = {"type": "string", "contentMediaType": "application/json"}
     if ends_with_done:
         description = (
-            f"One {model.__name__} each; then '[DONE]'. An error after the beginning is an event that holds an Error."
+            f"Each event is a {model.__name__}; the last is '[DONE]'. An error after the first event is an Error."
         )
         chunk["contentSchema"] = {"anyOf": [_reference(model), _reference(Error)]}
         properties: dict[str, Any] = {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}}
     else:
         description = (
-            f"One {model.__name__} each, named by its type. An error after the beginning is such an event too."
+            f"Each event is a {model.__name__}, named after its type. An error after the first event is one too."
         )
         chunk["contentSchema"] = _reference(model)
         properties = {"event": {"type": "string"}, "data": chunk}

@@ -1,1 +1,1 @@
-"""`minisgl bench`."""
+"""Commands `minisgl bench`: offline, serve, attention, accuracy and trace."""

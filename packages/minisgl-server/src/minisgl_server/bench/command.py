@@ -1,4 +1,4 @@
-"""``minisgl bench``."""
+"""Command ``minisgl bench``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minisgl_server.bench.trace.command import trace
 @click.group(invoke_without_command=True)
 @click.pass_context
 def bench(ctx: click.Context) -> None:
-    """Measure throughput and latency. Without a command: offline, with its defaults."""
+    """Measure throughput and latency. Without a subcommand, run offline with its defaults."""
     if ctx.invoked_subcommand is None:
         with offline.make_context("offline", [], parent=ctx) as sub:
             offline.invoke(sub)
@@ -32,7 +32,7 @@ def bench(ctx: click.Context) -> None:
     type=click.Choice(["uniform", "W"]),
     default="uniform",
     show_default=True,
-    help="uniform: greedy, one length for all. W: 256 sequences of 100 to 1024 tokens in and out, temperature 0.6.",
+    help="uniform: greedy, equal lengths. W: 256 sequences with 100 to 1024 input and output tokens, temperature 0.6.",
 )
 @click.option(
     "--batch-size",
@@ -41,37 +41,35 @@ def bench(ctx: click.Context) -> None:
     multiple=True,
     default=(1, 16),
     show_default=True,
-    help="Prompts at once; may be given several times. (uniform)",
+    help="Prompts per batch; may be given several times. (uniform)",
 )
+@click.option("--input-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens per prompt. (uniform)")
 @click.option(
-    "--input-len", type=click.IntRange(1), default=64, show_default=True, help="Tokens of a prompt. (uniform)"
-)
-@click.option(
-    "--output-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens of an output. (uniform)"
+    "--output-len", type=click.IntRange(1), default=128, show_default=True, help="Tokens per output. (uniform)"
 )
 @click.option(
     "--prefill-len",
     type=click.IntRange(0),
     default=1024,
     show_default=True,
-    help="Also measure a prompt of so many tokens and one token of output; 0 for not. (uniform)",
+    help="Also measure one prompt of this many tokens with one output token; 0 skips it. (uniform)",
 )
 @click.option("--num-seqs", type=click.IntRange(1), default=256, show_default=True, help="Sequences. (W)")
-@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs of each.")
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True, help="Measured runs per workload.")
 @click.option(
     "--compare",
     type=click.Choice(["transformers"]),
-    help="Measure its generate on the same model, dtype and shapes, too, taking turns. (uniform)",
+    help="Also measure transformers' generate on the same model, dtype and shapes, in alternation. (uniform)",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 @click.pass_context
 def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
-    """Run a workload in this process and measure it, without a server."""
+    """Measure a workload in this process, without a server."""
     from minisgl_server.bench.offline import run_offline
 
-    of_uniform = ("--batch-size", "--input-len", "--output-len", "--prefill-len")
+    uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len")
     is_w = options["workload"] == "W"
-    refused = {"used with --workload uniform": of_uniform} if is_w else {"used with --workload W": ("--num-seqs",)}
+    refused = {"used with --workload uniform": uniform_flags} if is_w else {"used with --workload W": ("--num-seqs",)}
     refuse_flags(given_flags(ctx), refused)
     run_offline(EngineConfig.from_flat(**pick(values, EngineConfig)), OfflineOptions(**options))
 

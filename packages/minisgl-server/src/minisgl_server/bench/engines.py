@@ -1,4 +1,4 @@
-"""The engines that a benchmark runs: minisgl, and transformers to compare with."""
+"""Engines that offline benchmarks run: minisgl, and transformers for comparison."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from minisgl_server.bench.workloads import Workload
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a workload.
+    """Times and counts of one run of a workload.
 
     Attributes:
-        seconds: from the prompts in tokens to the last output.
-        num_steps: forward passes.
-        num_cached_tokens: prompt tokens that a prefix cache held, whose computation was skipped.
+        seconds: time from the tokenized prompts to the last output.
+        num_steps: number of forward passes.
+        num_cached_tokens: prompt tokens from the prefix cache, which were not computed.
     """
 
     seconds: float
@@ -32,12 +32,12 @@ class Run:
 
 
 class BenchEngine(Protocol):
-    """Runs workloads."""
+    """Engine that can run a workload."""
 
     name: str
 
     def run(self, workload: Workload) -> Run:
-        """Run one to its end."""
+        """Run a workload to its end."""
 
 
 class MinisglEngine:
@@ -49,7 +49,7 @@ class MinisglEngine:
         self._llm = llm
 
     def run(self, workload: Workload) -> Run:
-        """All prompts at once through `LLM.generate`."""
+        """Run all prompts at once with `LLM.generate`."""
         sampling = [
             SamplingParams(max_tokens=length, temperature=workload.temperature, ignore_eos=True)
             for length in workload.output_lens
@@ -65,7 +65,7 @@ class MinisglEngine:
 
 
 class TransformersEngine:
-    """transformers' ``generate``, with the settings that it has by default, on the same device and in the same dtype."""
+    """transformers' ``generate`` with default settings, on the same device and with the same dtype."""
 
     name = "transformers"
 
@@ -73,10 +73,10 @@ class TransformersEngine:
         """Load the model.
 
         Args:
-            path: a folder, or a .gguf file, which transformers dequantises.
+            path: a folder, or a .gguf file, which transformers dequantizes.
             dtype: such as ``bfloat16``.
             device: such as ``cpu``.
-            dummy: random weights.
+            dummy: use random weights.
 
         Raises:
             InvalidValueError: a .gguf file, and accelerate is not installed.
@@ -99,17 +99,17 @@ class TransformersEngine:
             self._model: Any = model.to(device).eval()
         except torch.OutOfMemoryError:
             raise MinisglError(
-                "transformers' model does not fit beside minisgl's: lower --memory-ratio or set --num-pages"
+                "transformers' model does not fit into memory with minisgl's: lower --memory-ratio or set --num-pages"
             ) from None
         except (OSError, ValueError) as error:
             raise MinisglError(f"transformers cannot load {path}: {' '.join(str(error).split())}") from error
         self._model.generation_config.update(eos_token_id=None, pad_token_id=0, do_sample=False, num_beams=1)
-        for name in ("temperature", "top_k", "top_p", "min_p"):  # of no use, and warned about, without sampling
+        for name in ("temperature", "top_k", "top_p", "min_p"):  # unused without sampling, and causes of warnings
             setattr(self._model.generation_config, name, None)
         self._device = device
 
     def run(self, workload: Workload) -> Run:
-        """All prompts as one batch; they must be of one length, and so must the outputs."""
+        """Run all prompts as one batch; prompts must have equal lengths, and so must outputs."""
         [output_len], [input_len] = set(workload.output_lens), {len(prompt) for prompt in workload.prompts}
         start = time.perf_counter()
         ids = torch.tensor(workload.prompts, device=self._device)
@@ -120,7 +120,7 @@ class TransformersEngine:
 
 
 def _gguf_source(path: Path) -> dict[str, Any]:
-    """How to have transformers read a .gguf file as a dense model; later versions compute with the packed one if they can."""
+    """Return the arguments with which transformers loads and dequantizes a .gguf file; newer versions keep it packed."""
     import transformers
 
     if importlib.util.find_spec("accelerate") is None:

@@ -1,4 +1,4 @@
-"""What the flags of several ``minisgl bench`` commands have in common. Imports nothing heavy."""
+"""Flag handling that several ``minisgl bench`` commands share. Must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from minisgl_core.errors import InvalidValueError
 
 
 class OutputFile(click.Path):
-    """A file to write. That it cannot be is found before anything is measured; it is not created yet."""
+    """File to write. A path that cannot be written is refused before the measurement; the file is not created yet."""
 
     def __init__(self) -> None:
         super().__init__(dir_okay=False)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """See `OutputFile`; raises InvalidValueError."""
+        """Return the path; raises InvalidValueError if it cannot be written."""
         path = Path(value)
         if path.is_dir():
             why = "It is a folder."
         elif not path.parent.is_dir():
             why = f"There is no folder {path.parent}."
         elif not os.access(path if path.exists() else path.parent, os.W_OK):
-            why = "You may not write there."
+            why = "There is no write permission."
         else:
             return value
         raise InvalidValueError(param.opts[0] if param else "the file", value, "a file that can be written", why)
 
 
 def given_flags(ctx: click.Context) -> dict[str, Any]:
-    """The flags that the user wrote, with their values."""
+    """Return the flags given on the command line, with their values."""
     return {
         param.opts[0]: ctx.params[param.name]
         for param in ctx.command.params
@@ -46,11 +46,11 @@ def refuse_flags(given: Mapping[str, Any], refused: Mapping[str, Iterable[str]])
     """Refuse flags that would have no effect.
 
     Args:
-        given: see `given_flags`.
-        refused: flags by what is allowed instead, as a phrase that follows "must be".
+        given: given flags, see `given_flags`.
+        refused: flags to refuse, by what is allowed instead: a phrase that follows "must be".
 
     Raises:
-        InvalidValueError: names the first of them that was given.
+        InvalidValueError: a flag of `refused` was given.
     """
     for allowed, names in refused.items():
         for name in names:

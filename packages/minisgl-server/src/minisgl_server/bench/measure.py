@@ -1,4 +1,4 @@
-"""Measures workloads on engines, taking turns, so that whatever else the machine does meets all of them."""
+"""Measures workloads on engines in alternation, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from minisgl_server.bench.engines import BenchEngine, Run
 from minisgl_server.bench.workloads import Workload
 
 MakeWorkload = Callable[[int], Workload]
-"""A workload's variant by number: the same shape, other prompts."""
+"""Returns the variant of a workload by number: equal shapes, different prompts."""
 WARM_UP_TOKENS = 64
-"""Output tokens a request in a warm-up, at most."""
+"""Maximum output tokens per request of a warm-up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One engine on one workload; times are medians over the runs.
+    """Result of one engine on one workload; times are medians over the runs.
 
     Attributes:
-        engine: its name.
+        engine: name of the engine.
         workload: variant 0.
-        runs: one a repeat.
-        prefill_s: seconds for the prompts alone, up to each one's first token; None for outputs of mixed lengths, which are
-            not measured so.
+        runs: one run per repeat.
+        prefill_s: time for all prompts up to their first tokens; None for workloads with mixed output lengths.
     """
 
     engine: str
@@ -34,22 +33,22 @@ class Result:
 
     @property
     def seconds(self) -> float:
-        """Of a run."""
+        """Time per run."""
         return median(run.seconds for run in self.runs)
 
     @property
     def output_tokens_per_s(self) -> float:
-        """Generated tokens a second."""
+        """Generated tokens per second."""
         return self.workload.num_output_tokens / self.seconds
 
     @property
     def total_tokens_per_s(self) -> float:
-        """Prompt and generated tokens a second."""
+        """Prompt and generated tokens per second."""
         return (self.workload.num_prompt_tokens + self.workload.num_output_tokens) / self.seconds
 
     @property
     def step_s(self) -> float | None:
-        """Seconds a decode step; for mixed lengths, where prefill and decode share steps, the mean over all steps."""
+        """Seconds per decode step; for mixed lengths, the mean over all steps, as prefill and decode share steps."""
         if self.prefill_s is None:
             return median(run.seconds / run.num_steps for run in self.runs)
         num_steps = max(self.workload.output_lens) - 1
@@ -62,10 +61,10 @@ def measure(
     """Warm up, then measure.
 
     Args:
-        make: the workload; every run gets a variant that no run before it had.
-        engines: run in this order in one repeat, in the opposite one in the next.
-        repeats: measured runs of each.
-        advance: told what comes next, `num_stages` times.
+        make: the workload; every run has a variant of its own.
+        engines: engines to run, in this order in one repeat, and in the reverse order in the next.
+        repeats: measured runs per engine.
+        advance: called `num_stages` times with a description of the next stage.
 
     Returns:
         A result for each engine, in their order.
@@ -92,5 +91,5 @@ def measure(
 
 
 def num_stages(num_engines: int, repeats: int) -> int:
-    """How often `measure` reports progress."""
+    """Return the number of times that `measure` reports progress."""
     return num_engines * (1 + repeats)

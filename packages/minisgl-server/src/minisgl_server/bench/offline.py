@@ -1,4 +1,4 @@
-"""``minisgl bench offline``: the engine in this process."""
+"""Runs ``minisgl bench offline``, with the engine in this process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from minisgl_server.bench.workloads import mixed, uniform
 
 
 def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
-    """Measure, print a table, and write the JSON file if there is one.
+    """Measure, print a table, and write the JSON file if one is given.
 
     Raises:
         InvalidValueError: a workload does not fit the model, or cannot be compared.
@@ -41,7 +41,7 @@ def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
         _check_lengths(workloads, llm.info.max_seq_len, options)
         engines: list[BenchEngine] = [MinisglEngine(llm)]
         if options.compare:
-            device = next(value for what, value, _ in llm.info.choices if what == "platform")
+            device = next(value for name, value, _ in llm.info.choices if name == "platform")
             path = locate_model(config.model)
             engines.append(TransformersEngine(path, llm.info.dtype, device, config.model.dummy_weight))
         results = _measure_all(workloads, engines, options.repeats)
@@ -50,8 +50,8 @@ def run_offline(config: EngineConfig, options: OfflineOptions) -> None:
         for note in report.notes(results):
             click.echo(note)
         if options.json_file:
-            found = report.as_json(results, llm.info, {**config.flat(), **asdict(options)}, started)
-            Path(options.json_file).write_text(json.dumps(found, indent=2) + "\n")
+            data = report.as_json(results, llm.info, {**config.flat(), **asdict(options)}, started)
+            Path(options.json_file).write_text(json.dumps(data, indent=2) + "\n")
 
 
 def _workloads(options: OfflineOptions, vocab_size: int) -> list[MakeWorkload]:
@@ -77,9 +77,9 @@ def _measure_all(workloads: list[MakeWorkload], engines: list[BenchEngine], repe
         task = bar.add_task("", total=len(workloads) * num_stages(len(engines), repeats))
         num_done = -1
 
-        def advance(what: str) -> None:
+        def advance(description: str) -> None:
             nonlocal num_done
             num_done += 1
-            bar.update(task, description=what, completed=num_done)
+            bar.update(task, description=description, completed=num_done)
 
         return [measure(make, engines, repeats, advance) for make in workloads]

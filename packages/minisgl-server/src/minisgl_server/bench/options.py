@@ -1,4 +1,4 @@
-"""Options of ``minisgl bench offline`` besides the engine's. Imports nothing heavy."""
+"""Options of ``minisgl bench offline`` besides those of the engine. Must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineOptions:
-    """What to measure.
-
-    Attributes:
-        workload: ``uniform`` or ``W``.
-        batch_sizes: of the uniform workloads.
-        input_len: tokens of their prompts.
-        output_len: tokens of their outputs.
-        prefill_len: tokens of the prompt that is measured with one token of output; 0 for none.
-        num_seqs: sequences of W.
-        repeats: measured runs of each workload.
-        compare: ``transformers`` or None.
-        json_file: where the results go besides the table, if anywhere.
-    """
+    """Values of the command's flags; its help describes them."""
 
     workload: str = "uniform"
     batch_sizes: tuple[int, ...] = (1, 16)

@@ -1,4 +1,4 @@
-"""A benchmark's results, as a table and as JSON."""
+"""Results of an offline benchmark, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from minisgl_core.messages import EngineInfo
-from minisgl_server.bench import machine
+from minisgl_server.bench import environment
 from minisgl_server.bench.measure import Result
 
 TITLES = ("workload", "engine", "seconds", "output tok/s", "total tok/s", "step ms", "prefill ms")
 
 
 def table(results: Sequence[Sequence[Result]]) -> list[tuple[str, ...]]:
-    """Rows under `TITLES`; one group of results a workload."""
+    """Return the rows of the table with `TITLES`; `results` has one group per workload."""
     return [_row(result) for group in results for result in group]
 
 
@@ -32,7 +32,7 @@ def _row(result: Result) -> tuple[str, ...]:
 
 
 def notes(results: Sequence[Sequence[Result]]) -> list[str]:
-    """Sentences that follow the table; the first engine of a group is compared with the others."""
+    """Return the notes below the table; the first engine of each group is compared with the others."""
     found = []
     for group in results:
         ours = group[0]
@@ -52,13 +52,13 @@ def notes(results: Sequence[Sequence[Result]]) -> list[str]:
 def as_json(
     results: Sequence[Sequence[Result]], info: EngineInfo, options: Mapping[str, Any], started: str
 ) -> dict[str, Any]:
-    """Everything that is known of the measurement; times in the units that the names say."""
+    """Return the options, environment and results of a measurement."""
     return {
         "started": started,
         "machine": _machine(info),
         "versions": _versions(),
         "model": {"name": info.model, "architecture": info.architecture, "dtype": info.dtype},
-        "choices": {what: {"value": value, "reason": reason} for what, value, reason in info.choices},
+        "choices": {name: {"value": value, "reason": reason} for name, value, reason in info.choices},
         "options": dict(options),
         "results": [_as_json(result) for group in results for result in group],
         "comparisons": [
@@ -96,18 +96,18 @@ def _as_json(result: Result) -> dict[str, Any]:
 
 
 def _machine(info: EngineInfo) -> dict[str, Any]:
-    found = {**machine.machine(), "num_threads": torch.get_num_threads()}
+    found = {**environment.hardware(), "num_threads": torch.get_num_threads()}
     if torch.cuda.is_available():
         found["gpu"], found["num_gpus"] = info.device, torch.cuda.device_count()
     return found
 
 
 def _versions() -> dict[str, str]:
-    return {**machine.versions(), **({"cuda": torch.version.cuda} if torch.version.cuda else {})}
+    return {**environment.versions(), **({"cuda": torch.version.cuda} if torch.version.cuda else {})}
 
 
 def headline(info: EngineInfo) -> list[str]:
-    """What was measured and on what, before the table."""
+    """Return the lines above the table: model, machine, providers and versions."""
     about, packages = _machine(info), _versions()
     device = f"{about['num_gpus']} x {about['gpu']}, " if "gpu" in about else ""
     threads = f"{about['num_usable_cpus']} CPUs, {about['num_threads']} threads"

@@ -1,4 +1,4 @@
-"""What a benchmark asks an engine to do. Imports nothing heavy."""
+"""Workloads of offline benchmarks. Must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import random
 from dataclasses import dataclass, replace
 
 W_MAX_TOKENS = 1024
-"""Longest prompt and longest output of the workload W."""
+"""Maximum prompt and output length of the workload W."""
 _W_MAX_ID = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts that are there from the start, each continued by a fixed number of tokens.
+    """Prompts that are all submitted at the start, each with a fixed number of output tokens.
 
     Attributes:
-        name: for reports.
-        prompts: in token ids.
-        output_lens: tokens to generate for each; end-of-sequence tokens do not end them.
+        name: name in reports.
+        prompts: token ids of each prompt.
+        output_lens: tokens to generate per prompt; EOS tokens are ignored.
         temperature: 0 is greedy.
     """
 
@@ -28,52 +28,52 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(map(len, self.prompts))
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all outputs."""
+        """Number of tokens of all outputs."""
         return sum(self.output_lens)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Number of tokens of the longest sequence."""
         return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
 
     def capped(self, num_tokens: int) -> Workload:
-        """The same prompts, each continued by `num_tokens` at most."""
+        """Return the workload with at most `num_tokens` output tokens per prompt."""
         return replace(self, output_lens=[min(length, num_tokens) for length in self.output_lens])
 
 
 def uniform(batch_size: int, input_len: int, output_len: int, vocab_size: int, variant: int = 0) -> Workload:
-    """Random prompts of one length, greedy.
+    """Return random prompts of equal length, with greedy sampling.
 
     Args:
-        batch_size: prompts.
-        input_len: tokens a prompt.
-        output_len: tokens generated for each.
-        vocab_size: ids are below it.
-        variant: which prompts. All prompts of one shape begin with different tokens, as long as the vocabulary lasts, so that
-            none finds its beginning in a prefix cache.
+        batch_size: number of prompts.
+        input_len: tokens per prompt.
+        output_len: tokens to generate per prompt.
+        vocab_size: exclusive upper bound of the token ids.
+        variant: number of the variant. All prompts of a shape begin with different tokens, as far as the vocabulary allows, so
+            that the prefix cache has no hits.
     """
     draw = random.Random(f"{batch_size} {input_len} {output_len} {variant}")
     prompts = [[draw.randrange(vocab_size) for _ in range(input_len)] for _ in range(batch_size)]
-    for place, prompt in enumerate(prompts):
-        prompt[0] = (variant * batch_size + place) % vocab_size
+    for index, prompt in enumerate(prompts):
+        prompt[0] = (variant * batch_size + index) % vocab_size
     return Workload(f"{batch_size} x {input_len} in, {output_len} out", prompts, [output_len] * batch_size)
 
 
 def mixed(num_seqs: int, vocab_size: int, variant: int = 0) -> Workload:
-    """The workload W: prompts and outputs of 100 to 1,024 tokens each, temperature 0.6.
+    """Return the workload W: prompts and outputs of 100 to 1,024 tokens each, temperature 0.6.
 
-    With 256 sequences and variant 0 it is the one of Mini-SGLang's ``benchmark/offline/bench.py``, draw by draw: 142,827
-    prompt and 133,966 output tokens.
+    With 256 sequences and variant 0, it equals that of Mini-SGLang's ``benchmark/offline/bench.py``: 142,827 prompt and
+    133,966 output tokens.
 
     Args:
-        num_seqs: sequences.
-        vocab_size: ids wrap around at it.
-        variant: other variants have the same lengths and other tokens.
+        num_seqs: number of sequences.
+        vocab_size: token ids are taken modulo this number.
+        variant: number of the variant; all variants have equal lengths and different tokens.
     """
     draw = random.Random(0)
     lengths = W_MAX_TOKENS

@@ -1,1 +1,1 @@
-"""`minisgl launch`."""
+"""Command `minisgl launch`."""

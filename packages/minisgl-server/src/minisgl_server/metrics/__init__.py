@@ -1,1 +1,1 @@
-"""Prometheus metrics: what the engine counts, and how a server shows it."""
+"""Prometheus metrics: hooks that update them in the engine, and the route that serves them."""

@@ -1,4 +1,4 @@
-"""Every metric, once: names are vLLM's behind ``minisgl_``, labelled with the served model's name."""
+"""Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ SECONDS = (
     250.0,
     1000.0,
 )
-"""Bounds of times that reach from a step to the longest request."""
+"""Bucket bounds of times, from a step to the longest request."""
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
-"""Bounds of times between tokens."""
+"""Bucket bounds of times between tokens."""
 TOKENS = tuple(2**power for power in range(18))
 REQUESTS = tuple(2**power for power in range(11))
 
 
 class WeightedHistogram(Histogram):
-    """A histogram that takes many equal observations at once, in the time of one."""
+    """Histogram that can add many equal observations at the cost of one."""
 
     def observe_many(self, amount: float, count: int) -> None:
-        """The same as `count` calls of `observe`."""
+        """Add `count` equal observations."""
         self._sum.inc(amount * count)
         self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 @cache
 def families() -> SimpleNamespace:
-    """The metrics of this process, registered with prometheus_client; several engines in it share them."""
+    """Return the metrics of this process, registered with prometheus_client. All engines of the process share them."""
 
     def gauge(name: str, help: str) -> Gauge:
         return Gauge(f"minisgl_{name}", help, LABELS, multiprocess_mode="mostrecent")
@@ -61,37 +61,41 @@ def families() -> SimpleNamespace:
 
     return SimpleNamespace(
         num_requests_running=gauge("num_requests_running", "Requests in the running batch."),
-        num_requests_waiting=gauge("num_requests_waiting", "Requests that wait for a place in the batch."),
-        kv_cache_usage=gauge("kv_cache_usage_perc", "Share of the KV pages that running requests hold; 1 is all."),
+        num_requests_waiting=gauge("num_requests_waiting", "Requests that wait for admission to the batch."),
+        kv_cache_usage=gauge("kv_cache_usage_perc", "Fraction of the KV pages that running requests hold; 1 is all."),
         kv_pages_used=gauge("kv_pages_used", "KV pages that running requests hold."),
-        kv_pages=gauge("kv_pages", "KV pages that there are."),
-        prompt_tokens=counter("prompt_tokens", "Prompt tokens of requests that were admitted, cached ones included."),
+        kv_pages=gauge("kv_pages", "KV pages of the pool."),
+        prompt_tokens=counter("prompt_tokens", "Prompt tokens of admitted requests, with cached ones."),
         prefix_cache_queries=counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache."),
-        prefix_cache_hits=counter("prefix_cache_hits", "Prompt tokens that the prefix cache held."),
+        prefix_cache_hits=counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache."),
         generation_tokens=counter("generation_tokens", "Tokens generated."),
-        preemptions=counter("num_preemptions", "Requests that lost their pages and were queued again."),
-        requests=counter("request_success", "Requests that ended, by why: stop, length or abort.", "finished_reason"),
-        queue_time=histogram("request_queue_time_seconds", "From arrival to the first place in a batch.", SECONDS),
-        prefill_time=histogram("request_prefill_time_seconds", "From there to the first token.", SECONDS),
-        decode_time=histogram("request_decode_time_seconds", "From the first token to the last.", SECONDS),
-        time_to_first_token=histogram("time_to_first_token_seconds", "From arrival to the first token.", SECONDS),
-        inter_token_latency=histogram("inter_token_latency_seconds", "Between tokens of a request.", TOKEN_SECONDS),
-        time_per_output_token=histogram(
-            "request_time_per_output_token_seconds", "A request's mean between its tokens.", TOKEN_SECONDS
+        preemptions=counter("num_preemptions", "Requests that were preempted and queued again."),
+        requests=counter(
+            "request_success", "Requests that ended, by finish reason: stop, length or abort.", "finished_reason"
         ),
-        latency=histogram("e2e_request_latency_seconds", "From arrival to the end.", SECONDS),
-        request_prompt_tokens=histogram("request_prompt_tokens", "A request's prompt tokens.", TOKENS),
-        request_generation_tokens=histogram("request_generation_tokens", "A request's generated tokens.", TOKENS),
-        iteration_tokens=histogram("iteration_tokens_total", "Tokens computed in a step.", TOKENS),
-        iteration_requests=histogram("iteration_num_requests", "Requests in a step: the batch size.", REQUESTS),
+        queue_time=histogram("request_queue_time_seconds", "Time from arrival to the first step.", SECONDS),
+        prefill_time=histogram("request_prefill_time_seconds", "Time from the first step to the first token.", SECONDS),
+        decode_time=histogram("request_decode_time_seconds", "Time from the first token to the last.", SECONDS),
+        time_to_first_token=histogram("time_to_first_token_seconds", "Time from arrival to the first token.", SECONDS),
+        inter_token_latency=histogram(
+            "inter_token_latency_seconds", "Time between consecutive tokens of a request.", TOKEN_SECONDS
+        ),
+        time_per_output_token=histogram(
+            "request_time_per_output_token_seconds", "Mean time between the tokens of a request.", TOKEN_SECONDS
+        ),
+        latency=histogram("e2e_request_latency_seconds", "Time from arrival to the last token.", SECONDS),
+        request_prompt_tokens=histogram("request_prompt_tokens", "Prompt tokens per request.", TOKENS),
+        request_generation_tokens=histogram("request_generation_tokens", "Generated tokens per request.", TOKENS),
+        iteration_tokens=histogram("iteration_tokens_total", "Tokens computed per step.", TOKENS),
+        iteration_requests=histogram("iteration_num_requests", "Requests per step, that is the batch size.", REQUESTS),
     )
 
 
 def labelled(model_name: str) -> Any:
-    """The metrics of one model, by the names of `families`; ``requests`` takes the reason and gives the counter."""
-    found = vars(families())
-    one = {name: family.labels(model_name) for name, family in found.items() if name != "requests"}
-    requests = partial(found["requests"].labels, model_name)
+    """Return the metrics of one model, by the names of `families`. ``requests`` maps a finish reason to its counter."""
+    all_families = vars(families())
+    one = {name: family.labels(model_name) for name, family in all_families.items() if name != "requests"}
+    requests = partial(all_families["requests"].labels, model_name)
     for reason in ("stop", "length", "abort"):
         requests(reason)
     return SimpleNamespace(**one, requests=requests)

@@ -1,1 +1,1 @@
-"""The page at ``/``: chat, and a live view of the engine. Plain files; nothing is built."""
+"""Page at ``/`` with a chat and a live view of the engine, added by the hook `api_routes`. Its files need no build step."""

@@ -1,4 +1,4 @@
-"""``GET /``, its files, and ``GET /engine/state``."""
+"""Routes of the page: ``GET /``, the files below ``/page/``, and ``GET /engine/state``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
 from starlette.types import Scope
 
-from minisgl_server.api.answers import EngineState
-from minisgl_server.api.choices import json_response
-from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
-from minisgl_server.api.openapi import documented
-from minisgl_server.page.feed import StateFeed
+from minisgl_server.api.openai.requests import json_response
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.page.engine_feed import EngineFeed
+from minisgl_server.page.response_models import EngineState
 
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
@@ -24,42 +23,44 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-"""Nothing from elsewhere, nothing inline, nobody's frame; browsers ask whether a file has changed."""
+"""Headers of the page and its files: no third-party or inline content, no frames, and browsers revalidate their caches."""
 SINCE = {
     "name": "since",
     "in": "query",
-    "description": "Number of a step: only later ones are told.",
+    "description": "Number of a step; only later steps are returned.",
     "schema": {"type": "integer", "minimum": 0, "default": 0},
 }
 
 
-def add_page(app: FastAPI, client: EngineClient, with_text: bool) -> None:
-    """Serve the page and the state that it shows; text of prompts and outputs only with `with_text`.
+def add_routes(app: FastAPI) -> None:
+    """Add the page and the engine's state; the state has text of prompts and outputs only with ``--page-prompts``.
 
-    The files are open to everyone and hold nothing of anybody; the state needs a key where there are keys.
+    The page's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
     """
-    feed = StateFeed(client, with_text)
+    feed = EngineFeed(app.state.client, app.state.options.page_prompts)
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=HEADERS)
 
-    @app.get("/engine/state", **documented(answer=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE]})
+    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE]})
     async def state(request: Request) -> Response:
-        """What the engine does now: requests, steps, pages, and what the prefix cache holds; text with --page-prompts."""
+        """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
         text = request.query_params.get("since", "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ApiError(400, "since must be the number of a step.", "since")
         return json_response(await feed.state(int(text)))
 
-    app.mount("/page", _Files(directory=STATIC))
+    app.mount("/page", _PageFiles(directory=STATIC))
+    for path in ("/", "/page/"):
+        app.state.public_paths.add(path)
 
 
-class _Files(StaticFiles):
-    """With the page's headers."""
+class _PageFiles(StaticFiles):
+    """Static files, served with `HEADERS`."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """A file."""
+        """Return a file."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

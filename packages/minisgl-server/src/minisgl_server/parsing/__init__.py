@@ -1,1 +1,1 @@
-"""What a model writes, taken apart: thoughts, tool calls, and the text for the user."""
+"""Parsers that split the text of a model into reasoning content, tool calls and content."""

@@ -1,4 +1,4 @@
-"""How one model chats: its template on the way in, its tags on the way out."""
+"""Chat format of a model: the template renders its prompts, and parsers split its outputs."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.chat import plain_messages, render_chat
-from minisgl_server.parsing.reasoning import BEGIN, END, ReasoningSplitter, begins_inside
+from minisgl_server.parsing.reasoning_splitter import BEGIN, END, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_process
-from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, tool_parser_of
+from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
 
 AUTO, NONE = "auto", "none"
 _JSON_KINDS = {"json_schema", "json_object"}
@@ -23,43 +23,43 @@ _JSON_KINDS = {"json_schema", "json_object"}
 
 @dataclass(frozen=True, slots=True)
 class ParsedText:
-    """What is new of an output: thoughts, text for the user, and tool calls."""
+    """New output: reasoning content, content and tool calls."""
 
     reasoning: str
     content: str
     tool_calls: list[ToolCallDelta]
 
 
-class ChatParser:
-    """Takes one chat's output apart. Without splitter and tools, all of it is content."""
+class ChatOutputParser:
+    """Parses the output of one chat. Without a reasoning splitter and tools, all of it is content."""
 
     def __init__(
         self, splitter: ReasoningSplitter | None, tools: ToolParser | None, include_reasoning: bool = True
     ) -> None:
-        """Without `include_reasoning`, reasoning content is dropped."""
+        """Create a parser; without `include_reasoning`, reasoning content is dropped."""
         self._splitter, self._tools, self._include_reasoning = splitter, tools, include_reasoning
         self.num_reasoning_tokens = 0
-        """Tokens of reasoning content so far, its tags included."""
+        """Number of tokens of reasoning content so far, including its tags."""
 
     @property
     def is_done(self) -> bool:
-        """Whether the output is to end here."""
+        """True if the output ends here, as no further tool call is allowed."""
         return self._tools is not None and self._tools.is_done
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool was called."""
+        """True if a tool was called."""
         return self._tools is not None and self._tools.num_calls > 0
 
     def push(self, text: str, finished: bool, num_tokens: int = 0) -> ParsedText:
-        """Take the text of `num_tokens` tokens; with `finished`, nothing is held back any more."""
+        """Add the text of `num_tokens` tokens; with `finished`, nothing is held back."""
         reasoning, content = "", text
         if self._splitter is not None:
-            was_open = self._splitter.is_open
+            was_open = self._splitter.may_be_reasoning
             reasoning, content = self._splitter.push(text, finished)
             self.num_reasoning_tokens += num_tokens * was_open
             if not self._splitter.has_begun:
-                self.num_reasoning_tokens *= self._splitter.is_open  # there was no reasoning after all
+                self.num_reasoning_tokens *= self._splitter.may_be_reasoning  # there was no reasoning after all
             reasoning = reasoning if self._include_reasoning else ""
         calls: list[ToolCallDelta] = []
         if self._tools is not None:
@@ -68,39 +68,39 @@ class ChatParser:
 
 
 class ChatFormat:
-    """Renders conversations and makes the parsers of their answers."""
+    """Renders chats, and creates the grammars and parsers of their outputs."""
 
     def __init__(
         self, tokenizer: Any, tool_parser: str, reasoning_parser: str | None, template: str | None = None
     ) -> None:
-        """Read the template.
+        """Inspect the chat template.
 
         Args:
             tokenizer: a transformers tokenizer.
-            tool_parser: a name of `TOOL_PARSERS`, auto (by the template) or none.
-            reasoning_parser: a name of `REASONING_PARSERS`; None for none.
-            template: a request's own, instead of the tokenizer's.
+            tool_parser: a key of `TOOL_PARSERS`, ``auto`` to detect it from the template, or ``none``.
+            reasoning_parser: a key of `REASONING_PARSERS`, or None.
+            template: chat template of a request, instead of the tokenizer's.
         """
         self._tokenizer, self._reasoning_parser, self._own_template = tokenizer, reasoning_parser, template
-        self._asked_tool_parser = tool_parser
+        self._tool_parser_option = tool_parser
         self._template = str((template or tokenizer.chat_template) or "")
-        name = tool_parser_of(self._template) if tool_parser == AUTO else tool_parser
+        name = detect_tool_parser(self._template) if tool_parser == AUTO else tool_parser
         self._tool_parser = TOOL_PARSERS.get(name or NONE)
         self._knows_calls = "tools" in self._template or "tool_calls" in self._template
         self._special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
 
     def using(self, template: str | None) -> ChatFormat:
-        """The same with a request's own template, if it has one."""
+        """Return the format for a request's own chat template; itself if the request has none."""
         if template is None:
             return self
-        return ChatFormat(self._tokenizer, self._asked_tool_parser, self._reasoning_parser, template)
+        return ChatFormat(self._tokenizer, self._tool_parser_option, self._reasoning_parser, template)
 
     def render(self, chat: Tokenize) -> str:
-        """The prompt.
+        """Return the prompt of a chat.
 
         Raises:
-            InvalidValueError: see `render_chat`; or there are tools, now or in the conversation, and the model is not known to
-                write calls; or the model does not reason as the request asks.
+            InvalidValueError: see `render_chat`; or the chat has tools or tool calls, and the model's format of calls is not
+                known; or the model does not support the request's reasoning options.
         """
         assert chat.messages is not None
         self._check_reasoning(chat)
@@ -111,9 +111,11 @@ class ChatFormat:
             if "tools" in self._template:
                 tools = chat.tools.offered
             else:
-                messages = with_tools(messages, chat.tools.offered, parser)
-        elif (place := _first_use(messages)) is not None and not self._knows_calls:
-            messages = without_calls(messages, self._parser_for_tools(f"messages[{place}]", "a call or its result"))
+                messages = describe_tools_in_system_prompt(messages, chat.tools.offered, parser)
+        elif (index := _first_tool_message(messages)) is not None and not self._knows_calls:
+            messages = render_calls_as_text(
+                messages, self._parser_for_tools(f"messages[{index}]", "a call or its result")
+            )
         return render_chat(
             self._tokenizer,
             messages,
@@ -127,45 +129,45 @@ class ChatFormat:
         )
 
     def _hints(self, chat: Tokenize) -> dict[str, Any]:
-        """Return the hints that are variables of the template. Asking a model that never reasons for none is no error."""
+        """Return the hints that are variables of the template. Turning reasoning off is allowed for models without it."""
         hints = {name: value for name, value in chat.template_hints.items() if name in self._template}
-        is_none_anyway = chat.template_hints.get("enable_thinking") is False and BEGIN not in self._template
-        if chat.hints_name and not hints and not is_none_anyway:
+        turns_off_nothing = chat.template_hints.get("enable_thinking") is False and BEGIN not in self._template
+        if chat.hints_name and not hints and not turns_off_nothing:
             allowed = f"left out, as the model's chat template has no variable {' or '.join(chat.template_hints)}"
             raise InvalidValueError(chat.hints_name, "given", allowed)
         return hints
 
     def _check_reasoning(self, chat: Tokenize) -> None:
-        """Check that a request may choose where reasoning content goes."""
+        """Refuse to leave reasoning content out if the server cannot separate it."""
         if self._reasoning_parser is not None or BEGIN not in self._template:
             return
         if not chat.include_reasoning:
-            allowed = "left out, as the server does not tell reasoning content from content"
+            allowed = "left out, as the server does not separate reasoning content from content"
             raise InvalidValueError("include_reasoning", False, allowed, "Launch it with --reasoning-parser.")
 
-    def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatParser | None:
-        """Of the answer to `prompt`, which follows `grammar`; None where all of it is content."""
+    def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatOutputParser | None:
+        """Return the parser of the output, or None if all of it is content. `grammar` is the grammar of the output."""
         splitter = tools = None
         if self._reasoning_parser is not None and chat.separate_reasoning:
-            # What a form holds for from the first token on is no thought.
-            is_bound = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
-            splitter = ReasoningSplitter(False if is_bound else self._begins_inside(chat, prompt))
+            # An output that a grammar constrains from its first token on has no reasoning content.
+            is_constrained = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
+            splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
         if chat.tools is not None:
             strict = chat.tools.strict_names if _is_structural(chat) else ()
             tools = self._parser_for_tools()(chat.tools.names, chat.tools.parallel, strict)
-        return None if splitter is None and tools is None else ChatParser(splitter, tools, chat.include_reasoning)
+        return None if splitter is None and tools is None else ChatOutputParser(splitter, tools, chat.include_reasoning)
 
-    def _begins_inside(self, chat: Tokenize, prompt: str) -> bool | None:
-        """Return if the output goes on with reasoning content; see `begins_inside`."""
+    def _begins_with_reasoning(self, chat: Tokenize, prompt: str) -> bool | None:
+        """Return if the output begins with reasoning content; see `starts_with_reasoning`."""
         assert self._reasoning_parser is not None
         if chat.continue_final_message and chat.messages:
-            said = plain_messages(chat.messages[-1:])[0]["content"]
-            if said.strip():
-                return bool(said.rfind(BEGIN) > said.rfind(END))
-        return begins_inside(self._reasoning_parser, prompt)
+            content = plain_messages(chat.messages[-1:])[0]["content"]
+            if content.strip():
+                return bool(content.rfind(BEGIN) > content.rfind(END))
+        return starts_with_reasoning(self._reasoning_parser, prompt)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
-        """Whether the tags are special tokens, which text leaves out otherwise."""
+        """Return if a tag of reasoning or tool calls is a special token, which detokenization skips by default."""
         tags = {BEGIN, END} if self._reasoning_parser is not None else set()
         if chat.tools is not None:
             parser = self._parser_for_tools()
@@ -173,32 +175,33 @@ class ChatFormat:
         return bool(tags & self._special)
 
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
-        """What the answer must follow: the form asked for, calls of tools, or either; thoughts are free."""
-        form = chat.sampling.structured_outputs
-        source = form.source(chat.form_name) if form is not None else None
+        """Return the grammar of the output: structured output, tool calls, or either. Reasoning content stays free."""
+        structured = chat.sampling.structured_outputs
+        source = structured.source(chat.form_name) if structured is not None else None
         if chat.tools is not None and _is_structural(chat):
-            return self._strict_grammar(chat.tools)  # which leaves thoughts free by itself
+            return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
             source = self._tool_grammar(chat.tools, source)
         if source is None or self._reasoning_parser is None:
             return source
-        thinks, end = self._begins_inside(chat, prompt), self._token(END)
-        if thinks is False or end is None:
+        has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(END)
+        if has_begun is False or end is None:
             return source
-        return msgspec.structs.replace(source, after_token=end, free_if_begun_by=None if thinks else self._token(BEGIN))
+        begin = None if has_begun else self._token(BEGIN)
+        return msgspec.structs.replace(source, after_token=end, free_if_begun_by=begin)
 
     def _token(self, tag: str) -> int | None:
-        """The token that stands for a tag, if there is one."""
+        """Return the token id of a tag, or None if it is not a single token."""
         token: int = self._tokenizer.convert_tokens_to_ids(tag)
         return token if self._tokenizer.decode([token]) == tag else None
 
     @staticmethod
     def argument_schemas(chat: Tokenize) -> list[tuple[str, str]]:
-        """The schemas of the arguments of a chat's tools, by the names of their fields."""
+        """Return the schemas of the arguments of a chat's tools, with their field names."""
         tools = chat.tools.tools if chat.tools is not None else []
-        schemas = [(place, tool["function"].get("parameters")) for place, tool in enumerate(tools)]
+        schemas = [(index, tool["function"].get("parameters")) for index, tool in enumerate(tools)]
         return [
-            (f"tools[{place}].function.parameters", json.dumps(each)) for place, each in schemas if each is not None
+            (f"tools[{index}].function.parameters", json.dumps(each)) for index, each in schemas if each is not None
         ]
 
     def _parser_for_tools(self, name: str = "tools", value: str = "given") -> type[ToolParser]:
@@ -206,34 +209,34 @@ class ChatFormat:
             raise InvalidValueError(
                 name,
                 value,
-                "left out: how this model writes tool calls is not known from its chat template",
+                "left out: the format of the model's tool calls cannot be detected from its chat template",
                 f"Launch with --tool-call-parser {' or '.join(TOOL_PARSERS)}.",
             )
         return self._tool_parser
 
     def _strict_grammar(self, tools: ToolUse) -> GrammarSource:
-        """Free text, in which calls of strict functions fit their schemas however they begin."""
+        """Return the grammar of free text in which calls of strict functions conform to their schemas."""
         parser = self._parser_for_tools()
         structures, triggers, strict_names = [], [], set(tools.strict_names)
         for function in (tool["function"] for tool in tools.offered):
             is_strict = function["name"] in strict_names
             schema = arguments_schema(function) if is_strict else {"type": "object"}
             for trigger, begin, end in parser.spellings:
-                # A tag is followed by a call of one of the functions; without, only strict ones are looked for.
+                # After a tag, any function may be called. Without a tag, only calls of strict functions are constrained.
                 if is_strict or trigger == parser.begin:
                     triggers.append(trigger.replace("NAME", function["name"]))
                     structures.append({"begin": begin.replace("NAME", function["name"]), "schema": schema, "end": end})
-        text = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
-        return GrammarSource("structural_tag", json.dumps(text), "tools")
+        tag = {"triggers": list(dict.fromkeys(triggers)), "structures": structures}
+        return GrammarSource("structural_tag", json.dumps(tag), "tools")
 
-    def _tool_grammar(self, tools: ToolUse, form: GrammarSource | None) -> GrammarSource:
+    def _tool_grammar(self, tools: ToolUse, structured: GrammarSource | None) -> GrammarSource:
         otherwise = None
-        if form is not None:
+        if structured is not None:
             if tools.is_required:
-                raise InvalidValueError(form.name, form.text, "left out where tool_choice demands a call")
-            if form.kind not in _JSON_KINDS:
-                raise InvalidValueError(form.name, form.text, "a JSON schema where there are tools")
-            otherwise = {"type": "object"} if form.kind == "json_object" else _schema(form)
+                raise InvalidValueError(structured.name, structured.text, "left out where tool_choice requires a call")
+            if structured.kind not in _JSON_KINDS:
+                raise InvalidValueError(structured.name, structured.text, "a JSON schema where there are tools")
+            otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
         parser = self._parser_for_tools()
         chosen = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]
         prefix, suffix, separator = parser.tagged
@@ -245,22 +248,22 @@ class ChatFormat:
             "max_items": None if tools.parallel else 1,
             "otherwise": otherwise,
         }
-        return GrammarSource("tagged_json", json.dumps(text), "tools" if form is None else form.name)
+        return GrammarSource("tagged_json", json.dumps(text), "tools" if structured is None else structured.name)
 
 
 def _is_structural(chat: Tokenize) -> bool:
-    """Whether the output is free but for calls of strict functions."""
-    tools, form = chat.tools, chat.sampling.structured_outputs
-    return tools is not None and bool(tools.strict_names) and not tools.is_required and form is None
+    """Return if the output is free except for calls of strict functions."""
+    tools, structured = chat.tools, chat.sampling.structured_outputs
+    return tools is not None and bool(tools.strict_names) and not tools.is_required and structured is None
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    """What a function takes, as a JSON schema; nothing where its parameters are left out."""
+    """Return the JSON schema of a function's arguments; a function without parameters takes none."""
     return function.get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, Any]:
-    """What a call of a function is, as a JSON schema."""
+    """Return the JSON schema of a call of a function."""
     return {
         "type": "object",
         "properties": {"name": {"const": function["name"]}, arguments_key: arguments_schema(function)},
@@ -269,31 +272,31 @@ def call_schema(function: Mapping[str, Any], arguments_key: str) -> dict[str, An
     }
 
 
-def with_tools(
+def describe_tools_in_system_prompt(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], parser: type[ToolParser]
 ) -> list[dict[str, Any]]:
-    """Messages for a template that knows no tools: as `without_calls`, and the system prompt describes the tools."""
+    """Return messages for a template without tools: calls become text, and the system prompt describes the tools."""
     prefix, suffix, _ = parser.tagged
     call = f'{prefix}{{"name": <name of the function>, "{parser.arguments_key}": <object of its arguments>}}{suffix}'
     lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
     text = "\n".join(
         ["You can call these functions, each described by a JSON object:", *lines, "To call one, answer:", call]
     )
-    plain = without_calls(messages, parser)
+    plain = render_calls_as_text(messages, parser)
     if plain and plain[0]["role"] in ("system", "developer"):
         return [{**plain[0], "content": f"{plain[0]['content']}\n\n{text}"}, *plain[1:]]
     return [{"role": "system", "content": text}, *plain]
 
 
-def without_calls(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
-    """Messages for a template that knows no calls: these and their results are texts."""
+def render_calls_as_text(messages: Sequence[Mapping[str, Any]], parser: type[ToolParser]) -> list[dict[str, Any]]:
+    """Return messages for a template without tool calls: calls and their results become text."""
     return [_as_text(message, parser) for message in plain_messages(messages)]
 
 
-def _first_use(messages: Sequence[Mapping[str, Any]]) -> int | None:
-    """Where the first call, or result of one, is."""
-    uses = (place for place, each in enumerate(messages) if each.get("tool_calls") or each.get("role") == "tool")
-    return next(uses, None)
+def _first_tool_message(messages: Sequence[Mapping[str, Any]]) -> int | None:
+    """Return the index of the first message with tool calls or a tool result."""
+    indices = (index for index, each in enumerate(messages) if each.get("tool_calls") or each.get("role") == "tool")
+    return next(indices, None)
 
 
 def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, Any]:
@@ -312,8 +315,8 @@ def _as_text(message: Mapping[str, Any], parser: type[ToolParser]) -> dict[str, 
     return {**rest, "content": message["content"] + separator.join(texts)}
 
 
-def _schema(form: GrammarSource) -> Any:
+def _schema(structured: GrammarSource) -> Any:
     try:
-        return json.loads(form.text)
+        return json.loads(structured.text)
     except (ValueError, RecursionError) as error:
-        raise InvalidValueError(form.name, form.text, f"JSON ({error})") from None
+        raise InvalidValueError(structured.name, structured.text, f"JSON ({error})") from None

@@ -1,4 +1,4 @@
-"""Rendering of chat templates that requests bring, each in a process of its own with limits."""
+"""Renders the chat template of a request in a process of its own, with limits of time and memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 import psutil
 
 RENDER_S = 2.0
-"""Longest time to render one template."""
+"""Maximum time to render a template."""
 RENDER_BYTES = 512 * 2**20
-"""Most memory that rendering takes, beside the worker's own."""
+"""Maximum memory for rendering, beside that of the worker."""
 MAX_PROMPT_CHARS = 16 * 2**20
-"""Longest text that a template may make."""
+"""Maximum length of a rendered prompt."""
 
 
 def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-    """Return what ``tokenizer.apply_chat_template`` makes of a template that is not trusted.
+    """Return the result of ``tokenizer.apply_chat_template`` for an untrusted template.
 
-    A thread could neither be stopped nor kept from taking memory. The process is a copy of this one, so that it starts in
-    milliseconds and has the tokenizer.
+    A thread could not be stopped, and its memory not be limited. The process is forked, so that it starts within milliseconds
+    and has the tokenizer.
 
     Raises:
         ValueError: the template fails, or exceeds a limit.
@@ -34,35 +34,35 @@ def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: M
         _render(sender, tokenizer, messages, options)
     sender.close()
     try:
-        found = receiver.recv_bytes(4 * MAX_PROMPT_CHARS) if receiver.poll(RENDER_S) else None
+        result = receiver.recv_bytes(4 * MAX_PROMPT_CHARS) if receiver.poll(RENDER_S) else None
     except (EOFError, OSError):
-        found = b""
+        result = b""
     finally:
         receiver.close()
         os.kill(child, 9)
         os.waitpid(child, 0)
-    if found is None:
+    if result is None:
         raise ValueError(f"it takes more than {RENDER_S:g} s to render")
-    if not found:
+    if not result:
         raise ValueError(f"it takes more than {RENDER_BYTES >> 20} MiB of memory or {MAX_PROMPT_CHARS} characters")
-    if found[:1] == b"e":
-        raise ValueError(found[1:].decode())
-    return found[1:].decode()
+    if result[:1] == b"e":
+        raise ValueError(result[1:].decode())
+    return result[1:].decode()
 
 
 def _render(sender: Connection, tokenizer: Any, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> None:
-    """Body of the process; it never returns, as the process is a copy of a server's."""
+    """Render in the forked process and exit; it must never return into the code of the server."""
     try:
         size = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (size + RENDER_BYTES, size + RENDER_BYTES))
         resource.setrlimit(resource.RLIMIT_CPU, (int(RENDER_S) + 1, int(RENDER_S) + 1))
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-            answer = b"t" + text.encode()
+            result = b"t" + text.encode()
         except MemoryError:
-            answer = b""
+            result = b""
         except Exception as error:
-            answer = b"e" + str(error)[:1000].encode(errors="replace")
-        sender.send_bytes(answer if len(answer) <= MAX_PROMPT_CHARS else b"")
+            result = b"e" + str(error)[:1000].encode(errors="replace")
+        sender.send_bytes(result if len(result) <= MAX_PROMPT_CHARS else b"")
     finally:
         os._exit(0)

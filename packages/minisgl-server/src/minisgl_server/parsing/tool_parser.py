@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, for the formats of Hermes (Qwen too) and Llama 3."""
+"""Parses tool calls in the text of a model, in the formats of Hermes and Qwen, and of Llama 3."""
 
 from __future__ import annotations
 
@@ -8,51 +8,56 @@ from typing import ClassVar
 
 from minisgl_core.messages import ToolCallDelta
 from minisgl_core.text.stop import StopFinder
-from minisgl_server.parsing.call_reader import CallReader
+from minisgl_server.parsing.tool_call_reader import ToolCallReader
 
 
 class ToolParser:
-    """Splits text into content and calls, as it comes.
+    """Splits a stream of text into content and tool calls.
 
-    What turns out not to be a call is content, to the letter. White space around calls is dropped. A piece of text may be
-    held back while it could begin a call.
+    Text that turns out not to be a call is content, unchanged. Whitespace around calls is dropped. Text is held back as long
+    as it could begin a call.
 
     Attributes:
-        num_calls: calls so far.
+        num_calls: number of calls so far.
     """
 
     begin: ClassVar[str]
-    """A tag before each call (or the first)."""
+    """Tag before each call, or before the first."""
     end: ClassVar[str] = ""
-    """A tag after each."""
+    """Tag after each call."""
     bare_start: ClassVar[bool] = False
-    """Whether an object at the very beginning, without a tag, is a call too, if it names one of the tools."""
+    """True if an object at the start of the text is a call without a tag, if it names one of the tools."""
     separators: ClassVar[str] = ""
-    """Characters that may stand between calls that share one tag."""
+    """Characters that may separate calls that share one tag."""
     arguments_key: ClassVar[str]
-    """What the format calls the arguments."""
+    """Key of the arguments in this format."""
     tagged: ClassVar[tuple[str, str, str]]
-    """What a constrained output has before, after and between calls."""
+    """Texts before, after and between the calls of a constrained output."""
     spellings: ClassVar[tuple[tuple[str, str, str], ...]]
-    """How calls begin in an output that is free otherwise: what gives one away, all before its arguments, all after them;
-    NAME stands for the function's. Begun by `begin`, a call is one of the first of these."""
+    """Forms of a call in an otherwise free output: its trigger, the text before its arguments, and the text after them.
+
+    NAME stands for the function's name. A call that begins with `begin` has one of the first of these forms.
+    """
 
     def __init__(self, functions: Collection[str], parallel: bool, strict: Collection[str] = ()) -> None:
-        """`functions`: names of the tools; without `parallel`, nothing is read after the first call.
+        """Start to parse one output.
 
-        Of the `strict` functions, calls count in one of the `spellings` only: those that a grammar has seen to.
+        Args:
+            functions: names of the tools.
+            parallel: False ends the output after the first call.
+            strict: functions whose calls are recognized in one of the `spellings` only, as the grammar constrains only those.
         """
         self._functions, self._parallel = frozenset(functions), parallel
-        heads = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.spellings]
-        self._heads = {name: frozenset(head.replace("NAME", name) for head in heads) for name in strict}
+        prefixes = [begin.removeprefix(self.begin).lstrip() for _, begin, _ in self.spellings]
+        self._prefixes = {name: frozenset(prefix.replace("NAME", name) for prefix in prefixes) for name in strict}
         self._finder = StopFinder((self.begin,))
-        self._reader: CallReader | None = None
+        self._reader: ToolCallReader | None = None
         self._tag = ""
-        """What came before the call that is being read: its tag or nothing."""
+        """Text before the current call: its tag, or nothing."""
         self._after: str | None = None
-        """What came since a call, while it may be part of it or lead to another."""
+        """Text since the last call, as long as it may be its end tag or lead to another call."""
         self._rest: StopFinder | None = None
-        """Looks for the end of a call whose JSON breaks off."""
+        """Finds the end tag of a call whose JSON breaks off."""
         self._space = ""
         self._at_start = self.bare_start
         self._content: list[str] = []
@@ -62,11 +67,11 @@ class ToolParser:
 
     @property
     def is_done(self) -> bool:
-        """Whether no more is to be read: the one call that is allowed has been."""
+        """True if the one allowed call has ended, so that the output ends here."""
         return not self._parallel and self.num_calls > 0 and self._reader is None
 
     def push(self, text: str, finished: bool) -> tuple[str, list[ToolCallDelta]]:
-        """Take text; with `finished`, nothing is held back any more. Returns new content and what is new of calls."""
+        """Add text; return new content and new parts of calls. With `finished`, nothing is held back."""
         for char in text:
             if not self.is_done:
                 self._step(char)
@@ -116,14 +121,14 @@ class ToolParser:
             self._add(self._tag + reader.raw)
             if char == "<":
                 self._step_text(char)
-        elif reader.state == "called":
+        elif reader.state == "complete":
             self._reader, self._after = None, ""
         else:
             self._rest = StopFinder((self.end,)) if self.end else StopFinder(())
             self._step_rest(char)
 
     def _step_rest(self, char: str) -> None:
-        """The JSON of a call breaks off: all up to the end tag belongs to the arguments, unless they had ended before."""
+        """Read a call whose JSON breaks off: the text up to the end tag belongs to the arguments, unless they had ended."""
         assert self._rest is not None
         assert self._reader is not None
         shown, found = self._rest.push(char)
@@ -135,7 +140,7 @@ class ToolParser:
             self._after = None
 
     def _step_after(self, char: str) -> None:
-        """After a call: white space, its end tag, or what leads to the next."""
+        """Read the text after a call: whitespace, its end tag, or a separator before the next call."""
         assert self._after is not None
         after = (self._after + char).lstrip()
         if self.end and self.end.startswith(after):
@@ -168,16 +173,16 @@ class ToolParser:
 
     def _start_call(self, tag: str, known_only: bool = False) -> None:
         self._tag = tag
-        self._reader = CallReader(self._functions if known_only else None, self._heads, self._take_arguments)
+        self._reader = ToolCallReader(self._functions if known_only else None, self._prefixes, self._add_arguments)
 
     def _announce(self, name: str) -> None:
-        """A call has begun."""
+        """Add a new call."""
         self._space = ""
         call_id = f"call_{uuid.uuid4().hex[:24]}"
         self._calls.append(ToolCallDelta(index=self.num_calls, id=call_id, name=name, arguments=""))
         self.num_calls += 1
 
-    def _take_arguments(self, text: str) -> None:
+    def _add_arguments(self, text: str) -> None:
         self._arguments.append(text)
 
     def _flush_arguments(self) -> None:
@@ -191,7 +196,7 @@ class ToolParser:
             self._calls.append(ToolCallDelta(index=self.num_calls - 1, arguments=arguments))
 
     def _show(self, text: str) -> None:
-        """Content; white space waits, as it is dropped where a call follows."""
+        """Add content. Whitespace is held back, as it is dropped before a call."""
         for char in text:
             if char.isspace():
                 self._space += char
@@ -204,7 +209,7 @@ class ToolParser:
 
 
 class HermesParser(ToolParser):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``, as Hermes 2 Pro writes it and Qwen 2.5 and 3 do."""
+    """Format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of Hermes 2 Pro, Qwen 2.5 and Qwen 3."""
 
     begin = "<tool_call>"
     end = "</tool_call>"
@@ -214,7 +219,7 @@ class HermesParser(ToolParser):
 
 
 class Llama3JsonParser(ToolParser):
-    """``{"name": ..., "parameters": {...}}``, several with semicolons between, as Llama 3.1 and later write it."""
+    """Format ``{"name": ..., "parameters": {...}}`` of Llama 3.1 and later; semicolons separate several calls."""
 
     begin = "<|python_tag|>"
     bare_start = True
@@ -229,11 +234,11 @@ class Llama3JsonParser(ToolParser):
 
 
 TOOL_PARSERS: dict[str, type[ToolParser]] = {"hermes": HermesParser, "llama3_json": Llama3JsonParser}
-"""By the name that ``--tool-call-parser`` takes."""
+"""Parsers by the values of ``--tool-call-parser``."""
 
 
-def tool_parser_of(template: str) -> str | None:
-    """The parser of what a chat template teaches, where that is clear."""
+def detect_tool_parser(template: str) -> str | None:
+    """Return the parser of the format that a chat template describes, or None if that is not clear."""
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
         return "hermes"
     if "<|python_tag|>" in template and '"parameters"' in template:

@@ -1,1 +1,1 @@
-"""`minisgl shell`."""
+"""Command `minisgl shell`."""

@@ -1,4 +1,4 @@
-"""``/set NAME VALUE``, and what a turn of the conversation took."""
+"""Settings of the shell's ``/set NAME VALUE``, and the statistics of a turn."""
 
 from __future__ import annotations
 
@@ -14,39 +14,41 @@ NAMES = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),
     *("repetition_penalty", "seed", "stop", "ignore_eos"),
 )
-"""What may be set: sampling parameters that make sense for one answer of text."""
+"""Sampling parameters that ``/set`` accepts: those that apply to a single text response."""
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """The name and the value of a line such as ``temperature 0.2``; None for the value ``default``.
+    """Return the name and value of a line such as ``temperature 0.2``; the value ``default`` becomes None.
 
     Raises:
         InvalidValueError: there is no such parameter, or the value is not allowed.
     """
-    name, _, word = text.partition(" ")
+    name, _, rest = text.partition(" ")
     if name not in NAMES:
         raise InvalidValueError("/set", name, f"one of {', '.join(NAMES)}", did_you_mean(name, NAMES))
-    word = word.strip()
-    if word in ("", "default"):
+    rest = rest.strip()
+    if rest in ("", "default"):
         return name, None
     try:
-        value = json.loads(word)
+        value = json.loads(rest)
     except ValueError:
-        value = word
+        value = rest
     if name == "stop" and not isinstance(value, (str, list)):
-        value = word  # a text that happens to be JSON, such as 5 or null
+        value = rest  # a text that happens to be JSON, such as 5 or null
     SamplingParams(**{"max_tokens": 2**31, name: value})
     return name, value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """What one answer took.
+class TurnStats:
+    """Times and token counts of one response.
 
     Attributes:
-        first_s: until its first text; None where there was none.
-        total_s: until its end.
-        num_prompt, num_cached, num_output: tokens; None where nobody told, as for an answer that was stopped.
+        first_s: time to its first text; None if there was none.
+        total_s: time to its end.
+        num_prompt: prompt tokens; None if they are not known, such as after Ctrl-C.
+        num_cached: prompt tokens from the prefix cache, or None.
+        num_output: output tokens, or None.
     """
 
     first_s: float | None
@@ -56,7 +58,7 @@ class Turn:
     num_output: int | None = None
 
     def describe(self) -> str:
-        """One line."""
+        """Return the statistics as one line."""
         parts = [] if self.first_s is None else [f"{self.first_s:.3f} s to the first token"]
         if self.num_output is not None and self.first_s is not None and self.num_output > 1:
             decode_s = max(self.total_s - self.first_s, 1e-9)

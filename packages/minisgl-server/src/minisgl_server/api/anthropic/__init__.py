@@ -1,1 +1,1 @@
-"""Anthropic's Messages API. Each request becomes a `ChatRequest`, and each output content blocks and typed events."""
+"""Anthropic Messages API. Each request is translated into a `ChatRequest`, and each output into content blocks and events."""

@@ -9,10 +9,10 @@ from pydantic import TypeAdapter
 
 from minisgl_core.logs import REQUEST_ID
 from minisgl_core.messages import Text
-from minisgl_server.api.choices import Choices
 from minisgl_server.api.errors import ApiError, anthropic_body
-from minisgl_server.api.segments import Segment, Segments
-from minisgl_server.api.streaming import Chunks, typed_event
+from minisgl_server.api.openai.choices import Choices
+from minisgl_server.api.openai.event_stream import StreamEvents, typed_event
+from minisgl_server.api.openai.segments import Segment, Segments
 
 _encode = msgspec.json.Encoder().encode
 _OBJECT = TypeAdapter(dict[str, Any])
@@ -22,40 +22,40 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""Type of the delta of each kind of segment, and its field."""
+"""Delta type of each kind of segment, and its field."""
 
 
-class MessageBody:
-    """One message as it grows.
+class MessageObject:
+    """Collects the output of one message.
 
     Args:
         model: name of the model.
-        choices: counts its tokens.
+        choices: counts the tokens.
     """
 
     def __init__(self, model: str, choices: Choices) -> None:
         self.segments = Segments()
         self._choices = choices
-        self._head = {"id": choices.id, "type": "message", "role": "assistant", "model": model}
+        self._common = {"id": choices.id, "type": "message", "role": "assistant", "model": model}
 
     def started(self) -> dict[str, Any]:
         """Return the message before any output."""
-        return {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self.usage()}
+        return {**self._common, "content": [], "stop_reason": None, "stop_sequence": None, "usage": self.usage()}
 
     def finished(self) -> dict[str, Any]:
-        """Return the whole message."""
-        content = [block_of(segment) for segment in self.segments.all]
-        return {**self._head, "content": content, **self.stop(), "usage": self.usage()}
+        """Return the complete message."""
+        content = [content_block(segment) for segment in self.segments.all]
+        return {**self._common, "content": content, **self.stop(), "usage": self.usage()}
 
     def stop(self) -> dict[str, Any]:
-        """Return what ended the output."""
+        """Return the stop reason and stop sequence."""
         last = self.segments.last
         if last.finish_reason == "stop" and isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
         return {"stop_reason": _STOP_REASONS[last.finish_reason or "stop"], "stop_sequence": None}
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens so far."""
+        """Return the token counts so far."""
         usage = self._choices.usage()
         num_cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -67,24 +67,24 @@ class MessageBody:
         }
 
 
-class MessageEvents(Chunks):
-    """Events of one message. Each segment of the output is a block: it starts, grows by deltas and stops."""
+class MessageEvents(StreamEvents):
+    """Encodes the output of one message as events. Each segment of the output is a block, with a start, deltas and a stop."""
 
     done = b""
 
-    def __init__(self, message: MessageBody) -> None:
+    def __init__(self, message: MessageObject) -> None:
         self._message = message
         self._index = -1
         self._open: Segment | None = None
         self._delta = b""
-        """Beginning of each delta of the open block."""
+        """Encoded start of each delta of the open block."""
 
     def begin(self) -> bytes:
         """Return the events before the first output."""
         return typed_event({"type": "message_start", "message": self._message.started()})
 
-    def new(self, place: int, text: Text) -> bytes:
-        """See `Chunks.new`."""
+    def output(self, index: int, text: Text) -> bytes:
+        """See `StreamEvents.output`."""
         events = b""
         for segment, piece in self._message.segments.push(text):
             if segment is not self._open:
@@ -104,18 +104,18 @@ class MessageEvents(Chunks):
 
     def _start(self, segment: Segment) -> bytes:
         self._open, self._index = segment, self._index + 1
-        block = block_of(segment, is_empty=True)
+        block = content_block(segment, is_empty=True)
         kind, field = _DELTAS[segment.kind]
-        head = typed_event({"type": "content_block_delta", "index": self._index, "delta": {"type": kind}})
-        self._delta = head.removesuffix(b"}}\n\n") + b',"%s":' % field.encode()
+        delta = typed_event({"type": "content_block_delta", "index": self._index, "delta": {"type": kind}})
+        self._delta = delta.removesuffix(b"}}\n\n") + b',"%s":' % field.encode()
         return typed_event({"type": "content_block_start", "index": self._index, "content_block": block})
 
     def _stop(self) -> bytes:
         return b"" if self._open is None else typed_event({"type": "content_block_stop", "index": self._index})
 
 
-def block_of(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
-    """Return a segment as a content block; `is_empty`: as it begins."""
+def content_block(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
+    """Return a segment as a content block; with `is_empty`, without its content."""
     content = "" if is_empty else segment.content
     if segment.kind == "reasoning":
         return {"type": "thinking", "thinking": content, "signature": ""}
@@ -125,7 +125,7 @@ def block_of(segment: Segment, is_empty: bool = False) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as an object; as much as there is of those that max_tokens cut."""
+    """Return the arguments of a call as an object. Arguments that max_tokens truncated are parsed as far as they go."""
     try:
         return _OBJECT.validate_json(arguments or "{}", experimental_allow_partial=True)
     except ValueError:

@@ -1,54 +1,54 @@
-"""``/v1/messages``."""
+"""Routes of the Messages API, below ``/v1/messages``."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.logs import REQUEST_ID
-from minisgl_server.api.anthropic.answers import MessageAnswer, MessageEvent, TokenCount
-from minisgl_server.api.anthropic.events import MessageBody, MessageEvents
+from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
+from minisgl_server.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
-from minisgl_server.api.anthropic.translate import chat_of, template_hints
-from minisgl_server.api.chat import count_prompt_tokens, run_chat
-from minisgl_server.api.choices import json_response, parse, served_model
-from minisgl_server.api.openapi import documented
-from minisgl_server.api.streaming import EventStream
+from minisgl_server.api.anthropic.translate import template_hints, to_chat_request
+from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
+from minisgl_server.api.openai.event_stream import EventStreamResponse
+from minisgl_server.api.openai.requests import json_response, parse_request, served_model
+from minisgl_server.api.openapi import route_docs
 
 router = APIRouter()
 
 
 @router.post(
     "/v1/messages",
-    **documented(MessagesRequest, MessageAnswer, streams=MessageEvent, ends_with_done=False, errors=(400, 404)),
+    **route_docs(MessagesRequest, MessageResponse, stream_event=MessageEvent, ends_with_done=False, errors=(400, 404)),
 )
 async def messages(request: Request) -> Response:
-    """Answer a conversation with content blocks."""
+    """Generate content blocks for a conversation."""
     _, model = served_model(request.app)
-    asked = await parse(MessagesRequest, request)
-    chat, names = chat_of(asked)
-    with names.errors():
-        run = await run_chat(request, chat, "msg", template_hints(asked))
-    message = MessageBody(model, run.choices)
-    if asked.stream:
-        response: Response = EventStream(*run, MessageEvents(message))
+    body = await parse_request(MessagesRequest, request)
+    chat, field_names = to_chat_request(body)
+    with field_names.errors():
+        run = await start_chat(request, chat, "msg", template_hints(body))
+    message = MessageObject(model, run.choices)
+    if body.stream:
+        response: Response = EventStreamResponse(*run, MessageEvents(message))
     else:
         await run.collect(lambda _, text: message.segments.push(text))
         response = json_response(message.finished())
-    return _named(response)
+    return _with_request_id(response)
 
 
-@router.post("/v1/messages/count_tokens", **documented(CountTokensRequest, TokenCount, errors=(400, 404)))
+@router.post("/v1/messages/count_tokens", **route_docs(CountTokensRequest, TokenCount, errors=(400, 404)))
 async def count_tokens(request: Request) -> Response:
-    """Count the tokens of the prompt that a message would begin with."""
+    """Count the tokens of the prompt of a message, without generating it."""
     served_model(request.app)
-    asked = await parse(CountTokensRequest, request)
-    chat, names = chat_of(asked)
-    with names.errors():
-        count = await count_prompt_tokens(request, chat, template_hints(asked))
-    return _named(json_response({"input_tokens": count}))
+    body = await parse_request(CountTokensRequest, request)
+    chat, field_names = to_chat_request(body)
+    with field_names.errors():
+        count = await count_prompt_tokens(request, chat, template_hints(body))
+    return _with_request_id(json_response({"input_tokens": count}))
 
 
-def _named(response: Response) -> Response:
-    """Add the header in which Anthropic's client looks for the request's id."""
+def _with_request_id(response: Response) -> Response:
+    """Add the header ``request-id``, which Anthropic's client reads."""
     response.headers["request-id"] = REQUEST_ID.get()
     return response

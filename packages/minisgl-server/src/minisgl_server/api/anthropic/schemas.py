@@ -1,4 +1,4 @@
-"""Requests of the Messages API. Fields that are not listed are refused by name."""
+"""Models of the requests of the Messages API. Unknown fields are refused by name."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, Tag
 
 from minisgl_server.api.limits import Bound
-from minisgl_server.api.strict import Int, Strict
-from minisgl_server.api.unions import by_type
+from minisgl_server.api.strict_model import Int, StrictModel
+from minisgl_server.api.type_discriminator import type_discriminator
 
 
-class CacheControl(Strict):
-    """Taken for compatibility: every prefix is cached as long as there is room."""
+class CacheControl(StrictModel):
+    """Cache breakpoint; accepted without effect, as every prefix is cached as long as there is room."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
 
-class Cached(Strict):
-    """Base of what may carry a mark for the cache."""
+class Cached(StrictModel):
+    """Base class of models that may have a cache breakpoint."""
 
-    cache_control: CacheControl | None = Field(None, description="Taken; every prefix is cached anyway.")
+    cache_control: CacheControl | None = Field(None, description="Accepted; every prefix is cached anyway.")
 
 
 class TextBlock(Cached):
-    """Text."""
+    """Text block."""
 
     type: Literal["text"]
     text: str
-    citations: list[Any] | None = Field(None, max_length=0, description="Empty, as in answers.")
+    citations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in responses.")
 
 
-class Caller(Strict):
+class Caller(StrictModel):
     """Caller of a tool."""
 
     type: Literal["direct"]
 
 
 class ToolUseBlock(Cached):
-    """Call that the model made."""
+    """Tool call of the model."""
 
     type: Literal["tool_use"]
     id: str
@@ -49,20 +49,20 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """Result of a call."""
+    """Result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: str | list[TextBlock] | None = None
-    is_error: bool | None = Field(None, description="The model reads 'Error: ' before the content.")
+    is_error: bool | None = Field(None, description="Puts 'Error: ' before the content.")
 
 
-class ThinkingBlock(Strict):
-    """Reasoning content of the model; most chat templates leave it out."""
+class ThinkingBlock(StrictModel):
+    """Reasoning content of an earlier output; most chat templates leave it out."""
 
     type: Literal["thinking"]
     thinking: str
-    signature: str | None = Field(None, description="As in answers; not checked.")
+    signature: str | None = Field(None, description="As in responses; not checked.")
 
 
 Block = Annotated[
@@ -70,12 +70,12 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("ToolUseBlock")]
     | Annotated[ToolResultBlock, Tag("ToolResultBlock")]
     | Annotated[ThinkingBlock, Tag("ThinkingBlock")],
-    by_type(TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock),
+    type_discriminator(TextBlock, ToolUseBlock, ToolResultBlock, ThinkingBlock),
 ]
 
 
-class MessageParam(Strict):
-    """Turn of a conversation."""
+class MessageParam(StrictModel):
+    """Message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
@@ -88,54 +88,58 @@ class ToolParam(Cached):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     input_schema: dict[str, Any] = Field(description="JSON schema of the input.")
-    strict: bool | None = Field(None, description="The input fits the schema wherever the model calls it.")
+    strict: bool | None = Field(None, description="The input always conforms to the schema.")
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
-    eager_input_streaming: bool | None = Field(None, description="Taken: input is always streamed as it comes.")
+    eager_input_streaming: bool | None = Field(None, description="Accepted; input is always streamed.")
 
 
-class ToolChoice(Strict):
-    """Tells if the model may or must call a tool."""
+class ToolChoice(StrictModel):
+    """Choice of whether the model may or must call a tool, and which."""
 
     type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="Beside the type tool only.")
+    name: str | None = Field(None, description="With the type tool only.")
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
-    """Settings of reasoning: the variable enable_thinking of the chat template, where it has that."""
+class Thinking(StrictModel):
+    """Settings of reasoning: sets the chat template's variable enable_thinking, if it has one."""
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Int | None = Field(None, ge=1, description="Beside the type enabled; max_tokens is what ends it.")
-    display: Literal["summarized"] | None = Field(None, description="Blocks have the whole reasoning content.")
+    budget_tokens: Int | None = Field(
+        None, ge=1, description="Required with type enabled; only max_tokens limits the output."
+    )
+    display: Literal["summarized"] | None = Field(
+        None, description="Accepted; blocks have the whole reasoning content."
+    )
 
 
-class OutputFormat(Strict):
-    """Form of the output."""
+class OutputFormat(StrictModel):
+    """Format of the output."""
 
     type: Literal["json_schema"]
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Strict):
+class OutputConfig(StrictModel):
     """Settings of the output."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="The variable reasoning_effort of the chat template, where it has that."
+        None, description="Sets the chat template's variable reasoning_effort, if it has one."
     )
     format: OutputFormat | None = None
 
 
-class Metadata(Strict):
-    """Facts about the request."""
+class Metadata(StrictModel):
+    """Metadata of the request."""
 
-    user_id: str | None = Field(None, description="Taken for compatibility; nothing is recorded.")
+    user_id: str | None = Field(None, description="Accepted and ignored; nothing is logged.")
 
 
 class MessagePrompt(Cached):
     """Fields that make up the prompt."""
 
-    model: str = Field(description="Name of the model that is served.")
+    model: str = Field(description="Name of the served model.")
     messages: list[MessageParam] = Field(min_length=1)
     system: str | list[TextBlock] | None = Field(None, description="Blocks are joined by line breaks.")
     tools: Annotated[list[ToolParam] | None, Bound.TOOLS] = None
@@ -152,13 +156,11 @@ class CountTokensRequest(MessagePrompt):
 class MessagesRequest(MessagePrompt):
     """Body of ``POST /v1/messages``."""
 
-    max_tokens: Int = Field(ge=1, description="Most tokens to generate.")
+    max_tokens: Int = Field(ge=1, description="Maximum number of tokens to generate.")
     stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
     metadata: Metadata | None = None
-    service_tier: Literal["auto", "standard_only"] | None = Field(
-        None, description="Taken for compatibility; there is one tier."
-    )
+    service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Accepted; there is one tier.")

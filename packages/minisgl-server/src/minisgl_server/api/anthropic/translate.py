@@ -1,4 +1,4 @@
-"""Requests of the Messages API as chats."""
+"""Translation of requests of the Messages API into chats."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from minisgl_server.api.anthropic.schemas import (
     ToolUseBlock,
 )
 from minisgl_server.api.field_names import FieldNames
-from minisgl_server.api.schemas import ChatRequest
+from minisgl_server.api.openai.schemas import ChatRequest
 
-_SAME_NAME = ("model", "stream", "temperature", "top_p", "top_k")
+_SAME_NAMES = ("model", "stream", "temperature", "top_p", "top_k")
 _NAMES = {
     r"tools\[(\d+)\]\.function\.parameters": r"tools[\1].input_schema",
     r"tool_choice\.function\.name": "tool_choice.name",
@@ -28,40 +28,40 @@ _NAMES = {
     r"max_completion_tokens$": "max_tokens",
     r"stop$": "stop_sequences",
 }
-"""Fields of a chat by what this API calls them."""
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_MEMBERS = {
+"""Patterns of a chat's fields, with their names in this API."""
+_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_BLOCK_TYPES = {
     "user": (TextBlock, ToolResultBlock),
     "assistant": (TextBlock, ToolUseBlock, ThinkingBlock),
     "system": (TextBlock,),
 }
-"""Blocks that a message of each role may have."""
+"""Allowed content blocks of each role."""
 
 
-def chat_of(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
-    """Return a request as a chat, and the names of its fields.
+def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
+    """Translate a request into a chat; also return its field names.
 
     Raises:
-        InvalidValueError: a field holds what it must not; named as in this API.
+        InvalidValueError: a field of the request has an invalid value.
     """
     messages: list[dict[str, Any]] = []
     names: list[str] = []
     if system := _system(request):
         messages.append({"role": "system", "content": system})
         names.append("system")
-    for place, message in enumerate(request.messages):
-        made = _messages(message, f"messages[{place}]")
-        messages += made
-        names += [f"messages[{place}]"] * len(made)
+    for index, message in enumerate(request.messages):
+        translated = _messages(message, f"messages[{index}]")
+        messages += translated
+        names += [f"messages[{index}]"] * len(translated)
     chat: dict[str, Any] = {"messages": messages, **_tools(request)}
     if (last := messages[-1])["role"] == "assistant":
         if "tool_calls" in last or not last["content"].strip():
-            allowed = "text, where the last message is the assistant's: the answer continues it"
+            allowed = "text, where the last message is the assistant's: the output continues it"
             raise InvalidValueError(f"{names[-1]}.content", request.messages[-1].content, allowed)
         chat["continue_final_message"] = True
-    chat |= {name: value for name in _SAME_NAME if (value := getattr(request, name, None)) is not None}
-    if request.output_config is not None and (form := request.output_config.format) is not None:
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": form.schema_}}
+    chat |= {name: value for name in _SAME_NAMES if (value := getattr(request, name, None)) is not None}
+    if request.output_config is not None and (format := request.output_config.format) is not None:
+        chat["response_format"] = {"type": "json_schema", "json_schema": {"name": "output", "schema": format.schema_}}
     if isinstance(request, MessagesRequest):
         chat["max_completion_tokens"] = request.max_tokens
         if request.stop_sequences:
@@ -71,7 +71,7 @@ def chat_of(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
 
 
 def template_hints(request: MessagePrompt) -> dict[str, Any]:
-    """Return the variables of chat templates that stand for settings of reasoning."""
+    """Return the chat template variables of the request's reasoning settings."""
     hints: dict[str, Any] = {}
     if request.thinking is not None and request.thinking.type != "adaptive":
         hints["enable_thinking"] = request.thinking.type == "enabled"
@@ -87,24 +87,24 @@ def _system(request: MessagePrompt) -> str:
 
 
 def _messages(message: MessageParam, name: str) -> list[dict[str, Any]]:
-    """Return the messages that one message stands for: each result of a tool is one of its own."""
+    """Return the chat messages of one message: each tool result becomes a message of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    for place, block in enumerate(message.content):
-        if not isinstance(block, _MEMBERS[message.role]):
+    for index, block in enumerate(message.content):
+        if not isinstance(block, _BLOCK_TYPES[message.role]):
             allowed = f"left out: a message of the role {message.role} has no such blocks"
-            raise InvalidValueError(f"{name}.content[{place}].type", block.type, allowed)
+            raise InvalidValueError(f"{name}.content[{index}].type", block.type, allowed)
     if message.role == "assistant":
         return [_assistant(message.content)]
-    made: list[dict[str, Any]] = [
+    messages: list[dict[str, Any]] = [
         {"role": "tool", "tool_call_id": block.tool_use_id, "content": _result(block)}
         for block in message.content
         if isinstance(block, ToolResultBlock)
     ]
     text = [{"type": "text", "text": block.text} for block in message.content if isinstance(block, TextBlock)]
-    if text or not made:
-        made.append({"role": message.role, "content": text})
-    return made
+    if text or not messages:
+        messages.append({"role": message.role, "content": text})
+    return messages
 
 
 def _assistant(blocks: list[Block]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _result(block: ToolResultBlock) -> str:
 def _tools(request: MessagePrompt) -> dict[str, Any]:
     choice = request.tool_choice
     if choice is not None and (choice.type == "tool") != (choice.name is not None):
-        raise InvalidValueError("tool_choice.name", choice.name, "given beside the type tool, and only there")
+        raise InvalidValueError("tool_choice.name", choice.name, "given with the type tool, and only then")
     if not request.tools:
         if choice is None or choice.type in ("auto", "none"):
             return {}
@@ -140,7 +140,7 @@ def _tools(request: MessagePrompt) -> dict[str, Any]:
     fields: dict[str, Any] = {"tools": tools}
     if choice is not None:
         named = {"type": "function", "function": {"name": choice.name}}
-        fields["tool_choice"] = named if choice.type == "tool" else _CHOICES[choice.type]
+        fields["tool_choice"] = named if choice.type == "tool" else _TOOL_CHOICES[choice.type]
         if choice.type != "none" and choice.disable_parallel_tool_use is not None:
             fields["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     return fields
@@ -150,7 +150,7 @@ def _check_thinking(request: MessagePrompt) -> None:
     if (thinking := request.thinking) is None:
         return
     if (thinking.type == "enabled") != (thinking.budget_tokens is not None):
-        allowed = "given beside the type enabled, and only there"
+        allowed = "given with the type enabled, and only then"
         raise InvalidValueError("thinking.budget_tokens", thinking.budget_tokens, allowed)
     if thinking.display is not None and thinking.type == "disabled":
-        raise InvalidValueError("thinking.display", thinking.display, "left out beside the type disabled")
+        raise InvalidValueError("thinking.display", thinking.display, "left out with the type disabled")

@@ -1,1 +1,1 @@
-"""``minisgl bench accuracy``: what fewer bits cost."""
+"""Command ``minisgl bench accuracy``: the effect of FP8 on the logits."""

@@ -1,4 +1,4 @@
-"""The options of ``minisgl bench accuracy``."""
+"""Command ``minisgl bench accuracy``."""
 
 from __future__ import annotations
 
@@ -19,26 +19,32 @@ from minisgl_server.bench.flags import OutputFile
     type=click.Path(exists=True, dir_okay=False),
     multiple=True,
     required=True,
-    help="File whose text the model reads; may be given several times.",
+    help="File with text to evaluate; may be given several times.",
 )
 @click.option(
     "--window",
     type=click.IntRange(2),
     default=512,
     show_default=True,
-    help="Tokens that are read at once, from the first on.",
+    help="Tokens per evaluated sequence.",
 )
 @click.option(
-    "--max-tokens", type=click.IntRange(2), default=8192, show_default=True, help="Tokens of the texts to read."
+    "--max-tokens",
+    type=click.IntRange(2),
+    default=8192,
+    show_default=True,
+    help="Maximum number of tokens to evaluate.",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
-    """Compare logits with fp8 KV, with fp8 matrices and with both to those without."""
+    """Compare logits with an FP8 KV cache, with FP8 weights, and with both, to those with neither."""
     from minisgl_server.bench.accuracy.run import run_accuracy
 
     run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)
 
 
-for _option in accuracy.params:  # what is compared: refused where a config file or the environment sets it
+for (
+    _option
+) in accuracy.params:  # the command sets these itself; values from a config file or the environment are refused
     if isinstance(_option, click.Option) and _option.name in ("kv_dtype", "quantization"):
         _option.hidden = True

@@ -1,4 +1,4 @@
-"""Reads a text with the same model in several precisions, and compares what it makes of it."""
+"""Evaluates a text with a model in several precisions, and compares their logits."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.progress import progress_bar
-from minisgl_server.bench import machine
-from minisgl_server.bench.accuracy.compare import Difference, compare
+from minisgl_server.bench import environment
+from minisgl_server.bench.accuracy.logit_difference import Difference, compare
 
-TITLES = ("KV", "matrices", "perplexity", "mean |Δ logit|", "max |Δ logit|", "KL, nats", "same top token")
+TITLES = ("KV", "weights", "perplexity", "mean |Δ logit|", "max |Δ logit|", "KL, nats", "same top token")
 VARIANTS = ((AUTO, "none"), ("fp8", "none"), (AUTO, "fp8"), ("fp8", "fp8"))
-"""--kv-dtype and --quantization; the first is what the others are compared with."""
+"""Values of --kv-dtype and --quantization; the first variant is the baseline."""
 
 
 def run_accuracy(
     config: EngineConfig, texts: Sequence[str], window: int, max_tokens: int, json_file: str | None
 ) -> None:
-    """Measure, print a table, and write the JSON file if there is one.
+    """Measure, print a table, and write the JSON file if one is given.
 
     Raises:
-        InvalidValueError: an option that is compared was given, or one rank does not do, or the text is too short.
+        InvalidValueError: --kv-dtype or --quantization was given, or --tp is not 1, or the text is too short.
         MinisglError: the model or a provider does not fit.
     """
     for name, value in (("--kv-dtype", config.cache.kv_dtype), ("--quantization", config.backends.quantization)):
         if value != AUTO:
             raise InvalidValueError(name, value, "left out: each is measured with and without fp8")
     if config.parallel.tp != 1:
-        raise InvalidValueError("--tp", config.parallel.tp, "1: one rank sees all hidden states")
+        raise InvalidValueError("--tp", config.parallel.tp, "1, as the hidden states of one rank are compared")
     started = datetime.now(UTC).isoformat(timespec="seconds")
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))
     text = "\n".join(Path(each).read_text(encoding="utf-8") for each in texts)
@@ -53,13 +53,13 @@ def run_accuracy(
     with progress_bar() as bar:
         task = bar.add_task("", total=len(VARIANTS))
         for kv_dtype, quantization in VARIANTS:
-            bar.update(task, description=f"KV {kv_dtype}, matrices {quantization}")
+            bar.update(task, description=f"KV {kv_dtype}, weights {quantization}")
             fixed = {"kv_dtype": kv_dtype, "quantization": quantization, "max_running_requests": 1}
-            built = build_engine(_sized(config.with_flat(**fixed), window), registry, hooks, progress=False)
+            built = build_engine(_with_room(config.with_flat(**fixed), window), registry, hooks, progress=False)
             if not windows:
                 windows = _windows(built, text, window, max_tokens)
                 dtype, device, model = built.info.dtype, built.info.device, built.info.model
-            hidden = [read(built, ids) for ids in windows]
+            hidden = [hidden_states(built, ids) for ids in windows]
             baseline = baseline or hidden
             with torch.inference_mode():
                 difference = compare(baseline, hidden, windows, built.engine.model.compute_logits)
@@ -72,13 +72,13 @@ def run_accuracy(
     click.echo(f"{model} on {device}: {num_tokens:,} tokens in windows of {window}\n")
     print_table(TITLES, [_cells(*each) for each in found])
     if json_file:
-        rows = [{"kv": kv, "matrices": matrices, **asdict(each)} for kv, matrices, each in found]
+        rows = [{"kv": kv, "weights": weights, **asdict(each)} for kv, weights, each in found]
         about: dict[str, Any] = {
             "started": started,
             "model": model,
             "device": device,
-            "machine": machine.machine(),
-            "versions": machine.versions(),
+            "machine": environment.hardware(),
+            "versions": environment.versions(),
             "texts": list(texts),
             "window": window,
             "num_tokens": num_tokens,
@@ -86,13 +86,13 @@ def run_accuracy(
         Path(json_file).write_text(json.dumps({**about, "results": rows}, indent=2) + "\n")
 
 
-def _sized(config: EngineConfig, window: int) -> EngineConfig:
-    """With room for one window, whatever the page size turns out to be."""
+def _with_room(config: EngineConfig, window: int) -> EngineConfig:
+    """Return a config whose KV pool holds one window for any page size."""
     return config if config.cache.num_pages is not None else config.with_flat(num_pages=window + 1)
 
 
 def _windows(built: BuiltEngine, text: str, window: int, max_tokens: int) -> list[torch.Tensor]:
-    """Token ids, int64, cut from the text one after another."""
+    """Return consecutive windows of the text's token ids, int64."""
     if window > built.max_seq_len:
         raise InvalidValueError("--window", window, f"at most {built.max_seq_len}, the longest sequence here")
     ids = built.checkpoint.source.tokenizer()(text, add_special_tokens=False, verbose=False)["input_ids"][:max_tokens]
@@ -102,12 +102,12 @@ def _windows(built: BuiltEngine, text: str, window: int, max_tokens: int) -> lis
     return [part for part in parts if len(part) > 1]
 
 
-def read(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
-    """Hidden states of a prompt, [n, H], that begins an empty pool."""
+def hidden_states(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of a prompt, [n, H], computed with an empty KV pool."""
     size, num = int(built.config.cache.page_size), len(ids)
     pages = np.arange(1, -(-num // size) + 1, dtype=np.int32)
     ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
-    nobody = SamplePlan(
+    no_sampling = SamplePlan(
         index=ints, temperature=floats, top_k=ints, top_p=floats, min_p=floats, uniform=floats, num_logprobs=ints,
         penalties=floats, penalty_states=[], bias_index=ints, bias_token=ints, bias_value=floats, masked=ints,
     )  # fmt: skip
@@ -118,8 +118,8 @@ def read(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
         num_new=np.array([num], np.int32),
         token_ids=ids.numpy().astype(np.int32),
         new_pages=np.concatenate((np.ones_like(pages), np.arange(len(pages), dtype=np.int32), pages)),
-        sample=nobody,
-        prompt_logprobs=np.zeros(1, np.int32),  # it wants all hidden states
+        sample=no_sampling,
+        prompt_logprobs=np.zeros(1, np.int32),  # has the engine keep all hidden states
         num_prompt_logprobs=ints,
         prompt_targets=ints,
     )
@@ -128,10 +128,10 @@ def read(built: BuiltEngine, ids: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
-def _cells(kv: str, matrices: str, found: Difference) -> tuple[str, ...]:
+def _cells(kv: str, weights: str, found: Difference) -> tuple[str, ...]:
     return (
         kv,
-        matrices,
+        weights,
         f"{found.perplexity:.3f}",
         f"{found.mean_logit:.4f}",
         f"{found.max_logit:.2f}",

@@ -1,1 +1,1 @@
-"""``minisgl bench attention``: attention providers side by side on this machine."""
+"""Command ``minisgl bench attention``: checks and times attention providers on this machine."""

@@ -1,6 +1,6 @@
-"""One step of attention over a pool full of random keys and values, with the right answer.
+"""One step of attention over a pool of random keys and values, with a reference result.
 
-Shape legend: T new tokens, Hq and Hkv heads, D head dimension, S tokens a page.
+Shape legend: T new tokens, Hq and Hkv heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
 
 MIN_MAX_SEQ_LEN = 8192
 NUM_LAYERS = 2
-"""The first layer of a step may have to do what others need not."""
+"""Number of layers per step, as the first layer may have work that the others do not."""
 
 
 def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
-    """`count` lengths around `mean`, at most `spread` of it away, that add up to ``count * mean``; always the same."""
+    """Return `count` fixed lengths within ``mean * (1 ± spread)`` that add up to ``count * mean``."""
     random = np.random.default_rng(0)
     half = (1 + spread * random.uniform(-1, 1, count // 2)) * mean
     lengths = [*half.round().astype(int).tolist()]
@@ -31,11 +31,11 @@ def spread_lengths(count: int, mean: int, spread: float) -> list[int]:
 
 
 class Case:
-    """A backend with requests in its pool, and one step to run.
+    """Backend with requests in its KV pool, and one step to run.
 
     Attributes:
-        batch: the step.
-        spec: what the backend was made for.
+        batch: input of the step.
+        spec: spec of the backend.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Case:
         """Fill the pool.
 
         Args:
-            backend: must support `spec`.
-            spec: `max_batch` and `max_seq_len` must fit `lengths`.
-            lengths: of the requests, in tokens.
-            num_new: queries of each request, which are its last tokens; None for all of them.
+            backend: attention backend, which must support `spec`.
+            spec: spec whose `max_batch` and `max_seq_len` fit `lengths`.
+            lengths: tokens per request.
+            num_new: queries per request, which are its last tokens; None for all of its tokens.
         """
         self.spec = spec
         self._layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(NUM_LAYERS)]
@@ -93,42 +93,42 @@ class Case:
         self.backend = backend(spec, self._pool, self._table.data)
 
     def forward(self, plan: object) -> list[torch.Tensor]:
-        """All layers, of the same queries; [T, Hq, D] of each."""
+        """Run all layers with the same queries; return [T, Hq, D] per layer."""
         return [self.backend.forward(self._q, self._k, self._v, layer, plan) for layer in self._layers]
 
     def error(self, outs: Sequence[torch.Tensor]) -> float:
-        """How far the first and the last request's outputs are from attention in float64, as a share of what is allowed."""
+        """Return the maximum error of the first and the last request against float64 attention, relative to the tolerance."""
         ends = np.cumsum(self.batch.q_lens_host)
         requests = {0, len(ends) - 1}
         return max(
-            self._error(layer, out, ends, place)
+            self._error(layer, out, ends, index)
             for layer, out in zip(self._layers, outs, strict=True)
-            for place in requests
+            for index in requests
         )
 
-    def _error(self, layer: AttentionLayer, out: torch.Tensor, ends: np.ndarray, place: int) -> float:
-        length, num_new = int(self.batch.seq_lens_host[place]), int(self.batch.q_lens_host[place])
-        pages = self._table.data[place + 1, : -(-length // self.spec.page_size)].long()
-        # As bytes, since torch indexes few float8 tensors.
+    def _error(self, layer: AttentionLayer, out: torch.Tensor, ends: np.ndarray, index: int) -> float:
+        length, num_new = int(self.batch.seq_lens_host[index]), int(self.batch.q_lens_host[index])
+        pages = self._table.data[index + 1, : -(-length // self.spec.page_size)].long()
+        # As bytes, since torch cannot index all float8 dtypes.
         bits = [part.view(torch.uint8)[pages] for part in (self._pool.k(layer.index), self._pool.v(layer.index))]
         found = [part.view(self.spec.kv_dtype) for part in bits]
         if self._pool.spec.layout == "HND":
             found = [part.transpose(1, 2) for part in found]
         k, v = (part.flatten(0, 1)[:length].cpu() for part in found)
-        queries = slice(int(ends[place]) - num_new, int(ends[place]))
+        queries = slice(int(ends[index]) - num_new, int(ends[index]))
         expected = dense_attention(self._q[queries].cpu(), k, v, layer)
         off = (out[queries].cpu().double() - expected).abs().max().item()
         return (off if np.isfinite(off) else float("inf")) / TOLERANCES[self.spec.dtype]
 
     @property
     def num_kv_bytes(self) -> int:
-        """K and V of all tokens."""
+        """Bytes of K and V of all tokens."""
         tokens = int(self.batch.seq_lens_host.astype(np.int64).sum())
         return tokens * 2 * self.spec.num_kv_heads * self.spec.head_dim * self.spec.kv_dtype.itemsize
 
     @property
     def num_flops(self) -> float:
-        """Of both products, with the causal mask."""
+        """FLOPs of both matmuls, with the causal mask."""
         new, lengths = self.batch.q_lens_host.astype(float), self.batch.seq_lens_host.astype(float)
         pairs = (new * (lengths - new) + new * (new + 1) / 2).sum()
         return float(4 * self.spec.num_q_heads * self.spec.head_dim * pairs)

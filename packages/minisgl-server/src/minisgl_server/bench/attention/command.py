@@ -1,4 +1,4 @@
-"""The options of ``minisgl bench attention``."""
+"""Command ``minisgl bench attention``."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from minisgl_server.bench.flags import OutputFile
 
 @click.command()
 @click.argument("providers", metavar="[PROVIDER]...", nargs=-1)
-@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="The GPU where there is one, if missing.")
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), help="By default, the GPU if there is one.")
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),
-    help="bfloat16 on a GPU, float32 on a CPU if missing.",
+    help="By default, bfloat16 on a GPU and float32 on a CPU.",
 )
 @click.option(
     "--kv-dtype",
     type=click.Choice(["auto", "fp8"]),
     default="auto",
     show_default=True,
-    help="Of the pool; auto is that of --dtype.",
+    help="Dtype of the KV pool; auto is that of --dtype.",
 )
 @click.option(
     "--page-size",
     "page_sizes",
     type=click.IntRange(1),
     multiple=True,
-    help="May be given several times. 1, 16, 64 and 128 on a GPU, 1 and 16 on a CPU if missing.",
+    help="Tokens per page; may be given several times. By default, 1, 16, 64 and 128 on a GPU, 1 and 16 on a CPU.",
 )
 @click.option(
     "--decode",
@@ -39,7 +39,7 @@ from minisgl_server.bench.flags import OutputFile
     type=ShapeType(),
     multiple=True,
     metavar="BxL",
-    help="B requests of L tokens on average, one new token each; may be given several times. 256x1064 or 8x256 if missing.",
+    help="B requests of L tokens on average, with one new token each; may be given several times. 256x1064 or 8x256.",
 )
 @click.option(
     "--prefill",
@@ -47,25 +47,25 @@ from minisgl_server.bench.flags import OutputFile
     type=ShapeType(),
     multiple=True,
     metavar="BxL",
-    help="B prompts of L tokens; may be given several times. 16x1024 or 1x256 if missing.",
+    help="B prompts of L tokens; may be given several times. By default, 16x1024 on a GPU and 1x256 on a CPU.",
 )
 @click.option(
     "--spread",
     type=click.FloatRange(0, 0.99),
     default=0.9,
     show_default=True,
-    help="Decodes' lengths are up to such a share from their mean, as in serving; 0 for equal ones.",
+    help="Maximum relative deviation of decode lengths from their mean; 0 for equal lengths.",
 )
 @click.option("--num-q-heads", type=click.IntRange(1), default=16, show_default=True)
 @click.option("--num-kv-heads", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True)
-@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Timed calls of each.")
-@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
+@click.option("--repeats", type=click.IntRange(1), default=20, show_default=True, help="Timed calls per case.")
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 def attention(**values: Any) -> None:
-    """Check attention providers against a reference in float64, and time them side by side.
+    """Check attention providers against a float64 reference, and time them.
 
-    Without names, all that are installed. Decodes are bound by the memory that holds K and V, so they are rated in GB/s;
-    prefills by arithmetic, in TFLOP/s.
+    Without names, all installed providers are measured. Decodes are bound by memory bandwidth, so see their GB/s; prefills are
+    bound by compute, so see their TFLOP/s.
     """
     from minisgl_server.bench.attention.run import run_attention
 

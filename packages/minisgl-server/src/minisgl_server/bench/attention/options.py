@@ -1,4 +1,4 @@
-"""Options of ``minisgl bench attention``. Imports nothing heavy."""
+"""Options of ``minisgl bench attention``. Must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -8,26 +8,12 @@ from typing import Any
 import click
 
 Shape = tuple[int, int]
-"""Requests, and tokens of each."""
+"""Number of requests, and tokens per request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """What to measure; None is this device's default.
-
-    Attributes:
-        providers: names; empty for all that are installed.
-        device: ``cpu`` or ``cuda``.
-        dtype: of q, k and v, such as ``bfloat16``.
-        kv_dtype: of the pool: ``auto`` for `dtype`, or ``fp8``.
-        page_sizes: tokens a page.
-        decodes: one new token for each request.
-        prefills: whole prompts.
-        spread: how far decodes' lengths are from their mean at most, as a share of it.
-        num_q_heads, num_kv_heads, head_dim: of one layer.
-        repeats: timed calls; the median counts.
-        json_file: where the results go besides the table, if anywhere.
-    """
+    """Values of the command's flags; its help describes them. None is the default of the device."""
 
     providers: tuple[str, ...]
     device: str | None
@@ -50,7 +36,7 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
     name = "shape"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """To a pair."""
+        """Return the shape of a text."""
         if isinstance(value, tuple):
             return value
         try:
@@ -58,5 +44,5 @@ class ShapeType(click.ParamType):  # type: ignore[type-arg]  # generic since cli
         except ValueError:
             batch = length = 0
         if batch < 1 or length < 1:
-            self.fail(f"{value!r} is not a batch size, an x and a number of tokens, such as 16x1024.", param, ctx)
+            self.fail(f"{value!r} is not a shape BxL, such as 16x1024: batch size and tokens.", param, ctx)
         return batch, length

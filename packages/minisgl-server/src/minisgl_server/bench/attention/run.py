@@ -1,4 +1,4 @@
-"""``minisgl bench attention``, from its options to the report."""
+"""Runs ``minisgl bench attention``, from its options to the report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from minisgl_core.errors import InvalidValueError, PluginError
 from minisgl_core.fp8 import FP8
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 from minisgl_core.progress import progress_bar
-from minisgl_server.bench import machine
+from minisgl_server.bench import environment
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
 from minisgl_server.bench.attention.options import AttentionOptions, Shape
 from minisgl_server.bench.attention.timing import Timing, time_case
@@ -41,16 +41,16 @@ CPU_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One provider on one step; either a timing or the reason why there is none.
+    """Result of one provider on one step: a timing, or the reason why there is none.
 
     Attributes:
-        provider: its name.
-        page_size: tokens a page.
-        step: in words.
-        timing: what was measured.
-        num_bytes: of K and V.
-        num_flops: of the step.
-        reason: why it was not measured.
+        provider: name of the provider.
+        page_size: tokens per page.
+        step: description of the step.
+        timing: the measurement.
+        num_bytes: bytes of K and V.
+        num_flops: FLOPs of the step.
+        reason: reason why it was not measured.
     """
 
     provider: str
@@ -63,16 +63,16 @@ class Row:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the output is further off than the dtype excuses."""
+        """True if the error of the output exceeds the tolerance of the dtype."""
         return self.timing is not None and not self.timing.error <= 1
 
 
 def run_attention(options: AttentionOptions) -> None:
-    """Measure, print a table, and write the JSON file if there is one; status 1 where a provider computes wrong values.
+    """Measure, print a table, and write the JSON file if one is given. Exit with status 1 if a provider's output is wrong.
 
     Raises:
-        InvalidValueError: there is no such device.
-        PluginError: a provider that was named cannot be loaded.
+        InvalidValueError: the device does not exist.
+        PluginError: a provider that was given by name cannot be loaded.
     """
     device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -83,7 +83,7 @@ def run_attention(options: AttentionOptions) -> None:
         missing = {name: value for name, value in missing.items() if name not in ("decodes", "prefills")}
     options = replace(options, device=device.type, **missing)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    name = torch.cuda.get_device_name() if device.type == "cuda" else str(machine.machine()["cpu"])
+    name = torch.cuda.get_device_name() if device.type == "cuda" else str(environment.hardware()["cpu"])
     heads = f"{options.num_q_heads} query and {options.num_kv_heads} KV heads of {options.head_dim}"
     click.echo(f"{name}, {heads}, {options.dtype}\n")
     with torch.inference_mode():
@@ -92,19 +92,19 @@ def run_attention(options: AttentionOptions) -> None:
     for note in _reasons(rows):
         click.echo(note)
     if any(row.timing is not None and row.timing.is_graph for row in rows):
-        click.echo("Decodes were replayed from CUDA graphs where the provider can be captured.")
+        click.echo("Decodes were replayed from CUDA graphs where the provider supports them.")
     if options.json_file:
         found = {
             "started": started,
             "device": name,
-            "machine": machine.machine(),
-            "versions": machine.versions(),
+            "machine": environment.hardware(),
+            "versions": environment.versions(),
             "options": asdict(options),
             "results": [_json(row) for row in rows],
         }
         Path(options.json_file).write_text(json.dumps(found, indent=2) + "\n")
     if wrong := sorted({row.provider for row in rows if row.is_wrong}):
-        click.echo(f"Wrong values: {', '.join(wrong)}", err=True)
+        click.echo(f"Wrong output: {', '.join(wrong)}", err=True)
         sys.exit(1)
 
 
@@ -118,18 +118,20 @@ def _measure(options: AttentionOptions, device: torch.device) -> list[Row]:
         for name, provider in providers:
             for page_size in options.page_sizes:
                 for shape, num_new in steps:
-                    said = f"{'decode' if num_new else 'prefill'} {shape[0]}x{shape[1]}"
-                    bar.update(task, description=f"{name}, pages of {page_size}, {said}")
+                    description = f"{'decode' if num_new else 'prefill'} {shape[0]}x{shape[1]}"
+                    bar.update(task, description=f"{name}, pages of {page_size}, {description}")
                     if isinstance(provider, str):
-                        rows.append(Row(name, page_size, said, reason=provider))
+                        rows.append(Row(name, page_size, description, reason=provider))
                     else:
                         entry = registry.entry("attention", name)
-                        rows.append(_row(options, device, entry, provider, page_size, shape, num_new, said))
+                        rows.append(
+                            _measure_case(options, device, entry, provider, page_size, shape, num_new, description)
+                        )
                     bar.advance(task)
     return rows
 
 
-def _row(
+def _measure_case(
     options: AttentionOptions,
     device: torch.device,
     entry: Entry,
@@ -137,7 +139,7 @@ def _row(
     page_size: int,
     shape: Shape,
     num_new: int | None,
-    said: str,
+    description: str,
 ) -> Row:
     batch, length = shape
     lengths = [length] * batch if num_new is None else spread_lengths(batch, length, options.spread)
@@ -160,17 +162,17 @@ def _row(
             raise
         reasons = [str(error)]
     if reasons:
-        return Row(entry.name, page_size, said, reason="; ".join(reasons))
+        return Row(entry.name, page_size, description, reason="; ".join(reasons))
     try:
         case = Case(provider, spec, lengths, num_new)
         timing = time_case(case, options.repeats)
     except torch.OutOfMemoryError:
-        return Row(entry.name, page_size, said, reason="it does not fit in the device's memory")
-    return Row(entry.name, page_size, said, timing, case.num_kv_bytes, case.num_flops)
+        return Row(entry.name, page_size, description, reason="it does not fit in the device's memory")
+    return Row(entry.name, page_size, description, timing, case.num_kv_bytes, case.num_flops)
 
 
 def _providers(registry: Registry, names: tuple[str, ...]) -> Iterator[tuple[str, type[AttentionBackend] | str]]:
-    """Loaded; those that were not asked for by name and do not load with the reason."""
+    """Yield the loaded providers; one that was not given by name and cannot be loaded has the reason instead."""
     for name in names or registry.names("attention"):
         try:
             yield name, registry.load("attention", name)
@@ -189,12 +191,12 @@ def _cells(row: Row, timing: Timing) -> tuple[str, ...]:
         f"{row.num_bytes / timing.seconds / 1e9:,.1f}",
         f"{row.num_flops / timing.seconds / 1e12:.3f}",
         f"{1e6 * timing.plan_s:.0f}",
-        "WRONG" if row.is_wrong else f"{timing.error:.0%} of allowed",
+        "WRONG" if row.is_wrong else f"{timing.error:.0%} of tolerance",
     )
 
 
 def _reasons(rows: list[Row]) -> list[str]:
-    """What was not measured and why, each reason once."""
+    """Return the cases that were not measured, grouped by reason."""
     pages: dict[tuple[str, str], set[int]] = {}
     for row in rows:
         if row.reason:
@@ -206,12 +208,12 @@ def _reasons(rows: list[Row]) -> list[str]:
 
 
 def _json(row: Row) -> dict[str, Any]:
-    head = {"provider": row.provider, "page_size": row.page_size, "step": row.step}
+    common = {"provider": row.provider, "page_size": row.page_size, "step": row.step}
     if row.timing is None:
-        return {**head, "reason": row.reason}
+        return {**common, "reason": row.reason}
     timing = row.timing
     return {
-        **head,
+        **common,
         "ms": 1e3 * timing.seconds,
         "gb_per_s": row.num_bytes / timing.seconds / 1e9,
         "tflop_per_s": row.num_flops / timing.seconds / 1e12,

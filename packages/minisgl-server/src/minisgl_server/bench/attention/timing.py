@@ -1,4 +1,4 @@
-"""How long a step of attention takes."""
+"""Times a step of attention."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from minisgl_core.contracts.attention import AttentionBackend
 from minisgl_server.bench.attention.cases import NUM_LAYERS, Case
 
 CALLS_BETWEEN_EVENTS = 10
-"""On a GPU, where single calls are shorter than it takes to launch them one by one."""
+"""Calls per timed interval on a GPU, as a single call takes less time than its launch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One case on one backend.
+    """Times of one case.
 
     Attributes:
-        error: as a share of what is allowed; more than 1 is wrong.
-        seconds: of a layer, on the device.
-        plan_s: of the host, once a step.
-        is_graph: the layers were replayed from a CUDA graph, as decodes are served where the backend can.
+        error: error relative to the tolerance; more than 1 is wrong.
+        seconds: device time per layer.
+        plan_s: host time per plan, which is made once per step.
+        is_graph: the layers were replayed from a CUDA graph, as in serving.
     """
 
     error: float
@@ -41,7 +41,7 @@ def time_case(case: Case, repeats: int) -> Timing:
         return _time_graph(case, backend, repeats)
     plan = backend.plan(case.batch)
     error = case.error(case.forward(plan))
-    run = lambda: case.forward(plan)  # noqa: E731  # it is short
+    run = lambda: case.forward(plan)  # noqa: E731  # a one-line function
     seconds = _device_seconds(run, repeats) if case.spec.device.type == "cuda" else _host_seconds(run, repeats)
     return Timing(error, seconds / NUM_LAYERS, _host_seconds(lambda: backend.plan(case.batch), repeats), False)
 
@@ -69,7 +69,7 @@ def _host_seconds(run: Callable[[], object], repeats: int) -> float:
 
 
 def _device_seconds(run: Callable[[], object], repeats: int) -> float:
-    make: Any = torch.cuda.Event  # has no types
+    make: Any = torch.cuda.Event  # untyped
     times: list[float] = []
     run()
     for _ in range(repeats):

@@ -1,1 +1,1 @@
-"""``minisgl bench serve``: load on a server that speaks OpenAI's API, and what became of it."""
+"""Command ``minisgl bench serve``: load on an OpenAI-compatible server, and its latency and throughput."""

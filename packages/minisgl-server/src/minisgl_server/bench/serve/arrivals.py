@@ -1,4 +1,4 @@
-"""When requests arrive: seconds since the start of a run, one after the other."""
+"""Arrival times of requests, in seconds since the start of a run."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import numpy as np
 
 
 def arrivals(rate_per_s: float, burstiness: float, seed: int) -> Iterator[float]:
-    """Arrival times without end.
+    """Return an endless iterator of arrival times.
 
-    The gaps are of a gamma distribution with mean ``1 / rate_per_s``, as in vLLM's benchmark.
+    Inter-arrival times have a gamma distribution with mean ``1 / rate_per_s``, as in vLLM's benchmark.
 
     Args:
-        rate_per_s: arrivals a second on average; infinite for all at once.
-        burstiness: shape of the gamma distribution: 1 makes a Poisson process, less comes in bursts, more is steadier, and
-            infinity is a fixed rate.
-        seed: equal seeds give equal times.
+        rate_per_s: mean arrivals per second; infinite for all at once.
+        burstiness: shape of the gamma distribution: 1 is a Poisson process, smaller values are burstier, larger ones are more
+            regular, and infinity is a fixed rate.
+        seed: seed of the random times.
     """
     if math.isinf(rate_per_s):
         return itertools.repeat(0.0)
     if math.isinf(burstiness):
-        return (place / rate_per_s for place in itertools.count())
+        return (number / rate_per_s for number in itertools.count())
     return itertools.accumulate(_gaps(rate_per_s, burstiness, seed), initial=0.0)
 
 

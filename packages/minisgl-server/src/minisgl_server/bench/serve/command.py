@@ -1,4 +1,4 @@
-"""The options of ``minisgl bench serve``."""
+"""Command ``minisgl bench serve``."""
 
 from __future__ import annotations
 
@@ -8,38 +8,44 @@ from typing import Any
 import click
 
 from minisgl_server.bench.flags import OutputFile, given_flags
-from minisgl_server.bench.serve.options import JsonObjectType, LengthType, ServeOptions, check, parse_goodput
+from minisgl_server.bench.serve.options import JsonObjectType, LengthType, ServeOptions, check_options, parse_goodput
 
 POSITIVE = click.FloatRange(0, min_open=True)
 DEFAULT_NUM_REQUESTS = 100
 
 
 @click.command()
-@click.option("--url", default="http://127.0.0.1:1919", show_default=True, help="The server; with or without /v1.")
-@click.option("--model", help="Name of the model there; the first that the server lists if missing.")
+@click.option(
+    "--url", default="http://127.0.0.1:1919", show_default=True, help="URL of the server, with or without /v1."
+)
+@click.option("--model", help="Name of the model; by default, the first that the server lists.")
 @click.option(
     "--api-key",
     envvar=["MINISGL_API_KEY", "OPENAI_API_KEY"],
     show_envvar=True,
-    help="Better set in the environment, where other users do not see it.",
+    help="API key; in the environment, other users cannot see it.",
 )
 @click.option(
     "--endpoint",
     type=click.Choice(["completions", "chat"]),
     default="completions",
     show_default=True,
-    help="completions: prompts of token ids. chat: messages of words, each of which is one token of --tokenizer.",
+    help="completions: prompts of token ids. chat: messages of words that are one token of --tokenizer each.",
 )
-@click.option("--tokenizer", metavar="MODEL", help="Folder, .gguf file or hub name of the model whose tokenizer it is.")
+@click.option("--tokenizer", metavar="MODEL", help="Folder, .gguf file or hub name of the model with the tokenizer.")
 @click.option(
-    "--vocab-size", type=click.IntRange(16), default=10_000, show_default=True, help="Random token ids are below it."
+    "--vocab-size",
+    type=click.IntRange(16),
+    default=10_000,
+    show_default=True,
+    help="Exclusive upper bound of random token ids.",
 )
 @click.option(
     "--num-requests",
     type=click.IntRange(1),
-    help=f"Requests of a run. {DEFAULT_NUM_REQUESTS} by default, or what --trace has, or what --duration has room for.",
+    help=f"Requests per run. By default, {DEFAULT_NUM_REQUESTS}, or those of --trace, or as many as --duration allows.",
 )
-@click.option("--duration", type=POSITIVE, help="Seconds of a run, after which nothing more is sent.")
+@click.option("--duration", type=POSITIVE, help="Seconds per run, after which no request is sent.")
 @click.option(
     "--request-rate",
     "request_rates",
@@ -47,21 +53,21 @@ DEFAULT_NUM_REQUESTS = 100
     multiple=True,
     default=(float("inf"),),
     show_default=True,
-    help="New conversations a second; inf for all at once. May be given several times: a run each.",
+    help="New conversations per second; inf for all at once. May be given several times, with one run each.",
 )
 @click.option(
     "--burstiness",
     type=POSITIVE,
     default=1.0,
     show_default=True,
-    help="1: arrivals are a Poisson process; less: in bursts; more: steadier; inf: a fixed rate.",
+    help="1: Poisson arrivals; less: burstier; more: more regular; inf: a fixed rate.",
 )
 @click.option(
     "--max-concurrency",
     "max_concurrencies",
     type=click.IntRange(1),
     multiple=True,
-    help="Conversations that run at once. May be given several times: a run each.",
+    help="Maximum concurrent conversations. May be given several times, with one run each.",
 )
 @click.option(
     "--input-len",
@@ -69,34 +75,39 @@ DEFAULT_NUM_REQUESTS = 100
     default="512",
     show_default=True,
     metavar="N|LOW:HIGH",
-    help="New prompt tokens a request.",
+    help="New prompt tokens per request.",
 )
 @click.option(
-    "--output-len", type=LengthType(), default="128", show_default=True, metavar="N|LOW:HIGH", help="Tokens an answer."
+    "--output-len",
+    type=LengthType(),
+    default="128",
+    show_default=True,
+    metavar="N|LOW:HIGH",
+    help="Output tokens per request.",
 )
-@click.option("--num-turns", type=click.IntRange(1), default=1, show_default=True, help="Requests a conversation.")
+@click.option("--num-turns", type=click.IntRange(1), default=1, show_default=True, help="Requests per conversation.")
 @click.option(
     "--turn-delay",
     type=click.FloatRange(0),
     default=0.0,
     show_default=True,
-    help="Seconds from an answer to the next turn.",
+    help="Seconds between a response and the next turn.",
 )
 @click.option(
     "--shared-prefix-tokens",
     type=click.IntRange(0),
     default=0,
     show_default=True,
-    help="Tokens that all conversations begin with, before those of --input-len.",
+    help="Tokens of the shared prefix of all conversations, in addition to --input-len.",
 )
 @click.option(
-    "--num-prefixes", type=click.IntRange(1), default=1, show_default=True, help="How many such beginnings there are."
+    "--num-prefixes", type=click.IntRange(1), default=1, show_default=True, help="Number of distinct shared prefixes."
 )
 @click.option(
     "--trace",
     type=click.Path(),
     metavar="FILE",
-    help="Send the requests of a trace in the Qwen-Bailian format instead.",
+    help="Send the requests of a trace in the Qwen-Bailian format instead of random ones.",
 )
 @click.option(
     "--time-scale",
@@ -105,55 +116,59 @@ DEFAULT_NUM_REQUESTS = 100
     multiple=True,
     default=(1.0,),
     show_default=True,
-    help="Factor on the trace's times: 0.5 sends twice as fast. May be given several times: a run each.",
+    help="Factor on the trace's times: 0.5 doubles the rate. May be given several times, with one run each.",
 )
 @click.option(
-    "--max-input-len", type=click.IntRange(1), help="Leave longer requests of the trace out; their number is reported."
+    "--max-input-len", type=click.IntRange(1), help="Skip longer requests of the trace; their number is reported."
 )
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True)
 @click.option(
     "--ignore-eos/--no-ignore-eos",
     default=True,
     show_default=True,
-    help="Have each answer go on to the length asked for: an extension of vLLM, SGLang and minisgl.",
+    help="Generate exactly the requested output length: an extension of vLLM, SGLang and minisgl.",
 )
 @click.option(
-    "--extra-body", type=JsonObjectType(), default="{}", metavar="JSON", help="Further fields of each request."
+    "--extra-body", type=JsonObjectType(), default="{}", metavar="JSON", help="Additional fields of each request."
 )
-@click.option("--timeout", type=POSITIVE, default=600.0, show_default=True, help="Seconds that a request may take.")
+@click.option("--timeout", type=POSITIVE, default=600.0, show_default=True, help="Maximum seconds per request.")
 @click.option(
-    "--num-warmups", type=click.IntRange(0), default=1, show_default=True, help="Requests before, which do not count."
+    "--num-warmups",
+    type=click.IntRange(0),
+    default=1,
+    show_default=True,
+    help="Requests before the measurement, which are not counted.",
 )
 @click.option(
     "--seed",
     type=click.IntRange(0),
-    help="Of arrivals, lengths and tokens. A new one each time if missing: a server that has seen the prompts has them cached.",
+    help="Seed of arrivals, lengths and tokens. By default random, as a server has the prompts of earlier runs cached.",
 )
 @click.option(
     "--goodput",
     multiple=True,
     metavar="METRIC:MS",
-    help="Count the requests that keep a limit, such as ttft:200, tpot:50 or latency:5000. May be given several times.",
+    help="Count the requests within a limit, such as ttft:200, tpot:50 or latency:5000. May be given several times.",
 )
 @click.option(
     "--server-pid",
     "server_pids",
     type=click.IntRange(1),
     multiple=True,
-    help="Measure the processor time of this process and its children. A minisgl on this machine is found without.",
+    help="Measure the CPU time of this process and its children; by default, of a minisgl server on this machine.",
 )
-@click.option("--json", "json_file", type=OutputFile(), help="Write the results to this file, too.")
-@click.option("--details", is_flag=True, help="With --json: every request, too.")
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+@click.option("--details", is_flag=True, help="Include every request in --json.")
 @click.option(
     "--plot",
     type=OutputFile(),
-    help="Draw the results into this .png or .svg file. Needs: pip install 'minisgl-server[plot]'",
+    help="Plot the results to this .png or .svg file. Requires: pip install 'minisgl-server[plot]'",
 )
 @click.pass_context
 def serve(ctx: click.Context, /, **values: Any) -> None:
-    """Put load on a server that speaks OpenAI's API, and measure it.
+    """Load an OpenAI-compatible server and measure it.
 
-    The server may be minisgl, vLLM, SGLang or another. Requests are streamed. Each run of a sweep has prompts of its own.
+    The server may be minisgl, vLLM, SGLang or another one. Requests are streamed. Each run of a sweep has new prompts.
     """
     from minisgl_server.bench.serve.run import run_serve
 
@@ -164,5 +179,5 @@ def serve(ctx: click.Context, /, **values: Any) -> None:
     if values["seed"] is None:
         values["seed"] = secrets.randbelow(2**32)
     options = ServeOptions(**values)
-    check(options, given_flags(ctx))
+    check_options(options, given_flags(ctx))
     run_serve(options)

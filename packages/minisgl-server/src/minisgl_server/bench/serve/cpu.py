@@ -1,4 +1,4 @@
-"""What a server's processes cost in processor time."""
+"""CPU time of a server's processes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable
 
 import psutil
 
-from minisgl_server.bench.serve.http import Address
+from minisgl_server.bench.serve.http_client import Address
 
 TITLE = "minisgl: "
-"""What the titles of minisgl's processes begin with."""
+"""Prefix of the titles of minisgl's processes."""
 
 
-class ServerCpu:
-    """Processor time of a server's processes since this object was made, user and system together."""
+class ServerCpuTimer:
+    """User and system CPU time of a server's processes since this object was created."""
 
     def __init__(self, pids: Iterable[int]) -> None:
-        """The processes are those with the ids given and all their descendants."""
+        """Start to measure the processes with these ids, and all their descendants."""
         self._processes: dict[int, tuple[str, psutil.Process]] = {}
         for pid in pids:
             try:
@@ -29,12 +29,12 @@ class ServerCpu:
         self._before = self._read()
 
     def seconds(self) -> dict[str, float]:
-        """By process name; processes of one name are added up, and those that ended since count up to the start."""
-        found: dict[str, float] = {}
+        """Return the CPU time by process name, summed over processes of equal name. Processes that have ended count as zero."""
+        seconds: dict[str, float] = {}
         now = self._read()
         for pid, (name, _) in self._processes.items():
-            found[name] = found.get(name, 0.0) + now.get(pid, 0.0) - self._before.get(pid, 0.0)
-        return {name: max(0.0, value) for name, value in found.items()}
+            seconds[name] = seconds.get(name, 0.0) + now.get(pid, 0.0) - self._before.get(pid, 0.0)
+        return {name: max(0.0, value) for name, value in seconds.items()}
 
     def _read(self) -> dict[int, float]:
         found = {}
@@ -47,14 +47,14 @@ class ServerCpu:
         return found
 
 
-def serving_seconds(by_process: dict[str, float]) -> float | None:
-    """Of minisgl's API server and tokenizer workers together; None where there is none of them."""
+def frontend_cpu_s(by_process: dict[str, float]) -> float | None:
+    """Return the CPU time of minisgl's API server and tokenizer workers together, or None if there are none."""
     found = [seconds for name, seconds in by_process.items() if name == "api" or name.startswith("tokenizer")]
     return sum(found) if found else None
 
 
-def local_server(address: Address) -> int | None:
-    """The minisgl that listens there: its launcher's process id, if it runs on this machine and may be looked at."""
+def local_server_pid(address: Address) -> int | None:
+    """Return the launcher's process id of the minisgl server at an address, or None if it cannot be found on this machine."""
     try:
         is_local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Options of ``minisgl bench serve``. Imports nothing heavy."""
+"""Options of ``minisgl bench serve``. Must not import heavy packages."""
 
 from __future__ import annotations
 
@@ -15,17 +15,12 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.flags import refuse_flags
 
 METRIC_NAMES = ("ttft", "tpot", "latency")
-"""What ``--goodput`` can limit."""
+"""Metrics that ``--goodput`` can limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """What to send where; the command's help says more.
-
-    Attributes:
-        lengths: ``input_len`` and ``output_len`` are (low, high) in tokens.
-        request_rates, max_concurrencies, time_scales: each combination is a run; a concurrency of None is no limit.
-    """
+    """Values of the command's flags; its help describes them. Lengths are (low, high) in tokens."""
 
     url: str
     model: str | None
@@ -60,7 +55,7 @@ class ServeOptions:
     plot: str | None
 
     def runs(self) -> Iterator[Run]:
-        """Every run of the sweep."""
+        """Yield every run of the sweep."""
         product = itertools.product(self.time_scales, self.request_rates, self.max_concurrencies)
         for number, (scale, rate, limit) in enumerate(product):
             yield Run(number, rate, limit, scale if self.trace else None)
@@ -68,12 +63,12 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One point of a sweep.
+    """Parameters of one run of a sweep.
 
     Attributes:
-        number: from 0.
-        request_rate: new conversations a second.
-        max_concurrency: conversations at once; None for no limit.
+        number: number of the run, from 0.
+        request_rate: new conversations per second.
+        max_concurrency: maximum concurrent conversations; None for no limit.
         time_scale: factor on the times of a trace; None for random prompts.
     """
 
@@ -84,7 +79,7 @@ class Run:
 
     @property
     def label(self) -> str:
-        """For tables."""
+        """Name of the run in tables."""
         parts = [f"trace x {self.time_scale:g}"] if self.time_scale is not None else []
         if not math.isinf(self.request_rate):
             parts.append(f"{self.request_rate:g}/s")
@@ -94,12 +89,12 @@ class Run:
 
 
 class LengthType(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.2 only
-    """``N`` or ``LOW:HIGH``, as a pair."""
+    """Length ``N`` or ``LOW:HIGH``."""
 
     name = "length"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """To (low, high)."""
+        """Return (low, high)."""
         if isinstance(value, tuple):
             return value
         low, _, high = str(value).partition(":")
@@ -113,12 +108,12 @@ class LengthType(click.ParamType):  # type: ignore[type-arg]  # generic since cl
 
 
 class JsonObjectType(click.ParamType):  # type: ignore[type-arg]
-    """A JSON object."""
+    """JSON object."""
 
     name = "json"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """To a dict."""
+        """Return the object as a dict."""
         if isinstance(value, dict):
             return value
         try:
@@ -131,7 +126,7 @@ class JsonObjectType(click.ParamType):  # type: ignore[type-arg]
 
 
 def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
-    """Limits in milliseconds by metric, from words such as ``ttft:200``."""
+    """Return limits in milliseconds by metric, from values such as ``ttft:200``."""
     found: dict[str, float] = {}
     for value in values:
         name, _, limit = value.partition(":")
@@ -145,22 +140,24 @@ def parse_goodput(values: tuple[str, ...]) -> dict[str, float]:
     return found
 
 
-def check(options: ServeOptions, given: Mapping[str, Any]) -> None:
-    """Refuse what cannot be, or would have no effect.
+def check_options(options: ServeOptions, given: Mapping[str, Any]) -> None:
+    """Refuse flags that have no effect, and values that are not possible.
 
     Args:
-        options: all of them.
-        given: flags that the user wrote, with their values.
+        options: all options.
+        given: flags given on the command line, with their values.
     """
-    of_random = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
-    of_times = ("--turn-delay", "--request-rate", "--burstiness")
+    random_flags = ("--input-len", "--output-len", "--num-turns", "--shared-prefix-tokens", "--num-prefixes")
+    arrival_flags = ("--turn-delay", "--request-rate", "--burstiness")
     refused = {
-        "given without --trace, which says what to send and when": (*of_random, *of_times) if options.trace else (),
+        "given without --trace, which has its own requests and times": (*random_flags, *arrival_flags)
+        if options.trace
+        else (),
         "used with --trace": () if options.trace else ("--time-scale", "--max-input-len"),
         "used with --num-turns of 2 or more": ("--turn-delay",) if options.num_turns == 1 else (),
         "used with --shared-prefix-tokens": () if options.shared_prefix_tokens else ("--num-prefixes",),
         "used with a finite --request-rate": ("--burstiness",) if all(map(math.isinf, options.request_rates)) else (),
-        "used with --endpoint completions and without --tokenizer, which knows it": (
+        "used with --endpoint completions and without --tokenizer, which has its own": (
             ("--vocab-size",) if options.endpoint == "chat" or options.tokenizer else ()
         ),
         "used with --json": () if options.json_file else ("--details",),
@@ -171,11 +168,11 @@ def check(options: ServeOptions, given: Mapping[str, Any]) -> None:
         for value in values:
             if math.isnan(value):
                 raise InvalidValueError(name, value, "a number")
-    endless = options.num_requests is None and not options.trace
-    if endless and any(
+    is_endless = options.num_requests is None and not options.trace
+    if is_endless and any(
         math.isinf(rate) and limit is None for rate in options.request_rates for limit in options.max_concurrencies
     ):
-        remedy = "Without a limit, the number of requests has none either."
+        remedy = "Otherwise, the number of requests has no limit."
         raise InvalidValueError(
             "--duration", options.duration, "used with --num-requests, --request-rate or --max-concurrency", remedy
         )

@@ -1,7 +1,7 @@
 """Prompts of known lengths.
 
-Content is made as numbers, each of which becomes one token: a token id where the server takes ids, else a word that the
-server's tokenizer has as one token. Equal numbers make equal tokens, so prefixes are shared as they are meant to be.
+Content is an array of content ids, each of which becomes one token: a token id for completions, or a word that is one token of
+the tokenizer for chats. Equal ids become equal tokens, so that prompts share prefixes as intended.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy.typing as npt
 from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.serve.request import Prompt
 
-Numbers = npt.NDArray[np.int64]
-"""Content; each below `PromptMaker.num_words`."""
+ContentIds = npt.NDArray[np.int64]
+"""Content ids, each below `PromptBuilder.num_words`."""
 
 SCANNED_TOKENS = 10_000
-"""Ids among which words are looked for: the lowest are the most common, and those of a whole vocabulary take seconds."""
+"""Number of token ids that are searched for words: low ids are common words, and a whole vocabulary takes seconds."""
 
 _COMMON_WORDS = (
     "the of and to in is was for that it with as his on be at by had not are but from or have an they which one you were her"
@@ -32,87 +32,87 @@ _COMMON_WORDS = (
 
 
 class History(Protocol):
-    """A conversation as the server sees it."""
+    """Prompts of one conversation."""
 
     num_tokens: int | None
-    """Of the prompt that `ask` returned last; None where only the server knows."""
+    """Number of tokens of the last prompt; None if only the server knows it."""
 
-    def ask(self, numbers: Numbers) -> Prompt:
-        """The prompt that goes on with new content."""
+    def next_prompt(self, content: ContentIds) -> Prompt:
+        """Return the prompt that continues the conversation with new content."""
 
-    def hear(self, answer: str, stand_in: Numbers) -> None:
-        """Note the answer to it; where its tokens are not known, the content that stands in for them."""
+    def add_response(self, text: str, placeholder: ContentIds) -> None:
+        """Add the response to the last prompt, or `placeholder` if its tokens are not known."""
 
 
-class PromptMaker(Protocol):
-    """Turns numbers into prompts."""
+class PromptBuilder(Protocol):
+    """Turns content into prompts."""
 
-    num_words: int
+    num_content_ids: int
 
-    def start(self, prefix: Numbers) -> History:
-        """A conversation that begins with `prefix`, which may be empty."""
+    def start(self, prefix: ContentIds) -> History:
+        """Start a conversation with a prefix, which may be empty."""
 
 
 class _IdHistory:
-    def __init__(self, prefix: Numbers) -> None:
+    def __init__(self, prefix: ContentIds) -> None:
         self._ids: list[int] = prefix.tolist()
         self.num_tokens: int | None = None
 
-    def ask(self, numbers: Numbers) -> Prompt:
-        self._ids += numbers.tolist()
+    def next_prompt(self, content: ContentIds) -> Prompt:
+        self._ids += content.tolist()
         self.num_tokens = len(self._ids)
         return self._ids
 
-    def hear(self, answer: str, stand_in: Numbers) -> None:
-        self._ids += stand_in.tolist()
+    def add_response(self, text: str, placeholder: ContentIds) -> None:
+        self._ids += placeholder.tolist()
 
 
 class IdPrompts:
-    """Token ids. A stream of a completion does not tell its tokens, so random ones of its length stand in for an answer."""
+    """Prompts of token ids. The next prompt has a random placeholder for a response, as completion streams have no token ids."""
 
     def __init__(self, vocab_size: int) -> None:
-        """Ids are drawn below `vocab_size`."""
-        self.num_words = vocab_size
+        """Use token ids below `vocab_size`."""
+        self.num_content_ids = vocab_size
 
-    def start(self, prefix: Numbers) -> History:
-        """See `PromptMaker`."""
+    def start(self, prefix: ContentIds) -> History:
+        """See `PromptBuilder`."""
         return _IdHistory(prefix)
 
 
 class _ChatHistory:
-    def __init__(self, maker: ChatPrompts, prefix: Numbers) -> None:
-        self._maker, self._num_prefix_tokens = maker, len(prefix)
-        self._messages = [{"role": "system", "content": maker.text(prefix)}] if len(prefix) else []
+    def __init__(self, builder: ChatPrompts, prefix: ContentIds) -> None:
+        self._builder, self._num_prefix_tokens = builder, len(prefix)
+        self._messages = [{"role": "system", "content": builder.text(prefix)}] if len(prefix) else []
         self.num_tokens: int | None = None
 
-    def ask(self, numbers: Numbers) -> Prompt:
-        template = self._maker.num_template_tokens.get(len(self._messages))
-        self.num_tokens = None if template is None else template + self._num_prefix_tokens + len(numbers)
-        self._messages.append({"role": "user", "content": self._maker.text(numbers)})
+    def next_prompt(self, content: ContentIds) -> Prompt:
+        template = self._builder.num_template_tokens.get(len(self._messages))
+        self.num_tokens = None if template is None else template + self._num_prefix_tokens + len(content)
+        self._messages.append({"role": "user", "content": self._builder.text(content)})
         return self._messages
 
-    def hear(self, answer: str, stand_in: Numbers) -> None:
-        self._messages.append({"role": "assistant", "content": answer})
+    def add_response(self, text: str, placeholder: ContentIds) -> None:
+        self._messages.append({"role": "assistant", "content": text})
 
 
 class ChatPrompts:
-    """Messages made of words; an answer goes into the next prompt as it was given.
+    """Chats made of words; the next prompt has the response as it was generated.
 
-    What the chat template adds comes on top of the lengths asked for.
+    The tokens that the chat template adds are not part of the requested lengths.
 
     Args:
-        words: what the numbers stand for.
-        num_template_tokens: what the template adds to the first message of a user, by the number of messages before it:
-            none, or that of the system. Empty where it is not known.
+        words: word of each content id.
+        num_template_tokens: tokens that the chat template adds to the first user message, by the number of messages before it,
+            0 or 1. Empty if they are not known.
     """
 
     def __init__(self, words: Sequence[str], num_template_tokens: Mapping[int, int]) -> None:
         self._words, self.num_template_tokens = words, num_template_tokens
-        self.num_words = len(words)
+        self.num_content_ids = len(words)
 
     @classmethod
-    def of_tokenizer(cls, tokenizer: Any) -> ChatPrompts:
-        """With words that are one token each, after a space and without, found in a transformers tokenizer."""
+    def from_tokenizer(cls, tokenizer: Any) -> ChatPrompts:
+        """Use words that are one token of a transformers tokenizer each, with and without a leading space."""
         texts = tokenizer.batch_decode([[token] for token in range(min(len(tokenizer), SCANNED_TOKENS))])
         candidates = {text.strip() for text in texts if text.strip().isascii() and text.strip().isalpha()}
         words = sorted(_single_tokens(tokenizer, (word for word in candidates if 2 <= len(word) <= 12)))
@@ -122,20 +122,20 @@ class ChatPrompts:
 
     @classmethod
     def approximate(cls) -> ChatPrompts:
-        """With common words, which are one token each in most vocabularies."""
+        """Use common words, which are one token each in most vocabularies."""
         return cls(_COMMON_WORDS.split(), {})
 
-    def start(self, prefix: Numbers) -> History:
-        """See `PromptMaker`."""
+    def start(self, prefix: ContentIds) -> History:
+        """See `PromptBuilder`."""
         return _ChatHistory(self, prefix)
 
-    def text(self, numbers: Numbers) -> str:
-        """Content as text."""
-        return " ".join(self._words[number] for number in numbers.tolist())
+    def text(self, content: ContentIds) -> str:
+        """Return content as text."""
+        return " ".join(self._words[content_id] for content_id in content.tolist())
 
 
 def _template_tokens(tokenizer: Any, words: Sequence[str]) -> int:
-    """What the template adds to a message of the user, after one of the system where there are two words."""
+    """Return the tokens that the chat template adds to a user message; two words make a system message before it."""
     messages = [
         {"role": role, "content": word} for role, word in zip(("system", "user")[-len(words) :], words, strict=True)
     ]
@@ -144,7 +144,7 @@ def _template_tokens(tokenizer: Any, words: Sequence[str]) -> int:
 
 
 def _single_tokens(tokenizer: Any, words: Iterable[str]) -> Iterable[str]:
-    """Those that stay one token each wherever they stand in a text of words."""
+    """Return the words that are one token each at any position of a text of words."""
     listed = sorted(words)
     first = tokenizer(listed, add_special_tokens=False)["input_ids"]
     pairs = tokenizer([f"{word} {word}" for word in listed], add_special_tokens=False)["input_ids"]

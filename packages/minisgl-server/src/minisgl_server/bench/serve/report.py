@@ -1,4 +1,4 @@
-"""What ``minisgl bench serve`` measured, as tables and as JSON."""
+"""Results of ``minisgl bench serve``, as tables and as JSON."""
 
 from __future__ import annotations
 
@@ -8,27 +8,38 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from minisgl_server.bench import machine
+from minisgl_server.bench import environment
 from minisgl_server.bench.serve.load import Outcome
 from minisgl_server.bench.serve.options import Run, ServeOptions
 from minisgl_server.bench.serve.request import Record
-from minisgl_server.bench.serve.statistics import METRICS, Summary
+from minisgl_server.bench.serve.summary import METRICS, Summary
 
-TITLES = ("run", "sent", "answered", "failed", "seconds", "req/s", "input tok/s", "output tok/s", "hit rate", "at once")
-SPREAD_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
-BUSY_SHARE = 0.8
-"""Of a core: from here on, the load generator may be what is measured."""
+TITLES = (
+    "run",
+    "sent",
+    "completed",
+    "failed",
+    "seconds",
+    "req/s",
+    "input tok/s",
+    "output tok/s",
+    "hit rate",
+    "at once",
+)
+PERCENTILE_TITLES = ("run", "ms", "mean", "p50", "p90", "p99", "max")
+BUSY_FRACTION = 0.8
+"""Fraction of a core from which on the load generator may limit the measurement."""
 _NO_ENDPOINT = r"^HTTP (404(?!.*\bmodel\b)|405|501)\b"
 _OTHER_ENDPOINT = {
     "chat": re.compile(rf"{_NO_ENDPOINT}|chat model|chat/completions|not support (the )?completions", re.IGNORECASE),
     "completions": re.compile(rf"{_NO_ENDPOINT}|chat.?template|not support (the )?chat", re.IGNORECASE),
 }
-"""Failures after which the endpoint of this name is worth a try, in the words of OpenAI, vLLM and this server."""
+"""Patterns of OpenAI's, vLLM's and this server's errors that suggest to try the endpoint of this name instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One run: what was asked for, what came, and that in numbers."""
+    """Parameters, records and summary of one run."""
 
     run: Run
     outcome: Outcome
@@ -36,8 +47,8 @@ class Measured:
 
 
 def headline(options: ServeOptions, model: str, workload: str) -> list[str]:
-    """What was measured, before the tables."""
-    exact = ", answers go on to that length" if options.ignore_eos else ""
+    """Return the lines above the tables: server and workload."""
+    exact = ", exactly that long" if options.ignore_eos else ""
     return [
         f"server   {options.url}, {model}, {options.endpoint}",
         f"workload {workload}{exact}; seed {options.seed}",
@@ -46,81 +57,81 @@ def headline(options: ServeOptions, model: str, workload: str) -> list[str]:
 
 
 def row(measured: Measured) -> tuple[str, ...]:
-    """Under `TITLES`."""
-    found = measured.summary
+    """Return the row of a run in the table with `TITLES`."""
+    summary = measured.summary
     return (
         measured.run.label,
-        str(found.num_sent),
-        str(found.num_answered),
-        str(found.num_failed),
-        f"{found.seconds:.2f}",
-        f"{found.per_s(found.num_answered):.2f}",
-        f"{found.per_s(found.num_prompt_tokens):,.1f}",
-        f"{found.per_s(found.num_output_tokens):,.1f}",
-        "n/a" if found.hit_rate is None else f"{found.hit_rate:.1%}",
-        str(found.peak_concurrency),
+        str(summary.num_sent),
+        str(summary.num_answered),
+        str(summary.num_failed),
+        f"{summary.seconds:.2f}",
+        f"{summary.per_s(summary.num_answered):.2f}",
+        f"{summary.per_s(summary.num_prompt_tokens):,.1f}",
+        f"{summary.per_s(summary.num_output_tokens):,.1f}",
+        "n/a" if summary.hit_rate is None else f"{summary.hit_rate:.1%}",
+        str(summary.peak_concurrency),
     )
 
 
-def spread_rows(measured: Sequence[Measured]) -> list[tuple[str, ...]]:
-    """Under `SPREAD_TITLES`."""
+def percentile_rows(measured: Sequence[Measured]) -> list[tuple[str, ...]]:
+    """Return the rows of the table with `PERCENTILE_TITLES`."""
     found = []
     for each in measured:
         for name, title in METRICS.items():
-            spread = each.summary.spreads[name]
-            values = ["n/a"] * 5 if spread is None else [f"{value:.2f}" for value in asdict(spread).values()]
+            percentiles = each.summary.percentiles[name]
+            values = ["n/a"] * 5 if percentiles is None else [f"{value:.2f}" for value in asdict(percentiles).values()]
             found.append((each.run.label, title, *values))
     return found
 
 
 def notes(measured: Sequence[Measured], endpoint: str) -> list[str]:
-    """Sentences that follow the tables, with a remedy where the server has only the other endpoint."""
-    said = [f"{each.run.label}: {text}" for each in measured for text in _notes(each.run, each.summary)]
+    """Return the notes below the tables, with a remedy if the server supports only the other endpoint."""
+    lines = [f"{each.run.label}: {text}" for each in measured for text in _notes(each.run, each.summary)]
     other = "completions" if endpoint == "chat" else "chat"
     if any(_OTHER_ENDPOINT[other].search(error) for each in measured for error in each.summary.errors):
-        said.append(f"The server or its model does not serve --endpoint {endpoint}; try --endpoint {other}.")
-    return said
+        lines.append(f"The server or its model does not support --endpoint {endpoint}; try --endpoint {other}.")
+    return lines
 
 
 def _notes(run: Run, found: Summary) -> list[str]:
-    said = [f"failed: {count} x {error}" for error, count in found.errors.items()]
+    lines = [f"failed: {count} x {error}" for error, count in found.errors.items()]
     if found.num_unsent:
-        said.append(f"{found.num_unsent} later turns were not sent, as the one before had failed")
+        lines.append(f"{found.num_unsent} later turns were not sent, as the previous turn had failed")
     if found.num_interrupted:
-        said.append(f"{found.num_interrupted} were interrupted")
+        lines.append(f"{found.num_interrupted} requests were interrupted")
     if found.goodput_per_s is not None:
-        said.append(f"{found.goodput_per_s:.2f} requests/s kept the limits of --goodput")
+        lines.append(f"{found.goodput_per_s:.2f} requests/s were within the limits of --goodput")
     if found.num_answered and not found.is_counted:
-        said.append("the server does not count its tokens: the output's are the stream's events")
+        lines.append("the server does not return its usage: output tokens are the events of the streams")
     if found.num_other_lengths:
-        said.append(f"{found.num_other_lengths} answers are not of the length asked for")
+        lines.append(f"{found.num_other_lengths} outputs do not have the requested length")
     if found.num_other_prompts:
-        said.append(f"{found.num_other_prompts} prompts have more or fewer tokens to the server than asked for")
+        lines.append(f"{found.num_other_prompts} prompts have more or fewer tokens on the server than requested")
     if run.max_concurrency is None and found.longest_wait_s > 0.1 and not math.isinf(run.request_rate):
-        said.append(f"requests were sent up to {1e3 * found.longest_wait_s:.0f} ms late")
+        lines.append(f"requests were sent up to {1e3 * found.longest_wait_s:.0f} ms late")
     busy = found.per_s(found.client_cpu_s)
     if (client := found.us_per_token(found.client_cpu_s)) is not None:
-        said.append(f"the load generator took {client:.1f} us of CPU time a token, {busy:.0%} of a core")
-    if busy > BUSY_SHARE:
-        said.append("the load generator was busy: what is measured may be itself")
+        lines.append(f"the load generator took {client:.1f} us of CPU time per token, {busy:.0%} of a core")
+    if busy > BUSY_FRACTION:
+        lines.append("the load generator was busy: it may have limited the measurement")
     parts = {name: found.us_per_token(seconds) for name, seconds in found.server_cpu_s.items()}
     shown = ", ".join(f"{name} {value:.1f}" for name, value in parts.items() if value is not None and value >= 0.05)
     if shown:
-        said.append(f"the server took, in us of CPU time a token: {shown}")
+        lines.append(f"the server took, in us of CPU time per token: {shown}")
     if (serving := found.serving_us_per_token) is not None:
-        said.append(f"its API server and tokenizer workers together: {serving:.1f} us of CPU time a token")
-    return said
+        lines.append(f"its API server and tokenizer workers together: {serving:.1f} us of CPU time per token")
+    return lines
 
 
 def as_json(
     options: ServeOptions, model: str, started: str, workload: str, measured: Sequence[Measured]
 ) -> dict[str, Any]:
-    """Everything that is known of the measurement, but for the key; times in the units that the names say."""
+    """Return the options without the API key, the environment and the results of a measurement."""
     settings = {name: value for name, value in asdict(options).items() if name != "api_key"}
     return {
         "started": started,
-        "machine": machine.machine(),
-        "versions": machine.versions(),
+        "machine": environment.hardware(),
+        "versions": environment.versions(),
         "model": model,
         "workload": workload,
         "options": _plain(settings | {"model": model}),
@@ -136,13 +147,13 @@ def _run_json(measured: Measured, with_details: bool) -> dict[str, Any]:
         "max_concurrency": run.max_concurrency,
         "time_scale": run.time_scale,
         "is_interrupted": measured.outcome.is_interrupted,
-        **{name: value for name, value in asdict(found).items() if name not in ("spreads", "server_cpu_s")},
+        **{name: value for name, value in asdict(found).items() if name not in ("percentiles", "server_cpu_s")},
         "num_failed": found.num_failed,
         "requests_per_s": found.per_s(found.num_answered),
         "input_tokens_per_s": found.per_s(found.num_prompt_tokens),
         "output_tokens_per_s": found.per_s(found.num_output_tokens),
         "hit_rate": found.hit_rate,
-        **{f"{name}_ms": None if spread is None else asdict(spread) for name, spread in found.spreads.items()},
+        **{f"{name}_ms": None if each is None else asdict(each) for name, each in found.percentiles.items()},
         "client_cpu_us_per_token": found.us_per_token(found.client_cpu_s),
         "server_cpu_us_per_token": {name: found.us_per_token(each) for name, each in found.server_cpu_s.items()},
         "serving_cpu_us_per_token": found.serving_us_per_token,
@@ -157,11 +168,11 @@ def _record_json(record: Record) -> dict[str, Any]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: the word, as the flags take it."""
-    return {name: _word(value) for name, value in values.items()}
+    """Return the values with infinities as the text ``inf``, as JSON has none and the flags accept it."""
+    return {name: _plain_value(value) for name, value in values.items()}
 
 
-def _word(value: Any) -> Any:
+def _plain_value(value: Any) -> Any:
     if isinstance(value, tuple | list):
-        return [_word(each) for each in value]
+        return [_plain_value(each) for each in value]
     return "inf" if isinstance(value, float) and math.isinf(value) else value

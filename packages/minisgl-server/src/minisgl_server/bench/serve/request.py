@@ -1,4 +1,4 @@
-"""One request to a server: the body that asks, the events that answer, and when they came."""
+"""Sends one request to a server, and records its events and their times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl_server.bench.serve.http import HttpClient, HttpError
+from minisgl_server.bench.serve.http_client import HttpClient, HttpError
 
 Prompt = Sequence[int] | str | list[dict[str, str]]
 """Token ids, a text, or the messages of a chat."""
@@ -40,7 +40,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    """Of an event, what is needed; the decoder skips the rest."""
+    """Fields of an event that are read; the decoder skips the others."""
 
     choices: list[_Choice] = []
     usage: _Usage | None = None
@@ -53,24 +53,24 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class Record:
-    """What became of a request; times in seconds.
+    """Record of one request; times in seconds.
 
     Attributes:
-        conversation: number of the conversation that it belongs to.
-        turn: its place there, from 0.
-        asked_prompt_tokens: tokens of the prompt that was sent; None where only the server knows.
-        asked_output_tokens: output tokens asked for.
-        sent_s: when it was sent, since the start of the run.
-        wait_s: how long it had to wait for its turn after its arrival, because of ``--max-concurrency``.
-        ttft_s: until the first text, or until the end where there was none.
-        latency_s: until the last event.
-        gaps_s: between events that bring text.
-        num_prompt_tokens: as the server counted them; as asked for, or 0, where it does not say.
-        num_output_tokens: as the server counted them; events that brought text, where it does not say.
-        has_usage: whether the server counted.
-        num_cached_tokens: of the prompt, found in a prefix cache; None where the server does not say.
-        error: what went wrong, in words; None for a whole answer.
-        is_interrupted: it was still running when the user ended the benchmark.
+        conversation: number of its conversation.
+        turn: number of its turn, from 0.
+        asked_prompt_tokens: tokens of the sent prompt; None if only the server knows them.
+        asked_output_tokens: requested output tokens.
+        sent_s: time of sending, since the start of the run.
+        wait_s: time from its arrival to sending, because of ``--max-concurrency``.
+        ttft_s: time to the first text, or to the end if there was none.
+        latency_s: time to the last event.
+        gaps_s: times between events with text.
+        num_prompt_tokens: prompt tokens by the server's usage; without it, as requested, or 0.
+        num_output_tokens: output tokens by the server's usage; without it, the number of events with text.
+        has_usage: the server returned a usage.
+        num_cached_tokens: prompt tokens from the prefix cache; None if the server does not return them.
+        error: error message; None for a complete response.
+        is_interrupted: the user interrupted the benchmark while it ran.
     """
 
     conversation: int
@@ -91,22 +91,22 @@ class Record:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds an output token after the first; None for one token."""
+        """Seconds per output token after the first; None for fewer than two tokens."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency_s - self.ttft_s) / (self.num_output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestMaker:
-    """What all requests of a run have in common.
+class RequestBuilder:
+    """Parameters that all requests of a run share.
 
     Attributes:
         endpoint: ``completions`` or ``chat``.
         model: name of the model on the server.
-        ignore_eos: ask for outputs of exactly the length given, by an extension of vLLM, SGLang and minisgl.
-        extra_body: further fields.
-        timeout_s: after which a request counts as failed.
+        ignore_eos: request outputs of exactly the given length, by an extension of vLLM, SGLang and minisgl.
+        extra_body: additional fields.
+        timeout_s: time after which a request fails.
     """
 
     endpoint: str
@@ -117,11 +117,11 @@ class RequestMaker:
 
     @property
     def path(self) -> str:
-        """Of the endpoint."""
+        """Path of the endpoint."""
         return "/v1/chat/completions" if self.endpoint == "chat" else "/v1/completions"
 
     def body(self, prompt: Prompt, num_tokens: int) -> bytes:
-        """A request as JSON."""
+        """Return the JSON body of a request."""
         if self.endpoint == "chat":
             body: dict[str, Any] = {"messages": prompt, "max_completion_tokens": num_tokens}
         else:
@@ -135,25 +135,25 @@ class RequestMaker:
         """Send a request and fill in its record.
 
         Args:
-            client: connections to the server.
-            prompt: fits the endpoint.
-            record: has what was asked for.
+            client: HTTP client of the server.
+            prompt: prompt in the form of the endpoint.
+            record: record with the requested lengths.
             start_s: `time.perf_counter` at the start of the run.
 
         Returns:
-            The text of the answer.
+            Text of the response.
         """
         body = self.body(prompt, record.asked_output_tokens)
         record.num_prompt_tokens = record.asked_prompt_tokens or 0
         sent = time.perf_counter()
         record.sent_s = sent - start_s
-        answer = _Answer(record, sent)
+        reader = _StreamReader(record, sent)
         try:
             async with asyncio.timeout(self.timeout_s):
-                status = await client.request("POST", self.path, body, answer.feed)
-            answer.finish(status)
+                status = await client.request("POST", self.path, body, reader.feed)
+            reader.finish(status)
         except TimeoutError:
-            record.error = f"no whole answer within {self.timeout_s:g} s"
+            record.error = f"no complete response within {self.timeout_s:g} s"
         except HttpError as error:
             record.error = str(error)
         except asyncio.CancelledError:
@@ -162,11 +162,11 @@ class RequestMaker:
         finally:
             if not record.latency_s:
                 record.latency_s = time.perf_counter() - sent
-        return "".join(answer.pieces)
+        return "".join(reader.pieces)
 
 
-class _Answer:
-    """Reads server-sent events as they arrive."""
+class _StreamReader:
+    """Reads the server-sent events of a response as they arrive."""
 
     def __init__(self, record: Record, sent: float) -> None:
         self.pieces: list[str] = []
@@ -178,7 +178,7 @@ class _Answer:
         self._error: str | None = None
 
     def feed(self, data: bytes, now: float) -> None:
-        """Bytes of the body."""
+        """Add bytes of the body, which arrived at `now`."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
@@ -192,7 +192,7 @@ class _Answer:
         try:
             event = _decode_event(data)
         except msgspec.DecodeError:
-            self._error = f"an event that is not OpenAI's: {_shortened(data)}"
+            self._error = f"an event is not in OpenAI's format: {_shortened(data)}"
             return
         if event.error is not None:
             self._error = _error_message(data) or "an error without a message"
@@ -228,20 +228,20 @@ class _Answer:
             record.num_cached_tokens = usage.prompt_tokens_details.cached_tokens
 
     def finish(self, status: int) -> None:
-        """The response has ended."""
+        """Complete the record at the end of the response."""
         if status != 200:
             body = self._other + self._rest
             self._record.error = f"HTTP {status}: {_error_message(body) or _shortened(body)}"
         elif self._error is not None:
             self._record.error = self._error
         elif not self._is_finished:
-            self._record.error = "the stream ended before the answer did"
+            self._record.error = "the stream ended without a finish reason"
         if not self._record.has_usage:
             self._record.num_output_tokens = self._num_events
 
 
 def _error_message(body: bytes) -> str:
-    """The message of an error, as OpenAI and vLLM and SGLang shape it, or nothing."""
+    """Return the message of an error in the formats of OpenAI, vLLM and SGLang, or an empty text."""
     try:
         found = msgspec.json.decode(body)
         for name in ("error", "detail"):

@@ -1,4 +1,4 @@
-"""``minisgl bench serve``, from its options to the report."""
+"""Runs ``minisgl bench serve``, from its options to the report."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from minisgl_server.bench.serve.conversations import (
     random_conversations,
     trace_conversations,
 )
-from minisgl_server.bench.serve.cpu import ServerCpu, local_server
-from minisgl_server.bench.serve.http import Address, HttpClient
+from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
+from minisgl_server.bench.serve.http_client import Address, HttpClient
 from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, ServeOptions
 from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
-from minisgl_server.bench.serve.request import RequestMaker
-from minisgl_server.bench.serve.statistics import summarize
+from minisgl_server.bench.serve.request import RequestBuilder
+from minisgl_server.bench.serve.summary import summarize
 from minisgl_server.bench.trace.format import read_trace
-from minisgl_server.launch.keys import first_key
+from minisgl_server.launch.api_keys import client_api_key
 
 INTERRUPTED_STATUS = 130
 WARM_UP_TOKENS = 8
-"""Output tokens of a warm-up, at most."""
+"""Maximum output tokens per request of the warm-up."""
 
 if sys.platform == "win32":
     new_event_loop = asyncio.new_event_loop
@@ -50,18 +50,17 @@ else:
 
 
 def run_serve(options: ServeOptions) -> None:
-    """Measure, print tables, and write the files that were asked for.
+    """Measure, print tables, and write the requested files.
 
-    Ends the process with status 130 where the user interrupted it, after the report of what there is, and with 1 where no
-    request was answered.
+    Exits with status 130 after the report if the user interrupted the run, and with 1 if no request was completed.
 
     Raises:
-        InvalidValueError: an option does not fit.
-        MinisglError: the server cannot be asked for its model.
+        InvalidValueError: an option has an invalid value.
+        MinisglError: the server does not list its models.
     """
-    draw = None if options.plot is None else plot.load(Path(options.plot))
+    draw = None if options.plot is None else plot.make_plotter(Path(options.plot))
     address = _address(options.url)
-    key = first_key(options.api_key)
+    key = client_api_key(options.api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     prompts = _prompts(options)
     workload = _workload(options, prompts)
@@ -72,12 +71,12 @@ def run_serve(options: ServeOptions) -> None:
     click.echo("\n".join(report.headline(options, model, workload.note)))
     print_table(report.TITLES, [report.row(each) for each in measured])
     click.echo()
-    print_table(report.SPREAD_TITLES, report.spread_rows(measured))
+    print_table(report.PERCENTILE_TITLES, report.percentile_rows(measured))
     for note in report.notes(measured, options.endpoint):
         click.echo(note)
     if options.json_file:
-        found = report.as_json(options, model, started, workload.note, measured)
-        Path(options.json_file).write_text(json.dumps(found, indent=2) + "\n")
+        data = report.as_json(options, model, started, workload.note, measured)
+        Path(options.json_file).write_text(json.dumps(data, indent=2) + "\n")
     if draw is not None:
         draw(measured)
     if not measured or measured[-1].outcome.is_interrupted:
@@ -88,7 +87,7 @@ def run_serve(options: ServeOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Workload:
-    """What to send: conversations of a run, or of a warm-up where there is none; and what to say about it."""
+    """Conversations of a run, or of the warm-up for None, with their number and a description."""
 
     conversations: Callable[[Run | None], Iterator[Conversation]]
     num_requests: int | None
@@ -96,24 +95,24 @@ class _Workload:
 
 
 def _workload(options: ServeOptions, prompts: IdPrompts | ChatPrompts) -> _Workload:
-    num_words = prompts.num_words
+    num_content_ids = prompts.num_content_ids
     template = prompts.num_template_tokens.get(0, 0) if isinstance(prompts, ChatPrompts) else 0
     if options.trace is not None:
-        everything = read_trace(Path(options.trace), options.num_requests)
-        longest = options.max_input_len or max(request.input_length for request in everything)
-        requests = [request for request in everything if request.input_length <= longest]
+        all_requests = read_trace(Path(options.trace), options.num_requests)
+        longest = options.max_input_len or max(request.input_length for request in all_requests)
+        requests = [request for request in all_requests if request.input_length <= longest]
         if not requests:
-            shortest = min(request.input_length for request in everything)
+            shortest = min(request.input_length for request in all_requests)
             raise InvalidValueError("--max-input-len", longest, f"at least {shortest}, the shortest of the trace")
-        left_out = len(everything) - len(requests)
+        num_skipped = len(all_requests) - len(requests)
         note = f"{len(requests)} requests of {options.trace}"
-        note += f"; {left_out} of more than {longest} tokens were left out" if left_out else ""
+        note += f"; {num_skipped} of more than {longest} tokens were skipped" if num_skipped else ""
 
-        def of_trace(run: Run | None) -> Iterator[Conversation]:
+        def from_trace(run: Run | None) -> Iterator[Conversation]:
             scale, variant = (1.0, 0) if run is None else (run.time_scale or 1.0, 1 + run.number)
-            return trace_conversations(requests, scale, num_words, template, options.seed, variant)
+            return trace_conversations(requests, scale, num_content_ids, template, options.seed, variant)
 
-        return _Workload(of_trace, len(requests), note)
+        return _Workload(from_trace, len(requests), note)
     spec = RandomSpec(
         input_len=Lengths(*options.input_len),
         output_len=Lengths(*options.output_len),
@@ -123,16 +122,16 @@ def _workload(options: ServeOptions, prompts: IdPrompts | ChatPrompts) -> _Workl
         num_prefixes=options.num_prefixes,
     )
 
-    def at_random(run: Run | None) -> Iterator[Conversation]:
+    def random(run: Run | None) -> Iterator[Conversation]:
         rate, variant = (float("inf"), 0) if run is None else (run.request_rate, 1 + run.number)
         times = arrivals(rate, options.burstiness, options.seed)
-        return limited(random_conversations(spec, times, num_words, options.seed, variant), options.num_requests)
+        return limited(random_conversations(spec, times, num_content_ids, options.seed, variant), options.num_requests)
 
-    note = f"random, {spec.input_len} tokens in and {spec.output_len} out"
+    note = f"random, {spec.input_len} input and {spec.output_len} output tokens"
     note += f", {spec.num_turns} turns" if spec.num_turns > 1 else ""
     if spec.shared_prefix_tokens:
-        note += f", after {spec.shared_prefix_tokens} that {_groups(spec.num_prefixes)} share"
-    return _Workload(at_random, options.num_requests, note)
+        note += f", after a prefix of {spec.shared_prefix_tokens} shared by {_groups(spec.num_prefixes)}"
+    return _Workload(random, options.num_requests, note)
 
 
 def _measure(
@@ -144,14 +143,14 @@ def _measure(
     workload: _Workload,
 ) -> list[report.Measured]:
     extra = {"temperature": options.temperature, **options.extra_body}
-    maker = RequestMaker(options.endpoint, model, options.ignore_eos, extra, options.timeout)
-    pids = options.server_pids or tuple(filter(None, [local_server(address)]))
+    builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
+    pids = options.server_pids or tuple(filter(None, [local_server_pid(address)]))
     measured: list[report.Measured] = []
 
     async def measure_all() -> None:
         client = HttpClient(address, headers)
         try:
-            warm_up = Load(client, maker, prompts, max_concurrency=1)
+            warm_up = Load(client, builder, prompts, max_concurrency=1)
             if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
                 return
             for run in options.runs():
@@ -160,11 +159,11 @@ def _measure(
 
                     def show(outcome: Outcome, label: str = run.label) -> None:
                         num_running = len(outcome.records) - outcome.num_ended
-                        said = f"{label}: {num_running} running, {outcome.num_failed} failed"
-                        bar.update(task, completed=outcome.num_ended, description=said)  # noqa: B023  # used in this turn
+                        description = f"{label}: {num_running} running, {outcome.num_failed} failed"
+                        bar.update(task, completed=outcome.num_ended, description=description)  # noqa: B023  # used in this iteration only
 
-                    load = Load(client, maker, prompts, run.max_concurrency, options.duration, show)
-                    server = ServerCpu(pids)
+                    load = Load(client, builder, prompts, run.max_concurrency, options.duration, show)
+                    server = ServerCpuTimer(pids)
                     outcome = await load.run(workload.conversations(run))
                 summary = summarize(outcome, options.goodput, options.ignore_eos, server.seconds())
                 measured.append(report.Measured(run, outcome, summary))
@@ -179,7 +178,7 @@ def _measure(
 
 
 def _warm_up(workload: _Workload, num_requests: int) -> Iterator[Conversation]:
-    """The first requests of a variant that no run has, with short answers."""
+    """Yield the first conversations of a variant that no run has, with short outputs."""
     for each in limited(workload.conversations(None), num_requests) if num_requests else ():
         turns = [turn.capped(WARM_UP_TOKENS) for turn in each.turns]
         yield Conversation(each.number, 0.0, each.prefix, turns)
@@ -194,7 +193,7 @@ def _prompts(options: ServeOptions) -> IdPrompts | ChatPrompts:
         return IdPrompts(len(tokenizer))
     if tokenizer.chat_template is None:
         raise InvalidValueError("--tokenizer", options.tokenizer, "one with a chat template, for --endpoint chat")
-    return ChatPrompts.of_tokenizer(tokenizer)
+    return ChatPrompts.from_tokenizer(tokenizer)
 
 
 def _address(url: str) -> Address:
@@ -205,7 +204,7 @@ def _address(url: str) -> Address:
 
 
 def _first_model(address: Address, headers: dict[str, str]) -> str:
-    """The name of the first model that the server lists."""
+    """Return the name of the first model that the server lists."""
     host = f"[{address.host}]" if ":" in address.host else address.host
     url = f"{'https' if address.tls else 'http'}://{host}:{address.port}{address.path}/v1/models"
     try:
@@ -214,9 +213,7 @@ def _first_model(address: Address, headers: dict[str, str]) -> str:
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         cause = " ".join(str(error).split()) or type(error).__name__
-        raise MinisglError(
-            f"{url} does not tell which models there are ({cause}). Is it right? Or give --model"
-        ) from None
+        raise MinisglError(f"{url} does not list models ({cause}). Check --url, or give --model") from None
 
 
 def _groups(count: int) -> str:

@@ -1,1 +1,1 @@
-"""Traces of requests: the format of the Qwen-Bailian traces, and a generator of such a trace."""
+"""Traces of requests: the Qwen-Bailian format, and a generator of synthetic traces."""

@@ -1,4 +1,4 @@
-"""``minisgl bench trace``."""
+"""Command ``minisgl bench trace``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ TRACE_A_REQUESTS = 43_058
     type=click.IntRange(2),
     default=TRACE_A_REQUESTS,
     show_default=True,
-    help="Requests; by default as many as trace A has.",
+    help="Number of requests; by default, that of trace A.",
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option(
-    "--request-rate", type=click.FloatRange(0, min_open=True), help="Requests a second; that of trace A if missing."
+    "--request-rate", type=click.FloatRange(0, min_open=True), help="Requests per second; by default, those of trace A."
 )
 @click.option(
     "--output-median",
     type=click.FloatRange(1),
-    help="Median of the answers' lengths in tokens, which are not published. Longer answers make later turns longer.",
+    help="Median output length in tokens, which is not published. Longer outputs make later turns longer.",
 )
 @click.option("--show", type=click.Path(), metavar="FILE", help="Print the statistics of an existing trace instead.")
 @click.pass_context
@@ -43,20 +43,20 @@ def trace(
 ) -> None:
     """Write a synthetic trace in the Qwen-Bailian format, with the published statistics of its trace A.
 
-    It is made up: no request in it was ever sent by a user. `minisgl bench serve --trace` sends it.
+    No request in it was sent by a user. `minisgl bench serve --trace` sends the requests of a trace.
     """
     from dataclasses import replace
 
     from minisgl_core.cli.table import print_table
     from minisgl_server.bench.trace.format import read_trace, write_trace
-    from minisgl_server.bench.trace.statistics import PUBLISHED, statistics
     from minisgl_server.bench.trace.synthetic import Model, synthetic_trace
+    from minisgl_server.bench.trace.trace_statistics import PUBLISHED, statistics
 
     if (out is None) == (show is None):
-        raise click.UsageError("Give either --out, to write a trace, or --show, to look at one.")
+        raise click.UsageError("Give either --out, to write a trace, or --show, to print the statistics of one.")
     if show is not None:
-        of_made = ("--num-requests", "--seed", "--request-rate", "--output-median")
-        refuse_flags(given_flags(ctx), {"used with --out": of_made})
+        generator_flags = ("--num-requests", "--seed", "--request-rate", "--output-median")
+        refuse_flags(given_flags(ctx), {"used with --out": generator_flags})
         requests = read_trace(Path(show), flag="--show")
     else:
         assert out is not None

@@ -1,7 +1,7 @@
-"""The format of the Qwen-Bailian traces (github.com/alibaba-edu/qwen-bailian-usagetraces-anon; arXiv 2506.02634).
+"""Format of the Qwen-Bailian traces (github.com/alibaba-edu/qwen-bailian-usagetraces-anon; arXiv 2506.02634).
 
-A line of JSON a request, without its content: a prompt is known by the hashes of its blocks of 16 tokens, each of which stands
-for the block and all before it, so that equal beginnings have equal leading hashes.
+Each request is a line of JSON, without its content: a prompt has the hashes of its blocks of 16 tokens. A hash depends on the
+block and all blocks before it, so that equal prefixes have equal leading hashes.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ BLOCK_TOKENS = 16
 
 
 class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One request.
+    """Request of a trace.
 
     Attributes:
-        chat_id: its own number.
-        parent_chat_id: the request whose conversation it continues; -1 for the first of a conversation.
-        timestamp: when it arrived, in seconds.
-        input_length: tokens of the prompt, templates included.
-        output_length: tokens of the answer.
+        chat_id: number of the request.
+        parent_chat_id: request whose conversation it continues; -1 for the first of a conversation.
+        timestamp: arrival time in seconds.
+        input_length: prompt tokens, including those of the chat template.
+        output_length: output tokens.
         type: ``text``, ``search``, ``image`` or ``file``.
-        turn: its place in the conversation, from 1.
-        hash_ids: of the prompt's blocks; the last one may be a part of a block, which may also have no hash.
+        turn: number of its turn in the conversation, from 1.
+        hash_ids: hashes of the prompt's blocks; a partial last block may have a hash.
     """
 
     chat_id: int
@@ -41,15 +41,15 @@ class TraceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_trace(path: Path, limit: int | None = None, flag: str = "--trace") -> list[TraceRequest]:
-    """The requests of a file, in order of time.
+    """Return the requests of a file, in order of time.
 
     Args:
-        path: JSON lines; fields that are not known are skipped.
-        limit: only so many lines from the start.
-        flag: what the user names the file with.
+        path: file of JSON lines; unknown fields are skipped.
+        limit: maximum number of lines to read.
+        flag: flag that names the file, for errors.
 
     Raises:
-        InvalidValueError: there is no such file, or a line is no request.
+        InvalidValueError: the file cannot be read, or a line is not a request.
     """
     decode = msgspec.json.Decoder(TraceRequest).decode
     found: list[TraceRequest] = []

@@ -1,11 +1,12 @@
-"""A made-up trace with the statistics that are published of the Qwen-Bailian trace A.
+"""Synthetic trace with the published statistics of the Qwen-Bailian trace A.
 
-The model: conversations begin as a Poisson process. Each has a type, and its first prompt begins with that type's template; or,
-now and then, with the whole first prompt of an earlier conversation, as when a document is asked about again. More content
-follows. Each later turn comes after a log-normal gap and brings the prompt so far, the answer, and something new. Whether
-another turn follows is a coin of the conversation's own, so that few conversations are long.
+Conversations arrive as a Poisson process. Each has a type, and its first prompt starts with that type's template. Some start
+with the whole first prompt of an earlier conversation instead, as for repeated questions about a document. New content
+follows. Each later turn follows after a log-normal gap; its prompt is the previous prompt, the response and new content. The
+probability of another turn is drawn per conversation, so that few conversations are long.
 
-`Model`'s defaults were fitted so that 43,058 requests, the length of trace A, come close to all published numbers at once.
+The defaults of `Model` were fitted so that a trace of 43,058 requests, the length of trace A, is close to all published
+statistics at once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ import numpy as np
 from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
 
 TYPES = {"text": 31_744, "search": 8_187, "image": 1_617, "file": 1_510}
-"""Requests of trace A by type."""
+"""Number of requests of trace A by type."""
 TEMPLATE_BLOCKS = {"text": 12, "search": 64, "image": 12, "file": 12}
+"""Blocks of the chat template of each type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,18 +32,18 @@ class Model:
     """Parameters of the generator. Lengths are log-normal: a median in tokens, and sigma, the deviation of the logarithm.
 
     Attributes:
-        requests_per_s: of all turns, in the long run of trace A.
-        root_share: how many of them begin a conversation.
-        continued_share: conversations with a second turn.
-        stop_odds: shapes a and b of the beta distribution of the coin that brings a turn after the second.
-        reused_share: conversations that begin like an earlier one.
-        reused_tokens: of an earlier prompt, at most.
-        single_input: first content of a conversation of one turn.
-        continued_input: first content of others.
-        later_input: new content of a later turn.
-        output: of an answer. Not published; it also grows the later prompts.
-        gap_s: between turns, in seconds.
-        longest: most tokens of a prompt.
+        requests_per_s: mean rate of requests, by default that of trace A.
+        root_share: fraction of requests that start a conversation.
+        continued_share: fraction of conversations with a second turn.
+        stop_odds: parameters a and b of the beta distribution of the probability of further turns after the second.
+        reused_share: fraction of conversations that start with the prompt of an earlier one.
+        reused_tokens: maximum tokens of an earlier prompt that are reused.
+        single_input: new content of a conversation of one turn.
+        continued_input: new content of the first turn of other conversations.
+        later_input: new content of later turns.
+        output: output length. It is not published; later prompts include the outputs.
+        gap_s: seconds between turns.
+        longest: maximum prompt length.
     """
 
     requests_per_s: float = 43_058 / 7_200
@@ -70,23 +72,19 @@ class _Conversation:
 
 
 def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) -> Iterator[TraceRequest]:
-    """Requests in order of time.
+    """Yield requests in order of time.
 
-    All conversations begin within the trace; its first minutes therefore have few later turns.
+    All conversations start within the trace, so that its first minutes have few later turns.
 
     Args:
-        num_requests: how many.
-        seed: equal seeds give equal traces.
-        model: the parameters.
+        num_requests: number of requests.
+        seed: seed of the random numbers.
+        model: parameters of the generator.
     """
     model = model or Model()
     random = np.random.default_rng(seed)
-    fresh = itertools.count(sum(TEMPLATE_BLOCKS.values()))
-    ends = np.cumsum(list(TEMPLATE_BLOCKS.values()))
-    templates = {
-        name: list(range(end - size, end))
-        for (name, size), end in zip(TEMPLATE_BLOCKS.items(), ends.tolist(), strict=True)
-    }
+    fresh = itertools.count()
+    templates = {kind: list(itertools.islice(fresh, size)) for kind, size in TEMPLATE_BLOCKS.items()}
     types, shares = list(TYPES), np.cumsum([count / sum(TYPES.values()) for count in TYPES.values()])
 
     def draw(parameters: tuple[float, float]) -> int:
@@ -108,7 +106,8 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
 
     firsts: list[list[int]] = []
     due: list[tuple[float, int, _Conversation]] = []
-    next_root = random.exponential(1 / (model.requests_per_s * model.root_share))
+    root_gap_s = 1 / (model.requests_per_s * model.root_share)
+    next_root = random.exponential(root_gap_s)
     chat_id = 0
     while chat_id < num_requests:
         parent = -1
@@ -122,7 +121,7 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
             chat.last_id, chat.input_length, chat.output_length = chat_id, length, draw(model.output)
         else:
             now, chat = next_root, begin(chat_id)
-            next_root += random.exponential(1 / (model.requests_per_s * model.root_share))
+            next_root += random.exponential(root_gap_s)
         yield TraceRequest(
             chat_id=chat_id,
             parent_chat_id=parent,
@@ -140,5 +139,5 @@ def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) ->
 
 
 def _extended(start: list[int], length: int, fresh: Iterator[int]) -> list[int]:
-    """Blocks of a prompt of `length` tokens: `start`, then ones that were never there."""
+    """Return the blocks of a prompt of `length` tokens: `start`, then new blocks."""
     return start + list(itertools.islice(fresh, -(-length // BLOCK_TOKENS) - len(start)))

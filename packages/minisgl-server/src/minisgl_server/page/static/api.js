@@ -1,4 +1,4 @@
-// Requests to the server, with the API key where there is one.
+// Requests to the server, with the API key if there is one.
 
 const KEY = "minisgl-api-key";
 
@@ -22,7 +22,7 @@ export async function call(path, options = {}) {
 export const postJson = (path, body, signal) =>
   call(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal });
 
-// The JSON of each server-sent event, until [DONE].
+// Yields the JSON of each server-sent event until [DONE].
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,4 +1,4 @@
-// The chat: conversations side by side, and the box to write in.
+// Chat: conversations side by side, and the message box.
 
 import { byId, element } from "./dom.js";
 import { Lane } from "./lane.js";
@@ -13,7 +13,7 @@ const lanes = [];
 
 export function startChat(nudge) {
   const message = byId("message");
-  // The conversations that the menu names: Send and Stop are for these.
+  // Conversations selected in the menu, to which Send and Stop apply.
   const targets = () => (byId("target").value === "all" ? lanes : [lanes[Number(byId("target").value)]]);
   const showStop = () => {
     byId("stop").disabled = !targets().some((lane) => lane.isRunning);
@@ -77,7 +77,7 @@ export function startChat(nudge) {
   setLanes(1);
 }
 
-// Show which of the engine's requests each conversation is.
+// Show the engine's request of each conversation.
 export function showConversations(state) {
   const numbers = new Map(state.requests.map((request) => [request.request_id, request.number]));
   for (const lane of lanes) lane.showNumber(numbers.get(lane.requestId) ?? null);

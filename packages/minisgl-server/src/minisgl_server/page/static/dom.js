@@ -1,4 +1,4 @@
-// Making and finding elements. Text is only ever set as text.
+// Helpers to create and find elements. Text is never parsed as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -15,7 +15,7 @@ export function shape(name, attributes = {}, ...children) {
   return made;
 }
 
-// Without a change there is nothing for a screen reader to say again.
+// Unchanged text is not set again, so that screen readers do not repeat it.
 export function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
@@ -24,10 +24,10 @@ export const count = (number, word) => `${number.toLocaleString("en")} ${word}${
 
 export const cssColor = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// Neighbouring numbers get colours far apart: the golden angle.
+// The golden angle gives neighbouring numbers distant colours.
 export const requestColor = (number) => `oklch(${cssColor("--request-lightness")} 0.15 ${(number * 137.508) % 360})`;
 
-// A canvas of `height` CSS pixels as wide as its box, sharp on any screen.
+// Sizes a canvas to its box's width and `height` CSS pixels, at the screen's resolution.
 export function canvasContext(canvas, height) {
   const scale = window.devicePixelRatio || 1;
   const width = canvas.clientWidth;

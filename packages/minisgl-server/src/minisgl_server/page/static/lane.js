@@ -1,4 +1,4 @@
-// One conversation: what was said, and the answer that comes in.
+// One conversation: its messages, and the response that is being streamed.
 
 import { events, postJson } from "./api.js";
 import { element, requestColor } from "./dom.js";
@@ -6,7 +6,7 @@ import { element, requestColor } from "./dom.js";
 export class Lane {
   #messages = [];
   #abort = null;
-  #follows = true; // stay at the end as the answer grows, unless the user has scrolled up
+  #follows = true; // scroll with the response, unless the user has scrolled up
 
   constructor(number, changed) {
     this.changed = changed;
@@ -16,7 +16,7 @@ export class Lane {
     this.node = element("article", { className: "lane card" }, head, this.said);
     this.node.ariaLabel = `Conversation ${number}`;
     this.said.setAttribute("role", "log");
-    this.said.tabIndex = 0; // so that it scrolls by keyboard
+    this.said.tabIndex = 0; // allows scrolling with the keyboard
     this.said.ariaLabel = `Messages of conversation ${number}`;
     this.said.addEventListener("scroll", () => {
       this.#follows = this.said.scrollHeight - this.said.scrollTop < this.said.clientHeight + 30;
@@ -31,7 +31,7 @@ export class Lane {
     this.#abort?.abort();
   }
 
-  // The engine's number of the request that runs, or null: gives the conversation the request's colour.
+  // Number of the running request in the engine, or null; the conversation has the request's colour.
   showNumber(number) {
     this.node.style.borderLeftColor = number === null ? "" : requestColor(number);
   }

@@ -1,4 +1,4 @@
-// Where the nodes of the radix tree go: the newest at the top, each in line with the first that follows it. From runs to boxes.
+// Layout of the radix tree, from runs to boxes: newest at the top, each node aligned with its first child.
 
 export const HEIGHT = 40;
 const ROW = 47;
@@ -7,7 +7,7 @@ const ROOT_WIDTH = 18;
 const MARGIN = 4;
 const PAGE = 7;
 
-// Runs joined where one continues the other alone and was used alike: one node each.
+// Merges runs with a single child and equal use into one node.
 function join(runs) {
   const nodes = new Map();
   const root = { number: 0, children: [], numTokens: 0 };
@@ -40,7 +40,7 @@ function join(runs) {
 
 const alike = (a, b) => a.numLocks === b.numLocks && a.numHits === b.numHits;
 
-// The root with a place for every node, and the size of it all.
+// Returns the root with the positions of all nodes, and the size of the tree.
 export function layOut(runs) {
   const root = join(runs);
   const nodes = [];

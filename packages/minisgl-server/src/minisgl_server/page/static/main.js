@@ -1,4 +1,4 @@
-// Puts the parts together.
+// Creates and connects the parts of the page.
 
 import { setKey } from "./api.js";
 import { showConversations, startChat } from "./chat.js";
@@ -41,7 +41,7 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 window.addEventListener("key-needed", ({ detail: hadOne }) => {
   const form = byId("key-form");
-  if (hadOne) form.querySelector("label").textContent = "That API key was refused. Another one?";
+  if (hadOne) form.querySelector("label").textContent = "The API key was rejected. Enter another one.";
   if (!form.hidden) return;
   form.hidden = false;
   byId("key").focus();

@@ -1,4 +1,4 @@
-// Where the KV pages are: a bar of the counts, and a map with a cell a page.
+// KV pages: a bar of the counts, and a map with one cell per page.
 
 import { byId, canvasContext, count, cssColor, element, requestColor } from "./dom.js";
 import { selection } from "./selection.js";
@@ -61,7 +61,7 @@ function colorOf(owner, runs) {
 
 function describe(state) {
   const { pages } = state;
-  let text = pages.stride > 1 ? `The map shows every ${pages.stride}th page.` : "A cell is a page; point at one to see whose it is.";
+  let text = pages.stride > 1 ? `The map shows every ${pages.stride}th page.` : "Each cell is a page; point at one to see its owner.";
   if (hovered !== null && hovered < pages.num_mapped) {
     let place = pages.map_starts.findIndex((start) => start > hovered);
     if (place < 0) place = pages.map_starts.length;

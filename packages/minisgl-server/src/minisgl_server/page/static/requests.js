@@ -1,4 +1,4 @@
-// The requests that run and wait.
+// Running and waiting requests.
 
 import { byId, element, requestColor } from "./dom.js";
 import { requestOwner, select, selection } from "./selection.js";

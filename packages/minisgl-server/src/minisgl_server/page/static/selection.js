@@ -1,4 +1,4 @@
-// What the pointer or the keyboard is on: its pages, runs and request light up everywhere.
+// Selection by pointer or keyboard: its pages, runs and request are highlighted in all views.
 
 export const selection = { owners: new Set(), source: null };
 
@@ -8,5 +8,5 @@ export function select(owners, source) {
   window.dispatchEvent(new CustomEvent("selection"));
 }
 
-// Owners in the page map: a run by its number, a request by this.
+// Owner of a request's pages in the page map; runs are owners by their number.
 export const requestOwner = (number) => -1 - number;

@@ -1,4 +1,4 @@
-// The strip of steps: prefilled tokens go up from the middle, decoding requests go down.
+// Chart of the steps: prefill tokens go up from the middle, decoding requests go down.
 
 import { byId, canvasContext, count, cssColor, requestColor } from "./dom.js";
 
@@ -46,7 +46,7 @@ export function showSteps({ steps }) {
   byId("steps-detail").textContent = describe(shown[hovered ?? -1] ?? shown.at(-1));
 }
 
-// Prefilled tokens of a step, and how many listed requests are decodes; of many, some decodes are not listed.
+// Prefill tokens of a step, and number of decodes among its listed requests; not all decodes of a large step are listed.
 function split(step) {
   const listedPrefill = step.num_tokens - step.num_decodes;
   let numPrefills = 0;
@@ -75,7 +75,7 @@ function drawStep(context, step, { prefill, numListedDecodes }, { x, middle, sca
 }
 
 function describe(step) {
-  if (!step) return "No step yet: ask something.";
+  if (!step) return "No steps yet. Send a message.";
   const { prefill, numListedDecodes } = split(step);
   const names = step.requests.slice(numListedDecodes).map((number, place) => `#${number}: ${step.num_new[numListedDecodes + place]}`);
   const words = [`Step ${step.step.toLocaleString("en")}`, count(step.num_decodes, "decode")];

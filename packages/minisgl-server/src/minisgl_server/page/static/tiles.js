@@ -1,4 +1,4 @@
-// The numbers at the top.
+// Figures at the top of the page.
 
 import { byId, element, shape } from "./dom.js";
 
@@ -33,7 +33,7 @@ export function showTiles(state) {
   set("Finished", totals.num_finished.toLocaleString("en"), `${totals.num_aborted} aborted, ${totals.num_preemptions} preempted`);
 }
 
-// Output tokens a second over the last minute.
+// Output tokens per second over the last minute.
 function sparkline(history) {
   const now = history.at(-1).time_s;
   const rates = history.slice(1).map((each, place) => {

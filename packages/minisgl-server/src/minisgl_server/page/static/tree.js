@@ -1,4 +1,4 @@
-// The radix tree: a node a cached run, as long as it has pages, with a dot for each request that reads it now.
+// Radix tree: one node per cached run, with a width by its pages, and a dot per request that reads it.
 
 import { byId, count, element, requestColor, setText, shape } from "./dom.js";
 import { HEIGHT, layOut } from "./layout.js";
@@ -48,13 +48,13 @@ export function showTree(state) {
 
 function start() {
   const box = byId("tree");
-  box.append(svg, element("p", { className: "quiet", textContent: "Nothing is cached yet. Prompts appear here as they are computed; what two of them share becomes one node." }));
+  box.append(svg, element("p", { className: "quiet", textContent: "Nothing is cached yet. Prompts appear here as they are computed; a prefix that prompts share is one node." }));
   box.addEventListener("keydown", move);
   box.addEventListener("focus", () => go(nodes.find((node) => node.number === current) ?? nodes[0]));
   box.addEventListener("blur", () => go(null));
 }
 
-// The requests that read through each node, found by the last page that they share with the cache.
+// Requests that read each node, found by the last page that they share with the cache.
 function readersOf(state, all) {
   const byPage = new Map(state.runs.map((run) => [run.last_page, run.number]));
   const byRun = new Map(all.flatMap((node) => node.numbers.map((number) => [number, node])));
@@ -138,7 +138,7 @@ function describe() {
   setText(byId("tree-detail"), node ? `${words(node)}${node.text && `: ${node.text}…`}` : "Point at a node, or go there with the arrow keys, to see its pages below.");
 }
 
-// Arrow keys: right to what follows, left to what it follows, up and down among neighbours.
+// Arrow keys: right to the child, left to the parent, up and down to neighbours.
 function move(event) {
   const node = nodes.find((each) => each.number === current);
   if (!node) return;

@@ -1,4 +1,4 @@
-// Asks for the engine's state again and again: often while it works, seldom while it rests, never while nobody looks.
+// Polls the engine's state: often while it works, rarely while it is idle, and never while the page is hidden.
 
 import { call, KeyNeeded } from "./api.js";
 
@@ -17,7 +17,7 @@ export class Watch {
     document.addEventListener("visibilitychange", () => this.nudge());
   }
 
-  // Ask at once.
+  // Poll at once.
   nudge() {
     this.#wake();
   }
@@ -41,7 +41,7 @@ export class Watch {
   async #ask() {
     const since = this.#steps.at(-1)?.step ?? 0;
     const state = await (await call(`engine/state?since=${since}`)).json();
-    if (state.step < since) [this.#steps, this.#history] = [[], []]; // another engine
+    if (state.step < since) [this.#steps, this.#history] = [[], []]; // the engine was restarted
     this.#steps = [...this.#steps, ...state.steps].slice(-MAX_STEPS);
     const moment = { time_s: state.time_s, ...state.totals };
     this.#history = [...this.#history.filter((each) => each.time_s > state.time_s - 60), moment];
@@ -50,7 +50,7 @@ export class Watch {
     return state.num_running + state.num_waiting > 0 ? BUSY_MS : IDLE_MS;
   }
 
-  // Tokens a second over the last moments.
+  // Tokens per second over the last moments.
   #rates() {
     const last = this.#history.at(-1);
     const first = this.#history.find((each) => each.time_s >= last.time_s - RATE_S);

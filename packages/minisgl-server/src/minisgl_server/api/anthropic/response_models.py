@@ -1,0 +1,41 @@
+"""Models of the responses of the Messages API, for the OpenAPI document."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class MessageUsage(BaseModel):
+    """Token counts of a message."""
+
+    input_tokens: int
+    cache_read_input_tokens: int
+    cache_creation_input_tokens: int
+    output_tokens: int
+
+
+class MessageResponse(BaseModel):
+    """Response of ``POST /v1/messages``."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(BaseModel):
+    """Event of a streamed message; further fields depend on its type."""
+
+    type: str
+
+
+class TokenCount(BaseModel):
+    """Response of ``POST /v1/messages/count_tokens``."""
+
+    input_tokens: int

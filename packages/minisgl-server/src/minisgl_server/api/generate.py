@@ -1,0 +1,222 @@
+"""Route ``POST /generate`` of SGLang: takes a text or token ids, and returns text and token ids."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import EngineInfo, Logprob, Text, Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.openai.choices import Choices
+from minisgl_server.api.openai.completions import prompts_by_field
+from minisgl_server.api.openai.event_stream import EventStreamResponse, StreamEvents, event
+from minisgl_server.api.openai.requests import json_response, parse_request, served_model
+from minisgl_server.api.openai.response_format import single_output
+from minisgl_server.api.openai.sampling import RequestSampling
+from minisgl_server.api.openai.schemas import SamplingFields
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import GenerateResponse, GenerateResponses
+from minisgl_server.api.strict_model import Int, StrictModel, TokenId
+
+router = APIRouter()
+
+GENERATE_MAX_TOKENS = 128
+"""SGLang's default of max_new_tokens."""
+
+
+class GenerateSamplingParams(SamplingFields):
+    """Sampling parameters by SGLang's names, and by the names of the other routes where those differ."""
+
+    max_new_tokens: Int | None = Field(
+        None, description="Maximum number of tokens to generate; 128 by default, or as many as fit the context."
+    )
+    min_new_tokens: Int | None = None
+    sampling_seed: Int | None = Field(None, description="Alias of seed.")
+    no_stop_trim: bool | None = Field(None, description="Alias of include_stop_str_in_output.")
+    json_schema: str | dict[str, Any] | None = Field(
+        None, description="The output is JSON that conforms to this schema."
+    )
+    regex: str | None = Field(None, description="The whole output matches this pattern.")
+    ebnf: str | None = Field(None, description="The output conforms to this EBNF grammar, whose start rule is `root`.")
+    structural_tag: str | dict[str, Any] | None = Field(
+        None, description="Free text in which each of the `triggers` begins one of the `structures`."
+    )
+
+
+_NAMES = {
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "sampling_seed": "seed",
+    "no_stop_trim": "include_stop_str_in_output",
+}
+_STRUCTURED = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "structural_tag": "structural_tag"}
+"""Fields for structured output, with their names in `StructuredOutputs`."""
+
+
+class GenerateRequest(StrictModel):
+    """Body of ``POST /generate``: exactly one of text, prompt and input_ids."""
+
+    text: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="One prompt or several.")
+    prompt: Annotated[str | list[str] | None, Bound.OUTPUTS] = Field(None, description="Alias of text.")
+    input_ids: Annotated[list[TokenId] | list[list[TokenId]] | None, Bound.OUTPUTS] = Field(
+        None, description="Token ids of one prompt or several."
+    )
+    sampling_params: GenerateSamplingParams | None = None
+    max_tokens: Int | None = Field(None, description="Alias of sampling_params.max_new_tokens.")
+    ignore_eos: bool | None = Field(None, description="Alias of sampling_params.ignore_eos.")
+    stream: bool | None = Field(None, description="Stream server-sent events; each has the whole text so far.")
+    return_logprob: bool | None = None
+    top_logprobs_num: Int | None = Field(
+        None, description="Number of top log-probabilities per token, with return_logprob."
+    )
+    priority: Int | None = Field(None, description="Lower values run first; 0 by default.")
+
+
+@router.post(
+    "/generate", **route_docs(GenerateRequest, GenerateResponses, stream_event=GenerateResponse, errors=(400,))
+)
+async def generate(request: Request) -> Response:
+    """Continue one or more prompts; several prompts or outputs give a list of responses."""
+    started_s = time.perf_counter()
+    client = request.app.state.client
+    info, model = served_model(request.app)
+    body = await parse_request(GenerateRequest, request)
+    prompts, is_single = _prompts(body)
+    sampling, form_name = generate_sampling(body, info)
+    messages = [
+        Tokenize(
+            request_id="",
+            sampling=sampling.sampling,
+            max_tokens_is_default=sampling.max_tokens_is_default,
+            priority=body.priority or 0,
+            form_name=form_name,
+            field_names={**sampling.field_names, "prompt": name},
+            text=prompt if isinstance(prompt, str) else None,
+            token_ids=None if isinstance(prompt, str) else prompt,
+        )
+        for name, prompt in prompts.items()
+    ]
+    choices = Choices("gen", model, messages, info)
+    outputs = [_Output(output_id, started_s) for output_id in choices.output_ids]
+    generation, first = await choices.start(client, request)
+    is_single = is_single and len(outputs) == 1
+    if body.stream:
+        return EventStreamResponse(choices, generation, first, _GenerateEvents(outputs, is_single))
+    try:
+        while first:
+            for index, text in first:
+                outputs[index].add(text)
+            first = await choices.next(generation)
+    finally:
+        generation.close()
+    responses = [output.response() for output in outputs]
+    return json_response(responses[0] if is_single else responses)
+
+
+class _Output:
+    """Collects one output."""
+
+    def __init__(self, name: str, started_s: float) -> None:
+        self._name, self._started_s = name, started_s
+        self._text = ""
+        self._token_ids: list[int] = []
+        self._logprobs: list[Any] | None = None
+        self._top_logprobs: list[Any] = []
+        self._last = Text(request_id="", text="", token_ids=[])
+
+    def add(self, text: Text) -> None:
+        """Add new output."""
+        self._text += text.text
+        self._token_ids += text.token_ids
+        self._last = text
+        if text.logprobs is not None:
+            self._logprobs = self._logprobs or []
+            self._logprobs += [_logprob(each.token) for each in text.logprobs]
+            self._top_logprobs += [[_logprob(entry) for entry in each.top] for each in text.logprobs]
+
+    def response(self) -> dict[str, Any]:
+        """Return all output so far, in SGLang's format."""
+        last = self._last
+        meta: dict[str, Any] = {
+            "id": self._name,
+            "finish_reason": _finish_reason(last, self._token_ids),
+            "prompt_tokens": last.num_prompt_tokens,
+            "completion_tokens": len(self._token_ids),
+            "cached_tokens": last.num_cached_tokens,
+            "e2e_latency": time.perf_counter() - self._started_s,
+        }
+        if self._logprobs is not None:
+            meta["output_token_logprobs"], meta["output_top_logprobs"] = self._logprobs, self._top_logprobs
+        return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
+
+
+class _GenerateEvents(StreamEvents):
+    def __init__(self, outputs: list[_Output], is_single: bool) -> None:
+        self._outputs, self._is_single = outputs, is_single
+
+    def output(self, index: int, text: Text) -> bytes:
+        self._outputs[index].add(text)
+        return event(self._outputs[index].response() | ({} if self._is_single else {"index": index}))
+
+
+def _logprob(entry: Logprob) -> tuple[float, int, None]:
+    """Return an entry in SGLang's format. Its last item is the token's text, which SGLang omits by default."""
+    return entry.logprob, entry.token_id, None
+
+
+def _finish_reason(last: Text, token_ids: list[int]) -> dict[str, Any] | None:
+    if last.finish_reason is None:
+        return None
+    if last.finish_reason == "length":
+        return {"type": "length", "length": len(token_ids)}
+    return {"type": last.finish_reason, "matched": token_ids[-1] if last.stop_reason is None else last.stop_reason}
+
+
+def _prompts(body: GenerateRequest) -> tuple[dict[str, Any], bool]:
+    """Return the prompts by field name, see `prompts_by_field`, and if the field holds one prompt instead of a list."""
+    given = {name: value for name in ("text", "prompt", "input_ids") if (value := getattr(body, name)) is not None}
+    if len(given) != 1:
+        raise InvalidValueError("text", ", ".join(given) or None, "exactly one of text, prompt and input_ids")
+    [(name, prompt)] = given.items()
+    prompts = prompts_by_field(name, prompt)
+    return prompts, name in prompts
+
+
+def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestSampling, str]:
+    """Return the sampling parameters, and the name of the field that asks for structured output, or "".
+
+    Raises:
+        InvalidValueError: a value is not allowed, or two fields contradict each other.
+    """
+    given = {} if body.sampling_params is None else body.sampling_params.model_dump(exclude_none=True)
+    requested = {
+        f"sampling_params.{name}": {argument: given.pop(name)}
+        for name, argument in _STRUCTURED.items()
+        if name in given
+    }
+    structured_outputs, form_name = single_output(requested)
+    values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
+    names: dict[str, str] = {}
+    sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
+    sources += [
+        (name, name, value) for name in ("max_tokens", "ignore_eos") if (value := getattr(body, name)) is not None
+    ]
+    for source, name, value in sources:
+        if name in names:
+            raise InvalidValueError(source, value, f"left out where {names[name]} is given")
+        names[name], values[name] = source, value
+    if body.top_logprobs_num is not None and not body.return_logprob:
+        raise InvalidValueError("top_logprobs_num", body.top_logprobs_num, "left out unless return_logprob is true")
+    if body.return_logprob:
+        values["logprobs"], names["logprobs"] = body.top_logprobs_num or 0, "top_logprobs_num"
+    if is_default := "max_tokens" not in values:
+        values["max_tokens"] = max(GENERATE_MAX_TOKENS, values.get("min_tokens", 0))
+    try:
+        return RequestSampling(SamplingParams(**values), is_default, names), form_name
+    except InvalidValueError as error:
+        raise error.renamed(names) from None

@@ -1,0 +1,1 @@
+"""HTTP protocol, middleware and request bodies, which come before the routes."""

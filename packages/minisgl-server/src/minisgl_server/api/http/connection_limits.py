@@ -1,0 +1,84 @@
+"""Limits on connections, and a log of connections that were refused before they sent a complete request."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address, ip_network
+
+from minisgl_server.api.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S = 10.0
+
+
+@dataclass(slots=True)
+class ConnectionLimits:
+    """Counts the connections of one server and refuses those beyond the limits.
+
+    Attributes:
+        max_total: maximum number of open connections.
+        max_per_address: maximum number of open connections per address; addresses of this host have no limit.
+        headers_timeout_s: maximum time until a request's headers are complete.
+        max_unfinished_bytes: maximum bytes of incomplete headers over all connections.
+        num_unfinished_bytes: current bytes of incomplete headers.
+    """
+
+    max_total: int
+    max_per_address: int
+    headers_timeout_s: float = 20.0
+    max_unfinished_bytes: int = 64 * 2**20
+    num_unfinished_bytes: int = 0
+    _per_address: Counter[str] = field(default_factory=Counter)
+    _num_refused: int = 0
+    _next_log_s: float = 0.0
+
+    def add(self, host: str, total: int) -> ApiError | None:
+        """Count a connection; return the error if it exceeds a limit. It is counted in either case.
+
+        Args:
+            host: IP address of the client; empty if there is none.
+            total: number of open connections, including this one.
+        """
+        if (counted := _counted_address(host)) is not None:
+            self._per_address[counted] += 1
+        if total > self.max_total:
+            message = f"{self.max_total} connections are open, the maximum of this server."
+            return ApiError(503, message, code="too_many_connections")
+        if counted is not None and self._per_address[counted] > self.max_per_address:
+            message = (
+                f"{self.max_per_address} connections from {counted} are open, the maximum per address"
+                " (--max-connections-per-address)."
+            )
+            return ApiError(429, message, code="too_many_connections")
+        return None
+
+    def remove(self, host: str) -> None:
+        """Undo the count of `add`."""
+        if (counted := _counted_address(host)) is not None:
+            self._per_address[counted] -= 1
+            if not self._per_address[counted]:
+                del self._per_address[counted]
+
+    def log_refused(self, host: str, reason: str) -> None:
+        """Log a refused request at debug level, with at most one line per `_LOG_INTERVAL_S`."""
+        self._num_refused += 1
+        if logger.isEnabledFor(logging.DEBUG) and (now_s := time.monotonic()) >= self._next_log_s:
+            logger.debug("refused %d malformed requests, the latest from %s: %s", self._num_refused, host, reason)
+            self._num_refused, self._next_log_s = 0, now_s + _LOG_INTERVAL_S
+
+
+def _counted_address(host: str) -> str | None:
+    """Return the address or IPv6 /64 network that a connection counts for; None for addresses of this host."""
+    try:
+        address = ip_address(host.partition("%")[0])
+    except ValueError:
+        return None
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        address = address.ipv4_mapped
+    if address.is_loopback:
+        return None
+    return str(ip_network((address, 64), strict=False)) if isinstance(address, IPv6Address) else str(address)

@@ -1,0 +1,216 @@
+"""uvicorn's HTTP protocol with limits that apply before a request reaches the application.
+
+No middleware has seen a client that has not sent complete headers, so that it is not authenticated yet. The cost of such
+clients is limited here: number, size and time of headers, trailers, chunk extensions, pipelined requests and connections.
+Nothing here runs per chunk of a response.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import ClassVar, cast
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from minisgl_server.api.errors import ApiError
+from minisgl_server.api.http.connection_limits import ConnectionLimits
+
+MAX_HEADERS = 100
+"""Maximum number of headers and trailers per request."""
+MAX_HEADER_BYTES = 64 * 2**10
+"""Maximum bytes of request line and headers, and of consecutive bytes that neither complete headers nor belong to a body."""
+MAX_PIPELINED = 16
+"""Maximum number of requests per connection that wait for the response to an earlier one."""
+_SLICE_BYTES = 16 * 2**10
+"""Bytes parsed at a time; no more than this of a second request's headers stays uncounted."""
+_LINGER_S, _LINGER_BYTES = 1.0, 2**20
+"""Limits of the input that is dropped after a refusal. Closing at once would reset the connection and lose the response."""
+
+
+def limited_protocol_class(connections: ConnectionLimits) -> type[asyncio.Protocol]:
+    """Return the protocol class of a server with these limits, for `uvicorn.Config`."""
+    return cast(type[asyncio.Protocol], type("HttpProtocol", (LimitedHttpProtocol,), {"limits": connections}))
+
+
+class LimitedHttpProtocol(HttpToolsProtocol):
+    """Protocol of one connection."""
+
+    limits: ClassVar[ConnectionLimits]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Count the connection, and start the timeout of its first request."""
+        super().connection_made(transport)
+        self._host = self.client[0] if self.client else ""
+        self._is_refused = self._is_in_body = False
+        self._num_pending = self._num_charged = 0
+        self._refusal: ApiError | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if error := self.limits.add(self._host, len(self.connections)):
+            self._refuse(error)
+        else:
+            self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Release what the connection was counted for."""
+        super().connection_lost(exc)
+        self._unset_keepalive_if_required()
+        self._stop_timer()
+        self._charge(0)
+        self.limits.remove(self._host)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse received bytes; refuse malformed requests and those beyond the limits."""
+        if self._is_refused:
+            self._num_pending += len(data)
+            if self._num_pending > _LINGER_BYTES:
+                self.transport.abort()
+            return
+        view = memoryview(data)
+        try:
+            for start in range(0, len(view), _SLICE_BYTES):
+                self._parse(view[start : start + _SLICE_BYTES])
+        except httptools.HttpParserError as error:
+            malformed = ApiError(400, f"The request is not valid HTTP/1.1: {error}.", code="malformed_request")
+            self._refuse(self._refusal or malformed)
+            return
+        self._charge(self._num_pending)
+        if self._num_pending > MAX_HEADER_BYTES:
+            self._refuse(_headers_too_large())
+        elif self._num_pending and self.limits.num_unfinished_bytes > self.limits.max_unfinished_bytes:
+            message = "Too many requests with unfinished headers are open."
+            self._refuse(ApiError(503, message, code="too_many_unfinished_requests"))
+
+    def _parse(self, data: memoryview) -> None:
+        """Parse bytes. A request to switch protocols is handled like any other, and the bytes after it are the next request."""
+        while data:
+            self._num_pending += len(data)
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+
+    # Callbacks of the parser; an exception in one of them ends parsing.
+
+    def on_message_begin(self) -> None:
+        """Start the timeout of the headers."""
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(ApiError(429, f"More than {MAX_PIPELINED} requests wait on one connection."))
+        self._unset_keepalive_if_required()
+        if self._timer is None:
+            self._start_timer()
+        self._num_headers = self._num_header_bytes = 0
+        self._is_in_body = False
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        """Count the request line."""
+        self._count_header_bytes(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Count a header or a trailer. Trailers are dropped, as the application has already received the headers."""
+        self._num_headers += 1
+        if self._num_headers > MAX_HEADERS:
+            self._stop(ApiError(431, f"The request has more than {MAX_HEADERS} headers.", code="headers_too_large"))
+        self._count_header_bytes(len(name) + len(value))
+        if not self._is_in_body:
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        """Stop the timeout of the headers."""
+        self._num_pending, self._is_in_body = 0, True
+        self._stop_timer()
+        self._unset_keepalive_if_required()  # an earlier response ended after this request had begun
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Note that part of the body arrived."""
+        self._num_pending = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the request is complete."""
+        self._num_pending = 0
+        super().on_message_complete()
+
+    def _should_upgrade(self) -> bool:
+        return False
+
+    def _count_header_bytes(self, number: int) -> None:
+        self._num_header_bytes += number
+        if self._num_header_bytes > MAX_HEADER_BYTES:
+            self._stop(_headers_too_large())
+
+    def _stop(self, error: ApiError) -> None:
+        self._refusal = error
+        raise ValueError(error.message)
+
+    def _charge(self, number: int) -> None:
+        self.limits.num_unfinished_bytes += number - self._num_charged
+        self._num_charged = number
+
+    # Timeouts and refusals.
+
+    def _start_timer(self) -> None:
+        self._timer = self.loop.call_later(self.limits.headers_timeout_s, self._time_out)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _time_out(self) -> None:
+        self._timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_timer()  # an earlier request of the connection still runs
+        elif self._num_pending:
+            seconds = self.limits.headers_timeout_s
+            self._refuse(ApiError(408, f"The headers were not complete after {seconds:g} s.", code="headers_timeout"))
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Send the error if no response of the application has begun, drop further input, and close the connection soon."""
+        self.limits.log_refused(self._host, error.message)
+        self._is_refused = True
+        self.parser = None  # type: ignore[assignment]  # frees the headers that it holds
+        self._charge(0)
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing() or not self._ends_cycles():
+            self.transport.abort()
+            return
+        self.transport.write(_whole_response(error))
+        if error.status == 503:
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self._timer = self.loop.call_later(_LINGER_S, self.transport.abort)
+
+    def _ends_cycles(self) -> bool:
+        """End the request that is being received. Return False if its response has begun, or an earlier request still runs."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            return True
+        if self.pipeline or cycle.response_started:
+            return False
+        cycle.disconnected = True
+        cycle.message_event.set()
+        return True
+
+
+def _headers_too_large() -> ApiError:
+    message = f"The request line and headers have more than {MAX_HEADER_BYTES} bytes."
+    return ApiError(431, message, code="headers_too_large")
+
+
+def _whole_response(error: ApiError) -> bytes:
+    body = msgspec.json.encode(error.body())
+    lines = [f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"]
+    headers = {**error.headers, "Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode() + body

@@ -1,0 +1,166 @@
+"""ASGI middleware before the application: API keys, body size and timeout, and concurrency. It costs nothing per chunk."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl_server.api.errors import ApiError, body_too_large
+from minisgl_server.api.http.host_check import HostMiddleware, OriginMiddleware
+from minisgl_server.api.http.request_log import RequestLogMiddleware
+from minisgl_server.api.limits import MAX_BODY_BYTES, request_limits
+from minisgl_server.api.public_paths import PublicPaths
+from minisgl_server.options import ServerOptions
+
+_LINGER_S = 5.0
+"""Time for which the rest of a refused body is read and dropped. If the connection were closed at once, a client that writes
+its whole body before it reads would see a connection error instead of the response."""
+BODY_TIMEOUT_S = 60.0
+
+
+def add_middleware(api: FastAPI, options: ServerOptions, api_key_digests: Sequence[bytes]) -> ASGIApp:
+    """Return `api` behind the middleware that `options` ask for; a request passes the last one first."""
+
+    def max_body_bytes() -> int:
+        limits = request_limits(api)
+        return (options.max_body_size or MAX_BODY_BYTES) if limits is None else limits.body_bytes
+
+    app: ASGIApp = RequestLimitMiddleware(api, max_body_bytes, options.max_concurrent_requests)
+    if api_key_digests:
+        app = ApiKeyMiddleware(app, api_key_digests, api.state.public_paths)
+    if options.cors_origin:
+        methods, headers = ["*"], ["*"]
+        exposed = ["X-Request-Id", "Retry-After"]
+        app = CORSMiddleware(app, options.cors_origin, methods, headers, expose_headers=exposed)
+    app = OriginMiddleware(app, options.cors_origin)
+    if options.allowed_hosts and "*" not in options.allowed_hosts:
+        app = HostMiddleware(app, options.allowed_hosts)
+    return RequestLogMiddleware(app)
+
+
+class ApiKeyMiddleware:
+    """Authenticates API keys.
+
+    Args:
+        app: the protected application.
+        digests: SHA-256 of each key. All of them are compared, in constant time.
+        public_paths: paths that need no key.
+    """
+
+    def __init__(self, app: ASGIApp, digests: Sequence[bytes], public_paths: PublicPaths) -> None:
+        self._app, self._digests, self._public_paths = app, digests, public_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 401."""
+        if scope["type"] == "lifespan" or scope["path"] in self._public_paths or self._has_key(scope):
+            await self._app(scope, receive, send)
+        else:
+            message = "A valid API key is required, as the header 'Authorization: Bearer KEY' or 'x-api-key: KEY'."
+            response = ApiError(401, message, code="invalid_api_key").response(scope["path"])
+            response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        headers = Headers(scope=scope)
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        given = [headers.get("x-api-key", ""), key if scheme.lower() == "bearer" else ""]
+        digests = [hashlib.sha256(each.strip().encode("latin-1")).digest() for each in given]
+        return bool(sum([hmac.compare_digest(digest, known) for digest in digests for known in self._digests]))
+
+
+class RequestLimitMiddleware:
+    """Limits the size of bodies, the time between their parts, and the number of concurrent POST requests.
+
+    Args:
+        app: the protected application.
+        max_body_bytes: returns the maximum size of a body.
+        max_requests: maximum number of concurrent POST requests; None for no limit.
+        body_timeout_s: maximum wait for the next part of a body.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: Callable[[], int],
+        max_requests: int | None,
+        body_timeout_s: float = BODY_TIMEOUT_S,
+    ) -> None:
+        self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
+        self._body_timeout_s = body_timeout_s
+        self._num_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or answer 408, 413 or 429."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        length = Headers(scope=scope).get("content-length")
+        is_post = scope["method"] == "POST"
+        send = _drain_refused_body(receive, send)
+        max_bytes = self._max_body_bytes()
+        if length is not None and int(length) > max_bytes:
+            refusal = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
+            return await refusal(scope, receive, send)
+        if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
+            message = f"{self._num_requests} requests are being served, as many as this server takes at a time."
+            return await ApiError(429, message, code="too_many_requests").response(scope["path"])(scope, receive, send)
+        self._num_requests += is_post
+        try:
+            await self._app(scope, self._limited(receive, max_bytes), send)
+        finally:
+            self._num_requests -= is_post
+
+    def _limited(self, receive: Receive, max_bytes: int) -> Receive:
+        """Return `receive` with a timeout and a limit on the received bytes, as chunked bodies do not declare their length."""
+        num_bytes, is_complete = 0, False
+
+        async def receive_limited() -> Message:
+            nonlocal num_bytes, is_complete
+            try:
+                async with asyncio.timeout(None if is_complete else self._body_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise self._body_timeout() from None
+            num_bytes += len(message.get("body", b""))
+            is_complete = is_complete or not message.get("more_body")
+            if num_bytes > max_bytes:
+                raise body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)")
+            return message
+
+        return receive_limited
+
+    def _body_timeout(self) -> ApiError:
+        """Return the error of a body that stopped coming; it closes the connection."""
+        return ApiError(
+            408,
+            f"Nothing was received for {self._body_timeout_s:g} s, and the body is not complete.",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )
+
+
+def _drain_refused_body(receive: Receive, send: Send) -> Send:
+    """Return `send` that ends a response which refuses a body once the body has been received, or `_LINGER_S` later."""
+    is_refused = False
+
+    async def send_and_drain(message: Message) -> None:
+        nonlocal is_refused
+        if message["type"] == "http.response.start":
+            is_refused = message["status"] in (413, 429) and (b"connection", b"close") in message["headers"]
+        elif is_refused and not message.get("more_body"):
+            await send({**message, "more_body": True})
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LINGER_S):
+                    while (await receive()).get("more_body"):
+                        pass
+            message = {"type": "http.response.body"}
+        await send(message)
+
+    return send_and_drain

@@ -1,0 +1,43 @@
+"""Middleware for HEAD requests and trailing slashes on every route."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.routing import BaseRoute, Match
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+
+class PathMiddleware:
+    """Answers HEAD as GET without the body, and a path with a trailing slash as the path without it.
+
+    It does not redirect, as several clients drop the body of a POST request when they follow a redirect.
+
+    Args:
+        app: the application.
+        routes: its routes; the slash is kept if only the path with the slash matches one.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self._app, self._routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with the changed path and method."""
+        if scope["type"] == "http":
+            path = scope["path"]
+            if path.endswith("/") and path != "/":
+                without = {**scope, "path": path.rstrip("/")}
+                if any(route.matches(without)[0] != Match.NONE for route in self._routes):
+                    scope = without
+            if scope["method"] == "HEAD":
+                scope, send = {**scope, "method": "GET"}, _without_body(send)
+        await self._app(scope, receive, send)
+
+
+def _without_body(send: Send) -> Send:
+    """Return `send` that drops bodies; Content-Length is still that of the response to GET."""
+
+    async def send_headers(message: Message) -> None:
+        await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
+
+    return send_headers

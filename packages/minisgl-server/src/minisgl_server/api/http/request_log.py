@@ -1,0 +1,101 @@
+"""Middleware that gives every request an id, and logs it when it ends."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl_core.logs import REQUEST_ID
+
+logger = logging.getLogger(__name__)
+
+_REQUEST_ID = re.compile(rb"[!-~]{1,128}")
+"""Ids that a client may choose: printable, as they are returned in a header and written to the log."""
+_KEY = "minisgl.access"
+_POLLED_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/engine/state"})
+"""Paths that programs or the page poll; logged at debug level."""
+
+
+@dataclass(slots=True)
+class AccessRecord:
+    """Log record of one HTTP request.
+
+    Attributes:
+        started_s: start time, of `time.perf_counter`.
+        status: status of the response; 0 before there is one.
+        client_gone: the client disconnected before the end.
+        usage: returns OpenAI's usage object, if the request generates tokens.
+    """
+
+    started_s: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    client_gone: bool = False
+    usage: Callable[[], dict[str, Any]] | None = None
+
+
+def access_record(scope: Scope) -> AccessRecord:
+    """Return the record of a request; a new one if the application has no `RequestLogMiddleware`."""
+    record: AccessRecord = scope.setdefault(_KEY, AccessRecord())
+    return record
+
+
+class RequestLogMiddleware:
+    """Outermost middleware.
+
+    The id of a request is its X-Request-Id header, or a new id if there is none or it is invalid. Every response returns it
+    in the same header, and all log records of the request have it; see `minisgl_core.logs`.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its id."""
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex[:16].encode()
+        record = scope[_KEY] = AccessRecord()
+
+        def send_with_id(message: Message) -> Any:
+            # Not a coroutine, as it is called for each chunk.
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            return send(message)
+
+        token = REQUEST_ID.set(request_id.decode())
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            level = logging.DEBUG if scope["path"] in _POLLED_PATHS else logging.INFO
+            if logger.isEnabledFor(level):
+                _log(level, scope, record)
+            REQUEST_ID.reset(token)
+
+
+def _log(level: int, scope: Scope, record: AccessRecord) -> None:
+    """Log one line; the query string is left out, as clients may put secrets there."""
+    fields: dict[str, Any] = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "status": record.status,
+        "duration_s": round(time.perf_counter() - record.started_s, 4),
+    }
+    text = "%(method)s %(path)r %(status)d in %(duration_s).3f s"
+    if record.usage is not None:
+        usage = record.usage()
+        fields["prompt_tokens"], fields["output_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
+        fields["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
+        text += ", %(prompt_tokens)d prompt tokens (%(cached_tokens)d cached), %(output_tokens)d output tokens"
+    if record.client_gone:
+        fields["client_gone"] = True
+        text += ", the client disconnected"
+    logger.log(level, text, fields, extra=fields)

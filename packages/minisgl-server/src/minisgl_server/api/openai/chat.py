@@ -1,0 +1,212 @@
+"""Route ``POST /v1/chat/completions``, and running a chat for the other APIs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from minisgl_core.messages import Text, Tokenize, ToolCallDelta
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.openai.choices import Choices, make_tokenize
+from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event
+from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
+from minisgl_server.api.openai.requests import check_request, json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.sampling import request_sampling
+from minisgl_server.api.openai.schemas import ChatRequest
+from minisgl_server.api.openai.template_fields import template_fields
+from minisgl_server.api.openai.tools import tool_use
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import ChatCompletionChunk, ChatCompletionResponse
+
+router = APIRouter()
+
+
+class ChatGeneration(NamedTuple):
+    """Running chat; `first` holds the outputs that `Choices.start` returned."""
+
+    choices: Choices
+    generation: Generation
+    first: list[tuple[int, Text]]
+
+    async def collect(self, on_output: Callable[[int, Text], object]) -> None:
+        """Call `on_output` with the index and text of each new output until all have ended, then close the generation."""
+        try:
+            outputs = self.first
+            while outputs:
+                for index, text in outputs:
+                    on_output(index, text)
+                outputs = await self.choices.next(self.generation)
+        finally:
+            self.generation.close()
+
+
+def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> Tokenize:
+    """Return the message to a tokenizer worker for a chat, without id; for `template_hints` see `Tokenize`.
+
+    Raises:
+        InvalidValueError: a field has an invalid value.
+    """
+    info, _ = served_model(request.app)
+    fields = template_fields(chat, request.app.state.options.trust_request_chat_template)
+    if template_hints:
+        fields["template_hints"] = template_hints
+    return make_tokenize(
+        chat,
+        request_sampling(chat, info),
+        messages=[message.model_dump(exclude_none=True) for message in chat.messages],
+        chat_template_kwargs=chat.chat_template_kwargs or {},
+        tools=tool_use(chat),
+        **fields,
+    )
+
+
+async def start_chat(
+    request: Request, chat: ChatRequest, prefix: str, template_hints: dict[str, Any] | None = None
+) -> ChatGeneration:
+    """Start a chat. The Responses and Messages APIs translate their requests into chats and call this too.
+
+    Args:
+        request: the HTTP request; the chat is aborted when its client disconnects.
+        chat: the chat.
+        prefix: prefix of the ids, such as ``chatcmpl``.
+        template_hints: see `Tokenize`.
+
+    Raises:
+        ApiError: the request was rejected.
+        InvalidValueError: a field has an invalid value.
+    """
+    info, model = served_model(request.app)
+    check_request(chat, model)
+    choices = Choices(prefix, model, [chat_prompt(request, chat, template_hints)], info)
+    return ChatGeneration(choices, *await choices.start(request.app.state.client, request))
+
+
+async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
+    """Count the tokens of a chat's prompt, without running it.
+
+    Raises:
+        ApiError: the request was rejected.
+        InvalidValueError: a field has an invalid value.
+    """
+    check_request(chat, served_model(request.app)[1])
+    prompt = chat_prompt(request, chat, template_hints)
+    query = msgspec.structs.replace(prompt, request_id=new_query_id(), only_tokens=True)
+    tokens = await request.app.state.client.query(query)
+    return len(tokens.token_ids)
+
+
+@router.post(
+    "/v1/chat/completions",
+    **route_docs(ChatRequest, ChatCompletionResponse, stream_event=ChatCompletionChunk, errors=(400, 404)),
+)
+async def chat_completions(request: Request) -> Response:
+    """Generate the next message of a conversation."""
+    served_model(request.app)
+    chat = await parse_request(ChatRequest, request)
+    run = await start_chat(request, chat, "chatcmpl")
+    if chat.stream:
+        return EventStreamResponse(*run, _ChatEvents(run.choices, chat))
+    results = [_ChoiceBuilder(chat) for _ in run.choices.output_ids]
+    await run.collect(lambda index, text: results[index].add(text))
+    entries = [result.entry(index) for index, result in enumerate(results)]
+    usage = run.choices.usage()
+    return json_response(run.choices.body("chat.completion", entries, usage=usage, **results[0].prompt_fields))
+
+
+class _ChoiceBuilder:
+    """Collects one choice of a response that is not streamed."""
+
+    def __init__(self, chat: ChatRequest) -> None:
+        self._chat = chat
+        self._token_ids: list[int] = []
+        self.prompt_fields: dict[str, Any] = {}
+        self._pieces: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+        self._logprobs: list[dict[str, Any]] | None = None
+        self._last = Text(request_id="", text="", token_ids=[])
+
+    def add(self, text: Text) -> None:
+        self._pieces.append(text.text)
+        self._reasoning.append(text.reasoning)
+        for delta in text.tool_calls:
+            if delta.id is not None:
+                function = {"name": delta.name, "arguments": ""}
+                self._calls.append({"id": delta.id, "type": "function", "function": function})
+            self._calls[delta.index]["function"]["arguments"] += delta.arguments
+        self._last = text
+        self._token_ids += text.token_ids
+        if text.prompt_token_ids is not None:
+            self.prompt_fields = prompt_fields(self._chat, text)
+        if (logprobs := chat_logprobs(text, bool(self._chat.return_tokens_as_token_ids))) is not None:
+            self._logprobs = (self._logprobs or []) + logprobs["content"]
+
+    def entry(self, index: int) -> dict[str, Any]:
+        logprobs = None if self._logprobs is None else {"content": self._logprobs, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._pieces), "refusal": None}
+        if reasoning := "".join(self._reasoning):
+            message["reasoning_content"] = message["reasoning"] = reasoning
+        if self._calls:
+            message["content"] = message["content"] or None
+            message["tool_calls"] = self._calls
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": self._last.finish_reason,
+            "stop_reason": self._last.stop_reason,
+            **({"token_ids": self._token_ids} if self._chat.return_token_ids else {}),
+        }
+
+
+class _ChatEvents(ChoiceEvents):
+    def __init__(self, choices: Choices, chat: ChatRequest) -> None:
+        super().__init__(choices, "chat.completion.chunk", chat.stream_options)
+        self._tokens_as_ids, self._returns_ids = bool(chat.return_tokens_as_token_ids), bool(chat.return_token_ids)
+
+    def begin(self) -> bytes:
+        """Return one event per choice, with its role."""
+        roles = [{"role": "assistant", "content": ""} for _ in self._choices.output_ids]
+        return b"".join(self.chunk(_entry(index, role)) for index, role in enumerate(roles))
+
+    def entry(self, index: int, text: Text) -> dict[str, Any]:
+        entry = _entry(index, _delta(text))
+        entry["logprobs"] = chat_logprobs(text, self._tokens_as_ids)
+        if self._returns_ids:
+            entry["token_ids"] = text.token_ids
+        if text.finish_reason is not None:
+            entry |= {"finish_reason": text.finish_reason, "stop_reason": text.stop_reason}
+        return entry
+
+    def output(self, index: int, text: Text) -> bytes:
+        """See `StreamEvents.output`. The prompt's token ids are sent with the first choice."""
+        if not self._returns_ids or text.prompt_token_ids is None or index > 0:
+            return super().output(index, text)
+        entry, object_type = self.entry(index, text), "chat.completion.chunk"
+        return event(self._choices.body(object_type, [entry], usage=None, prompt_token_ids=text.prompt_token_ids))
+
+
+def _entry(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+
+def _delta(text: Text) -> dict[str, Any]:
+    """Return new output as the ``delta`` of a chunk."""
+    delta: dict[str, Any] = {}
+    if text.reasoning:
+        delta["reasoning_content"] = delta["reasoning"] = text.reasoning
+    if text.tool_calls:
+        delta["tool_calls"] = [_call_delta(each) for each in text.tool_calls]
+    if text.text or not delta:
+        delta["content"] = text.text
+    return delta
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}

@@ -1,0 +1,151 @@
+"""Outputs of one HTTP request, from the messages to the engine to the usage."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from fastapi import Request
+
+from minisgl_core.logs import REQUEST_ID
+from minisgl_core.messages import EngineInfo, Text, Tokenize
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.engine_client import EngineClient, Generation
+from minisgl_server.api.errors import ApiError
+from minisgl_server.api.http.request_log import access_record
+from minisgl_server.api.limits import RequestLimits
+from minisgl_server.api.openai.response_format import requested_output
+from minisgl_server.api.openai.sampling import RequestSampling
+from minisgl_server.api.openai.schemas import GenerationRequest
+
+_MAX_COPIED_BYTES = 32 * 2**20
+"""Bytes of all copies of the sampling parameters; every output of a request has its own copy."""
+_numbers = itertools.count(1)
+"""Numbers that make ids unique, as clients may send the same X-Request-Id twice."""
+
+
+class Choices:
+    """Outputs of one HTTP request: n per prompt, with consecutive indices per prompt.
+
+    Args:
+        prefix: prefix of the response's id, such as ``chatcmpl``.
+        model: name of the model in the response.
+        prompts: one `Tokenize` per prompt, without ids; its `sampling` has the request's n.
+        info: limits of the engine.
+
+    Raises:
+        ApiError: 400, there are more outputs than the engine holds at a time, or the messages are too long.
+    """
+
+    def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo) -> None:
+        self.id = f"{prefix}-{REQUEST_ID.get()}-{next(_numbers):x}"
+        self._model = model
+        self._created = int(time.time())
+        self.sampling = prompts[0].sampling
+        self._n = n = self.sampling.n
+        if (count := len(prompts) * n) > info.max_requests:
+            raise ApiError(
+                400,
+                f"{len(prompts)} prompts with n={n} are {count} outputs, and the server holds {info.max_requests} at a time "
+                "(--max-running-requests and --max-queued-requests); send fewer at once.",
+                "n" if n > 1 else prompts[0].field_names.get("prompt", "prompt"),
+            )
+        RequestLimits.of(info).check_conversation(prompts[0])
+        _check_copies(self.sampling, count)
+        self.output_ids = [f"{self.id}-{index}" for index in range(count)]
+        self._requests = [
+            msgspec.structs.replace(
+                prompt, request_id=self.output_ids[first], sibling_ids=self.output_ids[first + 1 : first + n]
+            )
+            for prompt, first in zip(prompts, range(0, count, n), strict=True)
+        ]
+        self._num_prompt_tokens = [0] * len(prompts)
+        self._num_cached_tokens = [0] * len(prompts)
+        self._num_output_tokens = 0
+        self._num_reasoning_tokens = [0] * count
+
+    async def start(self, client: EngineClient, request: Request) -> tuple[Generation, list[tuple[int, Text]]]:
+        """Send the requests to the engine and wait for the first output, so that a rejection can set the HTTP status.
+
+        Raises:
+            ApiError: a request was rejected.
+        """
+        generation = client.start(self._requests, request.receive)
+        access_record(request.scope).usage = self.usage
+        try:
+            return generation, self.count_tokens(await generation.next())
+        except BaseException:
+            generation.close()
+            raise
+
+    async def next(self, generation: Generation) -> list[tuple[int, Text]]:
+        """Return the next outputs; empty at the end."""
+        return self.count_tokens(await generation.next())
+
+    def count_tokens(self, outputs: list[tuple[int, Text]]) -> list[tuple[int, Text]]:
+        """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n.
+
+        Raises:
+            ApiError: 500, the engine aborted a request.
+        """
+        for index, text in outputs:
+            self._num_output_tokens += len(text.token_ids)
+            self._num_reasoning_tokens[index] = text.num_reasoning_tokens
+            if index % self._n == 0:
+                self._num_prompt_tokens[index // self._n] = text.num_prompt_tokens
+                self._num_cached_tokens[index // self._n] = text.num_cached_tokens
+            if text.finish_reason == "abort":
+                raise ApiError(500, "The engine aborted the request.", code="aborted")
+        return outputs
+
+    def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
+        """Return a response or a chunk of one; `fields` follow the choices."""
+        common = {"id": self.id, "object": object_type, "created": self._created, "model": self._model}
+        return {**common, "choices": choices, **fields}
+
+    def usage(self) -> dict[str, Any]:
+        """Return OpenAI's usage object of the tokens so far."""
+        num_prompt = sum(self._num_prompt_tokens)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": self._num_output_tokens,
+            "total_tokens": num_prompt + self._num_output_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self._num_cached_tokens)},
+            "completion_tokens_details": {"reasoning_tokens": sum(self._num_reasoning_tokens)},
+        }
+
+
+def _check_copies(sampling: SamplingParams, num_outputs: int) -> None:
+    """Refuse many outputs with large sampling parameters, as each output is sent to the engine with its own copy.
+
+    Raises:
+        ApiError: 400, all copies together are too large.
+    """
+    num_bytes = len(msgspec.msgpack.encode(sampling))
+    if num_outputs * num_bytes > _MAX_COPIED_BYTES:
+        message = f"The sampling parameters take {num_bytes} bytes, and there are {num_outputs} outputs that each need a copy."
+        allowed = f"At most {_MAX_COPIED_BYTES // num_bytes} outputs are allowed with them."
+        raise ApiError(400, f"{message} {allowed}", "n" if sampling.n > 1 else "prompt")
+
+
+def make_tokenize(
+    request: GenerationRequest, sampling: RequestSampling, prompt_name: str = "prompt", **fields: Any
+) -> Tokenize:
+    """Return the message to a tokenizer worker for one prompt, without id; `prompt_name` is the field that holds it."""
+    return Tokenize(
+        request_id="",
+        sampling=sampling.sampling,
+        max_tokens_is_default=sampling.max_tokens_is_default,
+        priority=request.priority or 0,
+        user=request.user or "",
+        cache_salt=request.cache_salt or "",
+        form_name=requested_output(request)[1],
+        add_special_tokens=request.add_special_tokens,
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        return_prompt_ids=bool(request.return_token_ids),
+        field_names={**sampling.field_names, "prompt": prompt_name},
+        **fields,
+    )

@@ -1,0 +1,135 @@
+"""Route ``POST /v1/completions``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Text
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.openai.choices import Choices, make_tokenize
+from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
+from minisgl_server.api.openai.logprobs import CompletionLogprobs, prompt_fields
+from minisgl_server.api.openai.requests import check_request, json_response, parse_request, served_model
+from minisgl_server.api.openai.sampling import request_sampling
+from minisgl_server.api.openai.schemas import CompletionRequest
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import CompletionResponse
+
+router = APIRouter()
+
+MAX_PROMPTS = 2048
+"""Maximum number of prompts per request."""
+
+
+@router.post(
+    "/v1/completions",
+    **route_docs(CompletionRequest, CompletionResponse, stream_event=CompletionResponse, errors=(400, 404)),
+)
+async def completions(request: Request) -> Response:
+    """Continue one or more prompts."""
+    client = request.app.state.client
+    info, model = served_model(request.app)
+    body = await parse_request(CompletionRequest, request)
+    check_request(body, model)
+    only_prompt = bool(body.echo) and body.max_tokens == 0
+    if only_prompt:
+        body.max_tokens = 1  # the engine generates at least one token
+    sampling = request_sampling(body, info)
+    prompts = [
+        make_tokenize(body, sampling, echo=bool(body.echo), only_prompt=only_prompt, **prompt)
+        for prompt in _prompts(body)
+    ]
+    choices = Choices("cmpl", model, prompts, info)
+    generation, first = await choices.start(client, request)
+    if body.stream:
+        return EventStreamResponse(choices, generation, first, _CompletionEvents(choices, body))
+    try:
+        return await _collect(body, choices, generation, first)
+    finally:
+        generation.close()
+
+
+def _prompts(body: CompletionRequest) -> list[dict[str, Any]]:
+    """Return the arguments of `make_tokenize` for each prompt."""
+    prompts = prompts_by_field("prompt", body.prompt)
+    return [
+        {"prompt_name": name, "text" if isinstance(each, str) else "token_ids": each} for name, each in prompts.items()
+    ]
+
+
+def prompts_by_field(name: str, prompt: Any) -> dict[str, Any]:
+    """Return each prompt by its field name: ``prompt`` for one prompt, ``prompt[0]`` and so on for a list.
+
+    Args:
+        name: name of the field.
+        prompt: its value: a text, token ids, or a list of either.
+
+    Raises:
+        InvalidValueError: there are no prompts, or more than `MAX_PROMPTS`.
+    """
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return {name: prompt}
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise InvalidValueError(name, f"{len(prompt)} prompts", f"from 1 to {MAX_PROMPTS} prompts")
+    return {f"{name}[{index}]": each for index, each in enumerate(prompt)}
+
+
+class _ChoiceDelta:
+    """Turns the outputs of one choice into its entries."""
+
+    def __init__(self, body: CompletionRequest, sampling: SamplingParams) -> None:
+        self._body = body
+        num_echoed = body.logprobs if body.echo else None
+        tokens_as_ids = bool(body.return_tokens_as_token_ids)
+        self._logprobs = CompletionLogprobs(sampling.skip_special_tokens, num_echoed, tokens_as_ids)
+
+    def entry(self, index: int, text: Text) -> dict[str, Any]:
+        """Return the choice with the new text only."""
+        about_prompt = {} if text.prompt_token_ids is None else prompt_fields(self._body, text)
+        return {
+            "index": index,
+            "text": (text.prompt_text or "") + text.text,
+            "logprobs": self._logprobs.push(text),
+            "finish_reason": text.finish_reason,
+            **({} if text.finish_reason is None else {"stop_reason": text.stop_reason}),
+            **({"token_ids": text.token_ids} if self._body.return_token_ids else {}),
+            **about_prompt,
+        }
+
+
+async def _collect(
+    body: CompletionRequest, choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]
+) -> Response:
+    deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
+    entries: list[list[dict[str, Any]]] = [[] for _ in choices.output_ids]
+    while outputs:
+        for index, text in outputs:
+            entries[index].append(deltas[index].entry(index, text))
+        outputs = await choices.next(generation)
+    joined = [_join(parts) for parts in entries]
+    return json_response(choices.body("text_completion", joined, usage=choices.usage()))
+
+
+def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    logprobs = [part["logprobs"] for part in parts if part["logprobs"] is not None]
+    joined = {**parts[0], **parts[-1]}  # only the first part has the fields about the prompt
+    if "token_ids" in joined:
+        joined["token_ids"] = [token for part in parts for token in part["token_ids"]]
+    return {
+        **joined,
+        "text": "".join(part["text"] for part in parts),
+        "logprobs": {key: [x for each in logprobs for x in each[key]] for key in logprobs[0]} if logprobs else None,
+    }
+
+
+class _CompletionEvents(ChoiceEvents):
+    def __init__(self, choices: Choices, body: CompletionRequest) -> None:
+        super().__init__(choices, "text_completion", body.stream_options)
+        self._deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
+
+    def entry(self, index: int, text: Text) -> dict[str, Any]:
+        return self._deltas[index].entry(index, text)

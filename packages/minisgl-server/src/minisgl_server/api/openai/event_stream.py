@@ -1,0 +1,143 @@
+"""Server-sent events, written directly to the ASGI channel. This code runs for every token of every stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+from fastapi import Response
+from starlette.types import Receive, Scope, Send
+
+from minisgl_core.messages import Text
+from minisgl_server.api.engine_client import Generation
+from minisgl_server.api.errors import ApiError, ClientGoneError
+from minisgl_server.api.http.request_log import access_record
+from minisgl_server.api.openai.choices import Choices
+from minisgl_server.api.openai.schemas import StreamOptions
+
+logger = logging.getLogger(__name__)
+
+_encode = msgspec.json.Encoder().encode
+
+
+def event(data: Any) -> bytes:
+    """Return an event with this JSON data."""
+    return b"data: " + _encode(data) + b"\n\n"
+
+
+def typed_event(data: dict[str, Any]) -> bytes:
+    """Return an event named after the ``type`` of its data."""
+    name: str = data["type"]
+    return b"event: " + name.encode() + b"\ndata: " + _encode(data) + b"\n\n"
+
+
+class StreamEvents(ABC):
+    """Encodes the outputs of one request as the events of one API."""
+
+    done = b"data: [DONE]\n\n"
+    """Last event of a stream that did not fail."""
+
+    def begin(self) -> bytes:
+        """Return the events before the first output."""
+        return b""
+
+    @abstractmethod
+    def output(self, index: int, text: Text) -> bytes:
+        """Return the events for new output; for `index` see `Generation.next`."""
+
+    def end(self) -> bytes:
+        """Return the events after the last output."""
+        return b""
+
+    def error(self, error: ApiError) -> bytes:
+        """Return the events that end a stream that failed."""
+        return event(error.body())
+
+
+class ChoiceEvents(StreamEvents):
+    """Chunks of OpenAI's APIs, with one choice each. The JSON around the choice is encoded once.
+
+    Args:
+        choices: the outputs.
+        object_type: ``object`` of each chunk.
+        options: tells which chunks have the usage.
+    """
+
+    def __init__(self, choices: Choices, object_type: str, options: StreamOptions | None) -> None:
+        self._choices, self._object_type = choices, object_type
+        self._has_final_usage = options is not None and bool(options.include_usage)
+        self._has_running_usage = options is not None and bool(options.continuous_usage_stats)
+        self._before = event(choices.body(object_type, [])).removesuffix(b"]}\n\n")
+        # As OpenAI does, chunks have a null usage if a last chunk with the usage follows.
+        self._after = b'],"usage":null}\n\n' if self._has_final_usage else b"]}\n\n"
+
+    @abstractmethod
+    def entry(self, index: int, text: Text) -> dict[str, Any]:
+        """Return the choice with the new output."""
+
+    def output(self, index: int, text: Text) -> bytes:
+        """See `StreamEvents.output`."""
+        return self.chunk(self.entry(index, text))
+
+    def chunk(self, entry: dict[str, Any]) -> bytes:
+        """Return the event with this choice."""
+        after = b'],"usage":' + _encode(self._choices.usage()) + b"}\n\n" if self._has_running_usage else self._after
+        return self._before + _encode(entry) + after
+
+    def end(self) -> bytes:
+        """Return the chunk with the usage and no choice, if the request asked for it."""
+        if not self._has_final_usage:
+            return b""
+        return event(self._choices.body(self._object_type, [], usage=self._choices.usage()))
+
+
+class EventStreamResponse(Response):
+    """Streams outputs as events, with `StreamEvents.done` at the end, and always closes the generation.
+
+    Args:
+        choices: the outputs.
+        generation: source of the outputs; it detects by itself that the client disconnected.
+        first: outputs that `Choices.start` returned.
+        events: encodes the outputs. Events that are ready at the same time are written together.
+    """
+
+    def __init__(
+        self, choices: Choices, generation: Generation, first: list[tuple[int, Text]], events: StreamEvents
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._choices, self._generation, self._outputs, self._events = choices, generation, first, events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the response."""
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            last = b""
+            try:
+                # In a task of its own, a chunk does not resume the coroutines of all middlewares.
+                last = await asyncio.create_task(self._send_all(send)) + self._events.done
+            except ApiError as error:
+                last = self._events.error(error)
+            except ClientGoneError:
+                access_record(scope).client_gone = True
+            except Exception:
+                logger.exception("a stream failed")
+                last = self._events.error(ApiError(500, "The server failed on this request.", code="internal_error"))
+            await send({"type": "http.response.body", "body": last})
+        finally:
+            self._generation.close()
+
+    async def _send_all(self, send: Send) -> bytes:
+        """Send events until all outputs have ended; return the events that are left to send."""
+        choices, generation, outputs, encode = self._choices, self._generation, self._outputs, self._events.output
+        body = self._events.begin()
+        while True:
+            body += b"".join([encode(index, text) for index, text in outputs])
+            if generation.is_over:
+                return body + self._events.end()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            body = b""
+            outputs = choices.count_tokens(await generation.next())

@@ -1,0 +1,133 @@
+"""Log-probabilities as chat completions and completions return them."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_core.messages import Logprob, Text, TokenLogprobs
+from minisgl_core.sampling_params import MAX_LOGPROBS
+from minisgl_server.api.openai.schemas import GenerationRequest
+
+MIN_LOGPROB = -9999.0
+"""OpenAI's value for a token of probability zero; JSON has no infinity."""
+
+
+def prompt_fields(request: GenerationRequest, text: Text) -> dict[str, Any]:
+    """Return the fields with the prompt's token ids and log-probabilities that a request asks for, as vLLM has them."""
+    fields: dict[str, Any] = {}
+    if request.return_token_ids:
+        fields["prompt_token_ids"] = text.prompt_token_ids
+    if request.prompt_logprobs is not None and text.prompt_logprobs is not None:
+        num_top = request.prompt_logprobs
+        fields["prompt_logprobs"] = [_prompt_entry(each, num_top, text.token_bytes) for each in text.prompt_logprobs]
+    return fields
+
+
+def _prompt_entry(
+    logprobs: TokenLogprobs | None, num_top: int, token_bytes: Mapping[int, bytes]
+) -> dict[str, dict[str, Any]] | None:
+    """Return the prompt's token and the most likely ones at one position, by token id. None for the first position."""
+    if logprobs is None:
+        return None
+    return {
+        str(each.token_id): {
+            "logprob": max(each.logprob, MIN_LOGPROB),
+            "rank": each.rank,
+            "decoded_token": token_bytes[each.token_id].decode(errors="replace"),
+        }
+        for each in (logprobs.token, *logprobs.top[:num_top])
+    }
+
+
+def chat_logprobs(text: Text, tokens_as_ids: bool = False) -> dict[str, Any] | None:
+    """Return ``choices[].logprobs`` of a chat for new text. With `tokens_as_ids`, tokens are written as ``token_id:ID``."""
+    if text.logprobs is None:
+        return None
+    content = [
+        _chat_entry(each.token, text.token_bytes, tokens_as_ids)
+        | {"top_logprobs": [_chat_entry(entry, text.token_bytes, tokens_as_ids) for entry in each.top]}
+        for each in text.logprobs
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _chat_entry(entry: Logprob, token_bytes: Mapping[int, bytes], tokens_as_ids: bool) -> dict[str, Any]:
+    data = token_bytes[entry.token_id]
+    token = f"token_id:{entry.token_id}" if tokens_as_ids else data.decode(errors="replace")
+    return {"token": token, "logprob": max(entry.logprob, MIN_LOGPROB), "bytes": list(data)}
+
+
+class CompletionLogprobs:
+    """Builds ``choices[].logprobs`` of one completion; keeps the text offset of the next token.
+
+    Args:
+        skips_special: the output's text omits special tokens.
+        num_echoed: number of top log-probabilities per token of the echoed prompt; None if the prompt is not echoed.
+        tokens_as_ids: tokens are written as ``token_id:ID``.
+    """
+
+    def __init__(self, skips_special: bool, num_echoed: int | None = MAX_LOGPROBS, tokens_as_ids: bool = False) -> None:
+        self._skips_special, self._num_echoed, self._tokens_as_ids = skips_special, num_echoed, tokens_as_ids
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+        self._offset = 0
+
+    def push(self, text: Text) -> dict[str, Any] | None:
+        """Return the entries for new text; those of the echoed prompt come first."""
+        result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        has_echo = self._num_echoed is not None and text.prompt_logprobs is not None
+        if has_echo and text.prompt_logprobs is not None and text.prompt_token_ids is not None:
+            for token_id, logprobs in zip(text.prompt_token_ids, text.prompt_logprobs, strict=True):
+                token = text.token_bytes[token_id]
+                is_shown = token_id not in text.special_ids or self._is_in_prompt_text(token, text)
+                is_first = is_shown and self._offset == 0
+                if logprobs is not None:
+                    logprobs = TokenLogprobs(logprobs.token, logprobs.top[: self._num_echoed])
+                self._add(result, token_id, logprobs, text.token_bytes, is_shown)
+                if is_first and token.startswith(b" ") and not (text.prompt_text or "").startswith(" "):
+                    self._offset -= (
+                        1  # some tokenizers prepend a space when they encode, and remove it when they decode
+                    )
+        elif text.logprobs is None:
+            return None
+        for output_logprobs in text.logprobs or ():
+            token_id = output_logprobs.token.token_id
+            is_shown = not self._skips_special or token_id not in text.special_ids
+            self._add(result, token_id, output_logprobs, text.token_bytes, is_shown)
+        return result
+
+    def _is_in_prompt_text(self, token: bytes, text: Text) -> bool:
+        """Return if the prompt's text has a special token; one that the tokenizer added, or decoding skipped, is not in it."""
+        return (text.prompt_text or "").startswith(token.decode(), self._offset)
+
+    def _add(
+        self,
+        result: dict[str, Any],
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        token_bytes: Mapping[int, bytes],
+        is_shown: bool,
+    ) -> None:
+        result["tokens"].append(self._name(token_id, token_bytes))
+        result["text_offset"].append(self._offset)
+        result["token_logprobs"].append(None if logprobs is None else max(logprobs.token.logprob, MIN_LOGPROB))
+        result["top_logprobs"].append(None if logprobs is None else self._top(logprobs, token_bytes))
+        if is_shown:
+            self._offset += len(self._decode(token_bytes[token_id]))
+
+    def _top(self, logprobs: TokenLogprobs, token_bytes: Mapping[int, bytes]) -> dict[str, float]:
+        """Return the token of a position and the most likely ones."""
+        entries = (logprobs.token, *logprobs.top)
+        return {self._name(each.token_id, token_bytes): max(each.logprob, MIN_LOGPROB) for each in entries}
+
+    def _name(self, token_id: int, token_bytes: Mapping[int, bytes]) -> str:
+        return f"token_id:{token_id}" if self._tokens_as_ids else _token_text(token_bytes[token_id])
+
+
+def _token_text(data: bytes) -> str:
+    """Return a token as text. Bytes that are not UTF-8 are escaped as OpenAI does, so that distinct tokens have distinct keys."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)

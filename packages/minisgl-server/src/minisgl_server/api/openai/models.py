@@ -1,0 +1,46 @@
+"""Routes ``GET /v1/models`` and ``POST /v1/embeddings``, which is always refused."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI, Request, Response
+
+from minisgl_server.api.errors import ApiError, model_not_found
+from minisgl_server.api.openai.requests import json_response, served_model
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import Model, ModelList
+
+router = APIRouter()
+
+
+@router.get("/v1/models", **route_docs(response=ModelList))
+async def models(request: Request) -> Response:
+    """List the served model."""
+    return json_response({"object": "list", "data": [_model(request.app)]})
+
+
+@router.get("/v1/models/{name:path}", **route_docs(response=Model, errors=(404,)))
+async def model(request: Request, name: str) -> Response:
+    """Describe the model of this name."""
+    served = served_model(request.app)[1]
+    if name != served:
+        raise model_not_found(name, served)
+    return json_response(_model(request.app))
+
+
+@router.post("/v1/embeddings", **route_docs(errors=(400,)))
+async def embeddings(request: Request) -> Response:
+    """Refuse the request with an error that says that the model does not support embeddings."""
+    served = served_model(request.app)[1]
+    message = f"The model {served!r} generates text; it does not support embeddings."
+    raise ApiError(400, message, "model", "unsupported_operation")
+
+
+def _model(app: FastAPI) -> dict[str, object]:
+    info, name = served_model(app)
+    return {
+        "id": name,
+        "object": "model",
+        "created": app.state.started,
+        "owned_by": "minisgl",
+        "max_model_len": info.max_seq_len,
+    }

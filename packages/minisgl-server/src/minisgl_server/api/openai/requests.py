@@ -1,0 +1,95 @@
+"""Steps that every generation route begins and ends with: parse the body, check the model, encode the response."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+
+from minisgl_core.logs import REQUEST_ID
+from minisgl_core.messages import EngineInfo
+from minisgl_server.api.errors import ApiError, invalid_body, model_not_found, not_ready
+from minisgl_server.api.http.request_body import BodyMemory, read_body
+from minisgl_server.api.limits import RequestLimits, request_limits
+from minisgl_server.api.openai.schemas import GenerationRequest
+
+R = TypeVar("R", bound=BaseModel)
+
+_MAX_INLINE_BYTES = 2**16
+"""Larger bodies are decoded and validated on a thread, so that they do not block the event loop."""
+_numbers = itertools.count(1)
+
+
+async def parse_request(model: type[R], request: Request) -> R:
+    """Read, decode and validate the body of a request.
+
+    Raises:
+        ApiError: 400, the body is invalid; 413, 415 and 429, see `read_body`; 503, the engine is starting.
+    """
+    limits = request_limits(request.app)
+    if limits is None:
+        raise not_ready()
+    memory: BodyMemory = request.app.state.body_memory
+    with memory.reserve(limits) as add_bytes:
+        body = await read_body(request, limits, add_bytes)
+        if len(body) <= _MAX_INLINE_BYTES:
+            return _validate(model, body, limits)
+        return await asyncio.to_thread(_validate, model, body, limits)
+
+
+def _validate(model: type[R], body: bytearray, limits: RequestLimits) -> R:
+    try:
+        data = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    body.clear()
+    try:
+        return model.model_validate(data, context=limits)
+    except ValidationError as error:
+        raise invalid_body(error) from None
+
+
+def check_request(request: GenerationRequest, served_name: str) -> None:
+    """Refuse a model that is not served, and stream options without a stream.
+
+    Raises:
+        ApiError: 404, there is no such model; 400, ``stream_options`` without ``stream``.
+    """
+    check_model(request.model, served_name)
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options is allowed only where stream is true.", "stream_options")
+
+
+def check_model(name: str | None, served_name: str) -> None:
+    """Refuse a model that is not served.
+
+    Raises:
+        ApiError: 404, there is no such model.
+    """
+    if name is not None and name != served_name:
+        raise model_not_found(name, served_name)
+
+
+def served_model(app: FastAPI) -> tuple[EngineInfo, str]:
+    """Return the engine, and the name that its model is served under.
+
+    Raises:
+        ApiError: 503, the engine is not ready.
+    """
+    info = app.state.client.ready_info()
+    return info, app.state.options.served_model_name or info.model
+
+
+def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
+    """Return a response of status 200 with a JSON body."""
+    return Response(msgspec.json.encode(body), media_type="application/json")
+
+
+def new_query_id() -> str:
+    """Return an id for a query to a tokenizer worker."""
+    return f"tokens-{REQUEST_ID.get()}-{next(_numbers):x}"

@@ -1,0 +1,91 @@
+"""Sampling parameters of a request, on top of the model's defaults."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import EngineInfo
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.openai.response_format import requested_output
+from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields
+
+COMPLETION_MAX_TOKENS = 16
+"""OpenAI's default of max_tokens for completions; chats may fill the context."""
+
+_SAME_NAMES = ("min_tokens", *SamplingFields.model_fields)
+
+
+class RequestSampling(NamedTuple):
+    """Sampling parameters of a request.
+
+    Attributes:
+        sampling: values of the request, and the model's defaults for the others.
+        max_tokens_is_default: the request has no limit, so that max_tokens may be lowered to fit the context.
+        field_names: the request's name of each field of `sampling` that it calls differently.
+    """
+
+    sampling: SamplingParams
+    max_tokens_is_default: bool
+    field_names: dict[str, str]
+
+
+def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSampling:
+    """Return the sampling parameters of a chat or a completion.
+
+    Raises:
+        InvalidValueError: a value is not allowed; the error names the request's field.
+    """
+    values: dict[str, Any] = dict(info.default_sampling)
+    values |= {name: value for name in _SAME_NAMES if (value := getattr(request, name)) is not None}
+    limit_name, max_tokens, default_max_tokens = "max_tokens", request.max_tokens, info.max_seq_len
+    logprobs_name = "logprobs"
+    if isinstance(request, ChatRequest):
+        if request.max_completion_tokens is not None:
+            if max_tokens is not None:
+                allowed = "left out where max_completion_tokens is given"
+                raise InvalidValueError("max_tokens", max_tokens, allowed)
+            limit_name, max_tokens = "max_completion_tokens", request.max_completion_tokens
+        logprobs_name = "top_logprobs"
+        values["logprobs"] = _chat_logprobs(request)
+    elif isinstance(request, CompletionRequest):
+        default_max_tokens = COMPLETION_MAX_TOKENS
+        values["logprobs"] = request.logprobs
+    values["prompt_logprobs"], prompt_logprobs_name = _prompt_logprobs(request), "prompt_logprobs"
+    if values["prompt_logprobs"] != request.prompt_logprobs:
+        prompt_logprobs_name = logprobs_name
+    _check_grammar_provider(request, info)
+    values["structured_outputs"] = requested_output(request)[0]
+    values["max_tokens"] = max(default_max_tokens, request.min_tokens or 0) if max_tokens is None else max_tokens
+    names = {"max_tokens": limit_name, "logprobs": logprobs_name, "prompt_logprobs": prompt_logprobs_name}
+    try:
+        return RequestSampling(SamplingParams(**values), max_tokens is None, names)
+    except InvalidValueError as error:
+        raise error.renamed(names) from None
+
+
+def _prompt_logprobs(request: GenerationRequest) -> int | None:
+    """Return the number of top log-probabilities to compute per prompt token: of ``prompt_logprobs``, or of an echoed prompt."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidValueError("prompt_logprobs", request.prompt_logprobs, "left out where stream is true")
+    echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
+    requested = [each for each in (request.prompt_logprobs, echoed) if each is not None]
+    return max(requested, default=None)
+
+
+def _check_grammar_provider(request: GenerationRequest, info: EngineInfo) -> None:
+    aliases = {"llguidance": ["guidance"]}.get(info.grammar, [])
+    allowed = ["auto", info.grammar, *aliases]
+    if request.guided_decoding_backend not in (None, *allowed):
+        remedy = "Launch with --grammar to choose another."
+        raise InvalidValueError(
+            "guided_decoding_backend", request.guided_decoding_backend, " or ".join(allowed), remedy
+        )
+
+
+def _chat_logprobs(request: ChatRequest) -> int | None:
+    if request.logprobs:
+        return request.top_logprobs or 0
+    if request.top_logprobs:
+        raise InvalidValueError("top_logprobs", request.top_logprobs, "left out unless logprobs is true")
+    return None

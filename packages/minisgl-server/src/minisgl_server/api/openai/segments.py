@@ -1,0 +1,72 @@
+"""Segments of an output in order: reasoning content, text and tool calls; the Responses and Messages APIs return these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from minisgl_core.messages import Text
+from minisgl_server.api.openai.logprobs import chat_logprobs
+
+Kind = Literal["reasoning", "text", "call"]
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """Consecutive output of one kind.
+
+    Attributes:
+        pieces: text, or arguments of the call, so far.
+        logprobs: log-probabilities of a text's tokens, if the request asked for them.
+        call_id: id of the call.
+        name: name of the called function.
+    """
+
+    kind: Kind
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str = ""
+    name: str = ""
+
+    @property
+    def content(self) -> str:
+        """Return the text so far."""
+        return "".join(self.pieces)
+
+
+class Segments:
+    """Splits the output of a request into segments.
+
+    Attributes:
+        all: segments so far; only the last one can grow.
+        last: the newest output.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Segment] = []
+        self.last = Text(request_id="", text="", token_ids=[])
+
+    def push(self, text: Text) -> list[tuple[Segment, str]]:
+        """Add new output; return the new pieces with their segments."""
+        self.last = text
+        # The rest of a call comes first, as the call is still the last segment.
+        new = [(self.all[-1], call.arguments) for call in text.tool_calls if call.id is None]
+        if text.reasoning:
+            new.append((self._open("reasoning"), text.reasoning))
+        if text.text:
+            segment = self._open("text")
+            new.append((segment, text.text))
+            if (logprobs := chat_logprobs(text)) is not None:
+                segment.logprobs += logprobs["content"]
+        for call in text.tool_calls:
+            if call.id is not None:
+                self.all.append(Segment("call", call_id=call.id, name=call.name or ""))
+                new.append((self.all[-1], call.arguments))
+        for segment, piece in new:
+            segment.pieces.append(piece)
+        return new
+
+    def _open(self, kind: Kind) -> Segment:
+        if not self.all or self.all[-1].kind != kind:
+            self.all.append(Segment(kind))
+        return self.all[-1]

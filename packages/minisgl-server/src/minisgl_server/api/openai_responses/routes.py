@@ -1,0 +1,158 @@
+"""Routes of the Responses API, below ``/v1/responses``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.api.errors import ApiError
+from minisgl_server.api.openai.chat import count_prompt_tokens, start_chat
+from minisgl_server.api.openai.event_stream import EventStreamResponse
+from minisgl_server.api.openai.requests import json_response, parse_request, served_model
+from minisgl_server.api.openai_responses.events import ResponseEvents
+from minisgl_server.api.openai_responses.response_models import (
+    InputItems,
+    InputTokensResponse,
+    ResponseEvent,
+    ResponsesResponse,
+    RetrievedResponse,
+)
+from minisgl_server.api.openai_responses.response_object import ResponseObject, new_id
+from minisgl_server.api.openai_responses.schemas import InputTokensRequest, PromptFields, ResponsesRequest
+from minisgl_server.api.openai_responses.store import ResponseStore
+from minisgl_server.api.openai_responses.translate import template_hints, to_chat_message, to_chat_request
+from minisgl_server.api.openapi import route_docs
+
+router = APIRouter()
+
+_MAX_ITEMS = 100
+_ID_PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+
+
+@router.post(
+    "/v1/responses",
+    **route_docs(
+        ResponsesRequest, ResponsesResponse, stream_event=ResponseEvent, ends_with_done=False, errors=(400, 404)
+    ),
+)
+async def create(request: Request) -> Response:
+    """Generate output items for a conversation."""
+    _, model = served_model(request.app)
+    body = await parse_request(ResponsesRequest, request)
+    store = _store(request)
+    if body.store and not store.is_enabled:
+        allowed = "false or left out, as this server stores no responses (--response-store-size is 0)"
+        raise InvalidValueError("store", True, allowed)
+    is_stored = store.is_enabled and body.store is not False
+    chat, conversation, field_names = to_chat_request(body, _history(store, body))
+    with field_names.errors():
+        run = await start_chat(request, chat, "resp", template_hints(body))
+    response = ResponseObject(body, model, is_stored, run.choices)
+
+    def finish() -> dict[str, Any]:
+        finished = response.finished(is_stored)
+        messages = [*conversation.without_instructions, to_chat_message(response.segments.all)]
+        if is_stored and not store.put(finished, _input_items(body), messages):
+            finished["store"] = False
+        return finished
+
+    if body.stream:
+        return EventStreamResponse(*run, ResponseEvents(response, finish))
+    await run.collect(lambda _, text: response.segments.push(text))
+    return json_response(finish())
+
+
+@router.post("/v1/responses/input_tokens", **route_docs(InputTokensRequest, InputTokensResponse, errors=(400, 404)))
+async def input_tokens(request: Request) -> Response:
+    """Count the tokens of the prompt of a response, without generating it."""
+    served_model(request.app)
+    body = await parse_request(InputTokensRequest, request)
+    chat, _, field_names = to_chat_request(body, _history(_store(request), body))
+    with field_names.errors():
+        count = await count_prompt_tokens(request, chat, template_hints(body))
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
+@router.api_route(
+    "/v1/responses/{response_id}",
+    methods=["GET", "DELETE"],
+    **route_docs(response=RetrievedResponse, errors=(400, 404), needs_engine=False),
+)
+async def retrieve_or_delete(request: Request, response_id: str) -> Response:
+    """Return or delete a stored response. One route handles both methods, so that the header Allow lists both."""
+    if request.method == "DELETE":
+        _query_params(request, {})
+        _store(request).delete(response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
+    _query_params(request, {"stream": ("false",)})
+    return Response(_store(request).get(response_id).body, media_type="application/json")
+
+
+@router.post("/v1/responses/{response_id}/cancel", **route_docs(errors=(400, 404), needs_engine=False))
+async def cancel(request: Request, response_id: str) -> Response:
+    """Refuse the request, as responses do not run in the background."""
+    _store(request).get(response_id)
+    message = "Only a response that runs in the background can be cancelled, and this server refuses background=true."
+    raise ApiError(400, message, "response_id", "unsupported_operation")
+
+
+@router.get(
+    "/v1/responses/{response_id}/input_items", **route_docs(response=InputItems, errors=(400, 404), needs_engine=False)
+)
+async def input_items(request: Request, response_id: str) -> Response:
+    """List the input items of a stored response, without those of previous responses."""
+    query = _query_params(request, {"limit": None, "order": ("asc", "desc"), "after": None})
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= _MAX_ITEMS:
+        raise InvalidValueError("limit", limit, f"a number from 1 to {_MAX_ITEMS}")
+    items: list[dict[str, Any]] = msgspec.json.decode(_store(request).get(response_id).items)
+    if query.get("order", "desc") == "desc":
+        items.reverse()
+    if after := query.get("after"):
+        index = next((index for index, item in enumerate(items) if item["id"] == after), None)
+        if index is None:
+            raise InvalidValueError("after", after, "the id of one of the items")
+        items = items[index + 1 :]
+    shown = items[: int(limit)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return json_response({"object": "list", "data": shown, **ends, "has_more": len(shown) < len(items)})
+
+
+def _store(request: Request) -> ResponseStore:
+    store: ResponseStore = request.app.state.response_store
+    return store
+
+
+def _history(store: ResponseStore, body: PromptFields) -> list[dict[str, Any]]:
+    return [] if body.previous_response_id is None else store.history(body.previous_response_id)
+
+
+def _query_params(request: Request, known: Mapping[str, tuple[str, ...] | None]) -> Mapping[str, str]:
+    """Return the query parameters. `known` has the allowed values of each; None allows any value."""
+    for name, value in request.query_params.items():
+        if name not in known:
+            raise ApiError(400, f"The field {name[:80]!r} is not supported.", name[:80], "unsupported_field")
+        if (values := known[name]) is not None and value not in values:
+            raise InvalidValueError(name, value, f"{' or '.join(values)}")
+    return request.query_params
+
+
+def _input_items(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Return the input as items with ids."""
+    if isinstance(body.input, str):
+        given: list[dict[str, Any]] = [{"role": "user", "content": body.input}]
+    else:
+        given = [item.model_dump(exclude_none=True) for item in body.input or ()]
+    items = []
+    for item in given:
+        kind = item.get("type", "message")
+        if isinstance(text := item.get("content"), str):
+            part = {"type": "output_text", "annotations": []} if item["role"] == "assistant" else {"type": "input_text"}
+            item["content"] = [{**part, "text": text}]
+        defaults = {"id": new_id(_ID_PREFIXES.get(kind, "msg")), "type": kind, "status": "completed"}
+        items.append({**defaults, **item})
+    return items

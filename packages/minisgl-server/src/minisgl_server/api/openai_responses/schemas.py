@@ -1,0 +1,250 @@
+"""Models of the requests of the Responses API. Unknown fields are refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Tag
+
+from minisgl_server.api.limits import Bound
+from minisgl_server.api.openai.schemas import FunctionName
+from minisgl_server.api.strict_model import Int, StrictModel, TokenId, TokenKey
+from minisgl_server.api.type_discriminator import type_discriminator
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(StrictModel):
+    """Text that the model reads."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class OutputText(StrictModel):
+    """Text that the model wrote."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any] | None = Field(None, max_length=0, description="Must be empty, as in responses.")
+    logprobs: list[Any] | None = Field(None, description="As in responses; ignored.")
+
+
+class Refusal(StrictModel):
+    """Text of a refusal."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+
+Part = Annotated[
+    Annotated[InputText, Tag("InputText")]
+    | Annotated[OutputText, Tag("OutputText")]
+    | Annotated[Refusal, Tag("Refusal")],
+    type_discriminator(InputText, OutputText, Refusal),
+]
+
+
+class Message(StrictModel):
+    """Message of a conversation."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: str | list[Part]
+    id: str | None = None
+    status: Status | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class Caller(StrictModel):
+    """Caller of a function."""
+
+    type: Literal["direct"]
+
+
+class FunctionCall(StrictModel):
+    """Tool call of the model."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str = Field(description="JSON object as a string.")
+    id: str | None = None
+    status: Status | None = None
+    caller: Caller | None = None
+
+
+class FunctionCallOutput(StrictModel):
+    """Result of a tool call."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: str | list[InputText]
+    name: str | None = None
+    id: str | None = None
+    status: Status | None = None
+    caller: Caller | None = None
+
+
+class SummaryText(StrictModel):
+    """Summary of reasoning content."""
+
+    type: Literal["summary_text"]
+    text: str
+
+
+class ReasoningText(StrictModel):
+    """Reasoning content."""
+
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(StrictModel):
+    """Reasoning content of an earlier output; most chat templates leave it out."""
+
+    type: Literal["reasoning"]
+    summary: list[SummaryText] | None = None
+    content: list[ReasoningText] | None = None
+    id: str | None = None
+    status: Status | None = None
+
+
+Item = Annotated[
+    Annotated[Message, Tag("Message")]
+    | Annotated[FunctionCall, Tag("FunctionCall")]
+    | Annotated[FunctionCallOutput, Tag("FunctionCallOutput")]
+    | Annotated[ReasoningItem, Tag("ReasoningItem")],
+    type_discriminator(Message, FunctionCall, FunctionCallOutput, ReasoningItem, default=Message),
+]
+
+
+class FunctionTool(StrictModel):
+    """Function that the model may call; functions are the only kind of tool."""
+
+    type: Literal["function"]
+    name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(None, description="Arguments always conform to the parameters.")
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class NamedFunction(FunctionName):
+    """Function by its name, in tool_choice."""
+
+    type: Literal["function"]
+
+
+class AllowedTools(StrictModel):
+    """Value of tool_choice that restricts the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedFunction], Bound.TOOLS] = Field(min_length=1)
+
+
+class TextFormat(StrictModel):
+    """Format of the output."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = Field(None, description="With the type json_schema only.")
+    description: str | None = Field(None, description="With the type json_schema only.")
+    schema_: dict[str, Any] | None = Field(None, alias="schema", description="With the type json_schema only.")
+    strict: bool | None = Field(None, description="Accepted; outputs always conform to their schema.")
+
+
+class TextConfig(StrictModel):
+    """Settings of the text output."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = Field(None, description="Only the default is supported.")
+
+
+class Reasoning(StrictModel):
+    """Settings of reasoning."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None,
+        description="Sets the chat template's variables reasoning_effort and enable_thinking (false for none), if it has"
+        " them.",
+    )
+    summary: Literal["auto"] | None = Field(None, description="Accepted; items have the whole reasoning content.")
+    generate_summary: Literal["auto"] | None = Field(None, description="Deprecated name of summary.")
+    context: Literal["auto"] | None = Field(None, description="Accepted; the chat template decides.")
+    mode: Literal["standard"] | None = None
+
+
+class ResponseStreamOptions(StrictModel):
+    """Options of a streamed response."""
+
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Only false is supported: events are not padded."
+    )
+
+
+class PromptFields(StrictModel):
+    """Fields that make up the prompt."""
+
+    model: str | None = Field(None, description="Name of the served model; may be left out.")
+    input: str | list[Item] | None = Field(None, description="Text of the user, or items.")
+    instructions: str | None = Field(
+        None, description="System message before all others; later responses do not inherit it."
+    )
+    previous_response_id: str | None = Field(None, description="Stored response whose conversation this one continues.")
+    tools: Annotated[list[FunctionTool] | None, Bound.TOOLS] = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Allow several calls; true by default.")
+    text: TextConfig | None = None
+    reasoning: Reasoning | None = None
+    truncation: Literal["disabled"] | None = Field(
+        None, description="Only disabled is supported: a prompt that is too long is an error."
+    )
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+
+
+class InputTokensRequest(PromptFields):
+    """Body of ``POST /v1/responses/input_tokens``."""
+
+
+class ResponsesRequest(PromptFields):
+    """Body of ``POST /v1/responses``."""
+
+    store: bool | None = Field(None, description="Store the response; true by default.")
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    background: Literal[False] | None = Field(
+        None, description="Only false is supported: clients wait for their responses."
+    )
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = Field(
+        None, description="Reasoning items always have their content as text, also with reasoning.encrypted_content."
+    )
+    max_output_tokens: Int | None = Field(None, description="Maximum number of tokens to generate.")
+    max_tool_calls: Int | None = Field(None, description="Accepted; there are no built-in tools to limit.")
+    temperature: float | None = None
+    top_p: float | None = None
+    top_logprobs: Int | None = Field(None, description="With include of message.output_text.logprobs only.")
+    metadata: dict[str, str] | None = Field(None, max_length=16, description="Returned unchanged.")
+    user: str | None = Field(None, description="Accepted and returned.")
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = Field(
+        None, description="Accepted; there is one tier."
+    )
+    safety_identifier: str | None = Field(None, description="Accepted and returned.")
+    prompt_cache_key: str | None = Field(None, description="Accepted and returned.")
+    prompt_cache_retention: Literal["in_memory", "in-memory"] | None = Field(
+        None, description="Accepted; the prefix cache is in memory."
+    )
+    top_k: Int | None = None
+    min_p: float | None = None
+    min_tokens: Int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[TokenKey, float] | None, Bound.VOCABULARY] = None
+    seed: Int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: Annotated[list[TokenId] | None, Bound.VOCABULARY] = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    priority: Int | None = Field(None, description="Lower values run first; 0 by default.")

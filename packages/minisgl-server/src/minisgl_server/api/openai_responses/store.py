@@ -1,0 +1,104 @@
+"""Store of responses, for ``previous_response_id`` and ``GET /v1/responses/{response_id}``."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from minisgl_server.api.errors import ApiError
+
+MAX_RESPONSES = 10_000
+_OVERHEAD_BYTES = 500
+"""Estimated memory of an entry's Python objects, beside the contents."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True):
+    """Stored response; each attribute is JSON.
+
+    Attributes:
+        body: the response.
+        items: its input items.
+        messages: its whole conversation as chat messages, with the output last.
+    """
+
+    body: bytes
+    items: bytes
+    messages: bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the entry."""
+        return len(self.body) + len(self.items) + len(self.messages) + _OVERHEAD_BYTES
+
+
+class ResponseStore:
+    """LRU store of at most `MAX_RESPONSES` responses and `max_bytes` bytes; 0 bytes disable it."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._entries: OrderedDict[str, StoredResponse] = OrderedDict()
+
+    @property
+    def is_enabled(self) -> bool:
+        """True if responses can be stored."""
+        return self._max_bytes > 0
+
+    def put(
+        self, body: dict[str, Any], items: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """Store a response, evicting the least recently used ones. Return False if it is larger than the store."""
+        encode = msgspec.json.encode
+        entry = StoredResponse(encode(body), encode(items), encode(messages))
+        if entry.num_bytes > self._max_bytes:
+            return False
+        self._entries[body["id"]] = entry
+        self._num_bytes += entry.num_bytes
+        while self._num_bytes > self._max_bytes or len(self._entries) > MAX_RESPONSES:
+            _, dropped = self._entries.popitem(last=False)
+            self._num_bytes -= dropped.num_bytes
+        return True
+
+    def get(self, response_id: str) -> StoredResponse:
+        """Return a response.
+
+                Raises:
+        ApiError: 404, there is no response of this id.
+        """
+        entry = self._entries.get(response_id)
+        if entry is None:
+            raise ApiError(404, _missing(response_id), "response_id", "response_not_found")
+        self._entries.move_to_end(response_id)
+        return entry
+
+    def history(self, response_id: str) -> list[dict[str, Any]]:
+        """Return the conversation of a response as chat messages.
+
+        Raises:
+            ApiError: 400, there is no response of this id.
+        """
+        entry = self._entries.get(response_id)
+        if entry is None:
+            raise ApiError(400, _missing(response_id), "previous_response_id", "previous_response_not_found")
+        self._entries.move_to_end(response_id)
+        messages: list[dict[str, Any]] = msgspec.json.decode(entry.messages)
+        return messages
+
+    def delete(self, response_id: str) -> None:
+        """Delete a response.
+
+                Raises:
+        ApiError: 404, there is no response of this id.
+        """
+        self._num_bytes -= self.get(response_id).num_bytes
+        del self._entries[response_id]
+
+
+def _missing(response_id: str) -> str:
+    return (
+        f"There is no response {response_id[:80]!r}: it was not stored (store), was deleted, or was evicted by newer ones "
+        "(--response-store-size)."
+    )

@@ -1,0 +1,214 @@
+"""Models of the responses, for the OpenAPI document. Responses are built without them, as they would cost time per chunk."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, RootModel
+
+PromptLogprobs = list[dict[str, dict[str, Any]] | None]
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class ErrorDetails(BaseModel):
+    """Description of an error."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """Error response."""
+
+    error: ErrorDetails
+
+
+class AnthropicErrorDetails(BaseModel):
+    """Type and message of an error in Anthropic's format."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorResponse(BaseModel):
+    """Error response of Anthropic's routes."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetails
+    request_id: str
+
+
+class Status(BaseModel):
+    """Response of a health check."""
+
+    status: Literal["ok"]
+
+
+class Version(BaseModel):
+    """Version of the server."""
+
+    version: str
+
+
+class Counts(RootModel[dict[str, int]]):
+    """Number of requests that each process holds, and of locked pages."""
+
+
+class Model(BaseModel):
+    """Served model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """List of the served models."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class PromptTokensDetails(BaseModel):
+    """Details of the prompt tokens."""
+
+    cached_tokens: int
+
+
+class CompletionTokensDetails(BaseModel):
+    """Details of the output tokens."""
+
+    reasoning_tokens: int
+
+
+class Usage(BaseModel):
+    """Token counts of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class Message(BaseModel):
+    """Generated message; optional fields such as tool_calls are present only if they have a value."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: str | None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+
+class ChatCompletionChoice(BaseModel):
+    """One of n choices."""
+
+    index: int
+    message: Message
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason
+    stop_reason: str | int | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """Response of ``POST /v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatCompletionChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class ChatCompletionChunkChoice(BaseModel):
+    """New output of one choice."""
+
+    index: int
+    delta: dict[str, Any]
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionChunk(BaseModel):
+    """Event of a streamed chat."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatCompletionChunkChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One of n outputs of a prompt; in a stream, its new output."""
+
+    index: int
+    text: str
+    logprobs: dict[str, Any] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
+
+
+class CompletionResponse(BaseModel):
+    """Response of ``POST /v1/completions``, or event of a streamed one."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class TokenizeResponse(BaseModel):
+    """Response of ``POST /tokenize``."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    """Response of ``POST /detokenize``."""
+
+    prompt: str
+
+
+class GenerateMetaInfo(BaseModel):
+    """Metadata of one output of ``POST /generate``; it has log-probabilities only if the request asked for them."""
+
+    id: str
+    finish_reason: dict[str, Any] | None
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    e2e_latency: float
+
+
+class GenerateResponse(BaseModel):
+    """One output of ``POST /generate`` so far."""
+
+    text: str
+    output_ids: list[int]
+    meta_info: GenerateMetaInfo
+
+
+class GenerateResponses(RootModel[GenerateResponse | list[GenerateResponse]]):
+    """Response of ``POST /generate``: a list for several prompts or outputs."""

@@ -1,1 +1,0 @@
-"""OpenAI's Responses API. Each request becomes a `ChatRequest`, and each output items and typed events."""

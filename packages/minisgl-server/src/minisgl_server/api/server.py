@@ -1,0 +1,128 @@
+"""Process of the API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import uvicorn
+
+from minisgl_core.ipc import Endpoints
+from minisgl_core.messages import Ready
+from minisgl_core.process import END_SIGNAL, Report
+from minisgl_server.api.app import create_app
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.http.connection_limits import ConnectionLimits
+from minisgl_server.api.http.limited_protocol import limited_protocol_class
+from minisgl_server.api.http.middleware import add_middleware
+from minisgl_server.options import ServerOptions
+
+SEND_TIMEOUT_S = 2
+"""Time that clients have to receive complete responses when the server stops."""
+OPEN_FILES = 65536
+"""Limit of open files to ask for: each connection is one, and the default of many systems is only 1024."""
+
+
+def run_api(
+    options: ServerOptions, api_key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
+) -> None:
+    """Run the process: serve on `listener` until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
+
+    It listens at once, and answers 503 until it receives `EngineInfo`; then it reports that it is ready. While it drains, it
+    still listens and answers 503 to new requests, so that load balancers that poll /ready notice.
+    """
+    max_connections = max_open_files() * 7 // 8
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        runner.run(_serve(options, api_key_digests, endpoints, listener, report, max_connections))
+
+
+async def _serve(
+    options: ServerOptions,
+    api_key_digests: list[bytes],
+    endpoints: Endpoints,
+    listener: socket.socket,
+    report: Report,
+    max_connections: int,
+) -> None:
+    client = EngineClient(endpoints)
+    connections = ConnectionLimits(max_connections, options.max_connections_per_address)
+    config = uvicorn.Config(
+        add_middleware(create_app(client, options), options, api_key_digests),
+        http=limited_protocol_class(connections),
+        ws="none",
+        log_config=None,
+        log_level=options.log_level,
+        access_log=False,
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=SEND_TIMEOUT_S,
+        server_header=False,
+    )
+    server = _Server(config)
+
+    def stop() -> None:
+        tasks.append(asyncio.create_task(drain()))
+
+    async def drain() -> None:
+        await client.drain(options.drain_timeout)
+        server.should_exit = True
+
+    async def report_when_ready() -> None:
+        await server.is_listening.wait()
+        await client.ready.wait()
+        report(Ready(process="api"))
+
+    async def stop_with_engine() -> None:
+        await client.stopped.wait()
+        server.should_exit = True
+
+    tasks: list[asyncio.Task[None]] = []
+    asyncio.get_running_loop().add_signal_handler(END_SIGNAL, stop)
+    tasks += [asyncio.create_task(report_when_ready()), asyncio.create_task(stop_with_engine())]
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        for task in tasks:
+            task.cancel()
+        client.close()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn server that leaves signals to `_serve`, and has an event for when it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.is_listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture no signals."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start to listen."""
+        await super().startup(sockets)
+        self.is_listening.set()
+
+
+def max_open_files() -> int:
+    """Raise this process's limit of open files to `OPEN_FILES`, or as far as the system allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft == resource.RLIM_INFINITY or soft >= target:
+        return OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
+    return target
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return uvloop's event loop if it is installed, as it takes less time per message."""
+    if sys.platform != "win32":
+        with contextlib.suppress(ImportError):
+            import uvloop
+
+            return uvloop.new_event_loop
+    return asyncio.new_event_loop

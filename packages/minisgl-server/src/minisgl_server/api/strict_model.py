@@ -1,0 +1,118 @@
+"""Base class of the request models, and types of their fields. Names and sizes are checked before types."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Annotated, Any
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError
+
+from minisgl_core.errors import beyond_context
+from minisgl_server.api.limits import Bound, RequestLimits
+
+Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+"""Integer that our messages can hold."""
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
+"""Token id as the key of a JSON object, which is a string."""
+_Loc = tuple[int | str, ...]
+
+
+def _fail_fast(schema: Any) -> None:
+    """Set ``fail_fast`` in a core schema and all schemas inside."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        for each in schema.values():
+            _fail_fast(each)
+    elif isinstance(schema, list | tuple):
+        for each in schema:
+            _fail_fast(each)
+
+
+class StrictModel(BaseModel):
+    """Model that refuses unknown fields, and does not convert between types.
+
+    With `RequestLimits` as validation context, it also refuses texts, lists and objects that are too large, before it
+    validates their contents. Lists and objects are validated up to their first error.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        json_schema_extra={"additionalProperties": {"type": "null"}},
+    )
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema, with every list and object stopping at its first error."""
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_fields(cls, data: Any, info: ValidationInfo) -> Any:
+        """Check names and sizes, and drop unknown fields that are null."""
+        if not isinstance(data, dict):
+            return data
+        bounds = _bounds(cls)
+        known = {}
+        for name, value in data.items():
+            if (bound := bounds.get(name)) is not None:
+                if isinstance(value, str | list | dict) and isinstance(info.context, RequestLimits):
+                    _check_size((name,), value, bound, info.context)
+                known[name] = value
+            elif value is not None:
+                raise _error((name,), "extra_forbidden")
+        return known
+
+
+@cache
+def _bounds(model: type[BaseModel]) -> dict[str, Bound]:
+    """Return the bound of each field, by its name in requests."""
+    return {
+        field.alias or name: next((each for each in field.metadata if isinstance(each, Bound)), Bound.ENTRIES)
+        for name, field in model.model_fields.items()
+    }
+
+
+def _check_size(loc: _Loc, value: str | list[Any] | dict[str, Any], bound: Bound, limits: RequestLimits) -> None:
+    """Raise if a text, list or object is too large, or a list contains such a value."""
+    if isinstance(value, str):
+        if len(value) > limits.text:
+            raise _beyond_context(loc, f"there are {len(value)} characters, and no more than {limits.text} fit", limits)
+        return
+    is_prompts = bound is Bound.OUTPUTS
+    if is_prompts and isinstance(value, list) and value and isinstance(value[0], int):
+        bound = Bound.CONTEXT  # one prompt, in tokens
+    if len(value) > (most := limits.counts[bound]):
+        if bound is Bound.CONTEXT:
+            raise _beyond_context(loc, f"there are {len(value)} entries", limits)
+        why = f"there are {len(value)} entries, and at most {most} are allowed ({bound.value})"
+        raise _error(loc, PydanticCustomError("too_large", why))
+    if isinstance(value, list):
+        inner = Bound.CONTEXT if is_prompts else Bound.ENTRIES
+        for index, each in enumerate(value):
+            if isinstance(each, str | list):
+                _check_size((*loc, index), each, inner, limits)
+
+
+def _beyond_context(loc: _Loc, what: str, limits: RequestLimits) -> ValidationError:
+    message = beyond_context(limits.counts[Bound.CONTEXT], what).removesuffix(".")
+    return _error(loc, PydanticCustomError("beyond_context", message))
+
+
+def _error(loc: _Loc, kind: str | PydanticCustomError) -> ValidationError:
+    """Return an error that pydantic adopts with its location, and that holds no copy of the input."""
+    return ValidationError.from_exception_data("request", [InitErrorDetails(type=kind, loc=loc, input=None)])

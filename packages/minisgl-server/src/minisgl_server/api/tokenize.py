@@ -1,0 +1,94 @@
+"""Routes ``POST /tokenize`` and ``POST /detokenize``, as in vLLM."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.messages import Detokenize, Tokenize, ToolUse
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.limits import Bound, RequestLimits
+from minisgl_server.api.openai.requests import check_model, json_response, new_query_id, parse_request, served_model
+from minisgl_server.api.openai.schemas import ChatMessage, Tool
+from minisgl_server.api.openai.tools import tool_dicts
+from minisgl_server.api.openapi import route_docs
+from minisgl_server.api.response_models import DetokenizeResponse, TokenizeResponse
+from minisgl_server.api.strict_model import StrictModel, TokenId
+
+router = APIRouter()
+
+
+class TokenizeRequest(StrictModel):
+    """Body of ``POST /tokenize``: exactly one of prompt and messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(
+        None,
+        description="Add special tokens such as BOS; by default, true for a prompt, and false for messages, whose template"
+        " adds them.",
+    )
+    return_token_strs: bool | None = Field(None, description="Also return each token as the vocabulary writes it.")
+    add_generation_prompt: bool | None = Field(
+        None, description="With messages only: end with the generation prompt of the chat template; true by default."
+    )
+    tools: Annotated[list[Tool] | None, Bound.TOOLS] = Field(None, min_length=1, description="With messages only.")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, description="With messages only: variables of the chat template."
+    )
+
+
+class DetokenizeRequest(StrictModel):
+    """Body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+@router.post("/tokenize", **route_docs(TokenizeRequest, TokenizeResponse, errors=(400, 404)))
+async def tokenize(request: Request) -> Response:
+    """Return the token ids of a prompt or of messages, as completions and chats use them."""
+    info, served = served_model(request.app)
+    body = await parse_request(TokenizeRequest, request)
+    check_model(body.model, served)
+    if (body.prompt is None) == (body.messages is None):
+        given = "both" if body.prompt is not None else "neither"
+        raise InvalidValueError("prompt", given, "given, or messages is, and not both")
+    for name in ("add_generation_prompt", "tools", "chat_template_kwargs"):
+        if body.messages is None and getattr(body, name) is not None:
+            raise InvalidValueError(name, "given", "left out unless messages are given")
+    message = Tokenize(
+        request_id=new_query_id(),
+        sampling=SamplingParams(),
+        text=body.prompt,
+        messages=None if body.messages is None else [each.model_dump(exclude_none=True) for each in body.messages],
+        add_special_tokens=body.add_special_tokens,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        chat_template_kwargs=body.chat_template_kwargs or {},
+        tools=None if body.tools is None else ToolUse(tools=tool_dicts(body.tools)),
+        only_tokens=True,
+    )
+    RequestLimits.of(info).check_conversation(message)
+    tokens = await request.app.state.client.query(message)
+    return json_response(
+        {
+            "count": len(tokens.token_ids),
+            "max_model_len": info.max_seq_len,
+            "tokens": tokens.token_ids,
+            "token_strs": tokens.token_names if body.return_token_strs else None,
+        }
+    )
+
+
+@router.post("/detokenize", **route_docs(DetokenizeRequest, DetokenizeResponse, errors=(400, 404)))
+async def detokenize(request: Request) -> Response:
+    """Return the text of token ids, including special tokens."""
+    _, served = served_model(request.app)
+    body = await parse_request(DetokenizeRequest, request)
+    check_model(body.model, served)
+    tokens = await request.app.state.client.query(Detokenize(new_query_id(), body.tokens))
+    return json_response({"prompt": tokens.text})

@@ -1,0 +1,39 @@
+"""Reasons why fields of OpenAI's, vLLM's and SGLang's requests, or some of their values, are not supported."""
+
+from __future__ import annotations
+
+_TEXT_ONLY = "The served models read and write text only."
+_NO_BEAM_SEARCH = "Beam search is not supported; use n for several outputs."
+_NOT_STORED = "Only POST /v1/responses stores responses."
+
+UNSUPPORTED_REASONS = {
+    "audio": _TEXT_ONLY,
+    "best_of": "All outputs are returned; use n for several.",
+    "chat_template": "Launch the server with --trust-request-chat-template to render chat templates of requests.",
+    "detokenize": "Outputs are always detokenized; return_token_ids also returns their token ids.",
+    "early_stopping": _NO_BEAM_SEARCH,
+    "function_call": "It is deprecated; send tool_choice.",
+    "functions": "It is deprecated; send tools.",
+    "kv_transfer_params": "KV cache transfer between servers is not supported.",
+    "length_penalty": _NO_BEAM_SEARCH,
+    "logits_processors": "Requests cannot carry code; use logit_bias, allowed_token_ids, bad_words or structured_outputs.",
+    "lora_path": "No LoRA adapters are served.",
+    "mm_processor_kwargs": _TEXT_ONLY,
+    "modalities": _TEXT_ONLY,
+    "moderation": "Requests are not moderated.",
+    "prediction": "Speculative decoding is not supported, so predicted outputs have no use.",
+    "prompt_cache_options": "The prefix cache has no options per request.",
+    "prompt_cache_retention": "The prefix cache is in memory and keeps entries as long as there is room.",
+    "request_id": "Send it as the header X-Request-Id.",
+    "return_hidden_states": "Hidden states are not returned.",
+    "rid": "Send it as the header X-Request-Id.",
+    "service_tier": "There is one tier; priority orders the queue.",
+    "session_params": "There are no sessions; the prefix cache finds the start of a conversation by itself.",
+    "store": _NOT_STORED,
+    "stream_reasoning": "Reasoning content is always streamed; include_reasoning=false leaves it out.",
+    "suffix": "Insertion is not supported; put the suffix into the prompt in the model's fill-in-the-middle format.",
+    "use_beam_search": _NO_BEAM_SEARCH,
+    "verbosity": "Chat templates have no such variable; ask for the length in a message.",
+    "web_search_options": "This server does not search the web; give the model a tool for that.",
+}
+"""Sentence that follows the error message, by field."""

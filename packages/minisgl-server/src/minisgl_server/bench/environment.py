@@ -1,0 +1,45 @@
+"""Hardware and package versions of a benchmark."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PACKAGES = ("minisgl-core", "minisgl-backends", "minisgl-models", "minisgl-server", "torch", "transformers", "triton")
+
+
+def hardware() -> dict[str, Any]:
+    """Return a description of this machine, without its GPUs."""
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": psutil.cpu_count(logical=False) or os.cpu_count(),
+        "num_usable_cpus": len(psutil.Process().cpu_affinity()) if sys.platform == "linux" else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "system": platform.platform(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and the relevant installed packages."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,36 @@
+"""Host names under which clients may reach the server."""
+
+from __future__ import annotations
+
+import re
+import socket
+from ipaddress import ip_address
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.options import ServerOptions
+
+_NAME = re.compile(r"\*|(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|\[[0-9a-f:.]+\]")
+
+
+def allowed_hosts(options: ServerOptions, address: str) -> tuple[str, ...]:
+    """Return the allowed names in lower case, or a single "*" for any name.
+
+    The names of this host are always allowed, as pages of other sites cannot have them as their origin.
+
+    Args:
+        options: options of the server.
+        address: IP address that the server listens on.
+
+    Raises:
+        InvalidValueError: a value of ``--allowed-hosts`` is not a host name.
+    """
+    given = [name.lower() for name in options.allowed_hosts]
+    for name in given:
+        if not _NAME.fullmatch(name):
+            allowed = "a host name or address without scheme and port, such as api.example.com, *.example.com or [::1]"
+            raise InvalidValueError("--allowed-hosts", name, allowed)
+    if "*" in given or not (given or ip_address(address).is_loopback):
+        return ("*",)
+    host = options.host.lower()
+    local = ["localhost", "127.0.0.1", "[::1]", socket.gethostname().lower(), f"[{host}]" if ":" in host else host]
+    return tuple(dict.fromkeys([*local, *given]))

@@ -1,0 +1,213 @@
+"""Starts the processes of a server, supervises them, and stops them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from types import FrameType
+from typing import Any, Self
+
+import click
+import msgspec
+import setproctitle
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.providers import check_providers
+from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.executors.select import make_executor
+from minisgl_core.ipc import Endpoints, Sender, send_all
+from minisgl_core.messages import Stop
+from minisgl_core.model_source import locate_model
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_server.launch.allowed_hosts import allowed_hosts
+from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
+from minisgl_server.metrics.engine_metrics import prepare_metrics
+from minisgl_server.options import ServerOptions
+
+API = "api"
+RUN_API = "minisgl_server.api.server:run_api"
+RUN_RANK = "minisgl_core.engine.worker:run_worker"
+RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
+DRAIN_SLACK_S = 5.0
+"""Time beyond ``--drain-timeout`` that the API server has to stop."""
+
+
+def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
+    """Serve until SIGTERM, SIGINT or SIGHUP, then let running requests finish. A second signal stops the server at once.
+
+    Provider names, the model and the port are checked before any process starts. All processes start together; the API
+    server answers 503 until the engine and the tokenizer workers are ready.
+
+    Raises:
+        MinisglError: an option has an invalid value.
+        WorkerDiedError: a process failed, at the start or later; all processes have ended when this is raised.
+    """
+    setproctitle.setproctitle("minisgl: launch")
+    check_providers(config.flat(), registry)
+    digests = api_key_digests(options)
+    options = replace(options, api_key=())  # from here on, only the digests are in memory
+    locate_model(config.model)
+    with (
+        _listen(options.host, options.port) as listener,
+        Endpoints.create(options.num_tokenizers) as endpoints,
+        _Signals() as signals,
+    ):
+        options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
+        prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
+        supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        try:
+            supervisor.start(API, RUN_API, options, digests, endpoints, listener)
+            url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
+            listener.close()
+            ranks = _start_ranks(config, registry, supervisor, endpoints)
+            for index, name in enumerate(_tokenizers(endpoints)):
+                supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
+            if _wait_ready(supervisor, ranks, endpoints, signals):
+                _print(describe(supervisor, options, url, needs_key=bool(digests)))
+                supervisor.wait(wake=signals)
+                _drain(supervisor, options, signals)
+        except WorkerDiedError:
+            _fail_requests(endpoints)
+            raise
+        finally:
+            supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+
+
+def _start_ranks(config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> list[str]:
+    """Have the executor start all ranks; return the names of their processes in rank order."""
+    executor = make_executor(config, registry, supervisor.start)
+    placements = executor.place(config.parallel.tp, endpoints.directory)
+    names = [f"scheduler rank {each.rank}" for each in placements]
+    for name, each in zip(names, placements, strict=True):
+        executor.start(name, each, RUN_RANK, config, placements, each.rank, endpoints)
+    return names
+
+
+def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
+    """Return the banner: the model, the selected providers with reasons, the URL and an example request."""
+    info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    name = options.served_model_name or info.model
+    rows = [("model", f"{name} ({info.architecture}, {info.dtype} on {info.device})", "")]
+    rows += [(option, value, reason) for option, value, reason in info.choices]
+    rows += [("kv cache", f"{info.num_pages * info.page_size} tokens", f"{info.num_pages} pages of {info.page_size}")]
+    rows += [("context", f"{info.max_seq_len} tokens", "")]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}".rstrip() for name, value, reason in rows]
+    question = {"role": "user", "content": "What is the capital of France?"}
+    body: dict[str, Any]
+    path, body = "chat/completions", {"messages": [question], "max_tokens": 32, "temperature": 0}
+    if not any(ready.has_chat_template for ready in supervisor.ready.values()):
+        path, body = "completions", {"prompt": "The capital of France is", "max_tokens": 32, "temperature": 0}
+    headers = f"-H {shlex.quote('Content-Type: application/json')}"
+    if needs_key:
+        headers += f' -H "Authorization: Bearer ${{{API_KEY_VARIABLE}%% *}}"'
+    curl = f"curl {url}/v1/{path} {headers} -d {shlex.quote(json.dumps(body))}"
+    page = [f"Chat and live view of the engine: {url}/"] if options.page else []
+    return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
+
+
+def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: Endpoints, signals: _Signals) -> bool:
+    """Wait until the engine, then the tokenizer workers, then the API server are ready. Return False on a signal."""
+    if not supervisor.wait_ready(*ranks, wake=signals):
+        return False
+    info = supervisor.ready[ranks[0]].engine
+    assert info is not None, "rank 0 describes the engine"
+    with ExitStack() as stack:
+        send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
+        if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
+            return False
+    most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
+    with Sender(endpoints.api_in) as api:
+        api.send(msgspec.structs.replace(info, max_token_bytes=most))
+        return supervisor.wait_ready(API, wake=signals)
+
+
+def _drain(supervisor: Supervisor, options: ServerOptions, signals: _Signals) -> None:
+    """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
+    signals.clear()
+    _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
+    supervisor.end(API)
+    limit_s = options.drain_timeout + DRAIN_SLACK_S
+    supervisor.wait(lambda: not supervisor.is_alive(API), timeout_s=limit_s, wake=signals)
+
+
+def _print(text: str) -> None:
+    """Print a line. If standard output cannot be written, such as on a full disk, nothing more is printed."""
+    try:
+        click.echo(text)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _fail_requests(endpoints: Endpoints) -> None:
+    """Have the API server fail the running requests, as there will be no more output."""
+    with Sender(endpoints.api_in) as api:
+        api.send(Stop())
+
+
+def _tokenizers(endpoints: Endpoints) -> list[str]:
+    return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen on the port. This comes first, so that a port in use is reported before a model is loaded."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "It is not a valid host name"
+        raise InvalidValueError("--host", host, "an address of this machine", f"{reason}.") from None
+    try:
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        remedy = f"{error.strerror}. Port 0 chooses a free one."
+        raise InvalidValueError("--host and --port", f"{host}:{port}", "free to listen on", remedy) from None
+
+
+def _url_host(host: str) -> str:
+    """Return the host for a URL that works on this machine."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"[{reachable}]" if ":" in reachable else reachable
+
+
+class _Signals:
+    """Collects SIGTERM, SIGINT and SIGHUP in a pipe that can be waited for, instead of raising exceptions.
+
+    If SIGHUP is ignored when the launch starts, as under nohup, it stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._before: dict[int, Any] = {}
+
+    def fileno(self) -> int:
+        """Return a file descriptor that is readable once a signal has arrived."""
+        return self._reader
+
+    def clear(self) -> None:
+        """Forget one signal, so that `fileno` is readable at the next."""
+        os.read(self._reader, 1)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        os.write(self._writer, b"x")
+
+    def __enter__(self) -> Self:
+        numbers = [signal.SIGTERM, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self._reader)
+        os.close(self._writer)

@@ -1,0 +1,74 @@
+"""State of the engine for any number of viewers, polled once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl_core.live_state import State, StepState
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.errors import ApiError
+
+SHARED_S = 0.1
+"""Maximum age of a state that is served to another viewer."""
+TIMEOUT_S = 10.0
+MAX_STEPS = 256
+
+
+class EngineFeed:
+    """Caches the last state and the last `MAX_STEPS` steps.
+
+    Args:
+        client: connection to the engine.
+        with_text: include text of prompts and outputs.
+    """
+
+    def __init__(self, client: EngineClient, with_text: bool = False) -> None:
+        self._client, self._with_text = client, with_text
+        self._poll: asyncio.Task[dict[str, Any]] | None = None
+        self._polled_s = 0.0
+        self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
+
+    async def state(self, since: int) -> dict[str, Any]:
+        """Return the state as plain data, with the fields of `State` and the cached steps after step `since`.
+
+        Raises:
+            ApiError: 503, the engine is not ready or does not answer.
+        """
+        info = self._client.ready_info()
+        if self._poll is None or (self._poll.done() and time.monotonic() > self._polled_s + SHARED_S):
+            self._polled_s = time.monotonic()
+            self._poll = asyncio.create_task(self._poll_engine())
+            self._poll.add_done_callback(
+                lambda poll: poll.cancelled() or poll.exception()
+            )  # all viewers may have disconnected
+        try:
+            state = await asyncio.shield(self._poll)
+        except TimeoutError:
+            raise ApiError(503, "The engine does not answer.", code="no_answer") from None
+        engine = {name: getattr(info, name) for name in ("model", "dtype", "device", "max_seq_len")}
+        steps = [step for step in self._steps if step["step"] > since]
+        return {"engine": engine, **state, "steps": steps}
+
+    async def _poll_engine(self) -> dict[str, Any]:
+        last = self._steps[-1]["step"] if self._steps else 0
+        state: State = await asyncio.wait_for(self._client.state(last, self._with_text), TIMEOUT_S)
+        steps: list[StepState] = state.steps
+        self._steps.extend(_plain(step) for step in steps)
+        plain = _plain(state)
+        for each in (*plain["runs"], *plain["requests"]):
+            del each["token_ids"]
+        plain["has_text"] = plain.pop("has_tokens")
+        for name in ("type", "worker", "steps"):
+            del plain[name]
+        return plain
+
+
+def _plain(value: msgspec.Struct) -> dict[str, Any]:
+    built: dict[str, Any] = msgspec.to_builtins(value, enc_hook=np.ndarray.tolist)
+    return built

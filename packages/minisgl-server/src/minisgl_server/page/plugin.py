@@ -1,0 +1,21 @@
+"""Hook module of the page, registered as ``page`` in ``minisgl.hooks``; ``--no-page`` turns it off.
+
+It imports its routes when they are added: the processes of the engine load hook modules too, and need no web framework.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minisgl_core import hookimpl
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+
+@hookimpl
+def api_routes(app: FastAPI) -> None:
+    """Serve the page at ``/``, and the engine's state at ``/engine/state``."""
+    from minisgl_server.page.routes import add_routes
+
+    add_routes(app)

@@ -1,0 +1,197 @@
+"""Models that the shell chats with: one in this process, or one on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, Self
+
+import httpx
+
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.shell.settings import TurnStats
+
+Message = dict[str, str]
+
+
+Show = Callable[[str], None]
+"""Called with the next piece of a response."""
+
+
+class ChatModel(Protocol):
+    """Model that generates the next message of a conversation.
+
+    Attributes:
+        name: name of the model.
+    """
+
+    name: str
+
+    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
+        """Generate the next message and show it piece by piece; Ctrl-C stops it.
+
+        Args:
+            messages: the conversation.
+            show: called with each piece.
+            settings: sampling parameters by name; the model's defaults apply to the others.
+        """
+
+
+class LocalModel:
+    """Model in this process.
+
+    Args:
+        options: options of the engine, by name.
+    """
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from minisgl_core.llm import LLM
+
+        self._llm = LLM(**options)
+        self.name = self._llm.info.model
+
+    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
+        """See `ChatModel`. Ctrl-C takes effect after the current step, which it must not interrupt."""
+        from minisgl_core.text.prompt import encode_chat
+
+        token_ids = encode_chat(self._llm.tokenizer, messages)
+        room = self._llm.info.max_seq_len - len(token_ids)
+        if room < 1:
+            allowed = f"at most {self._llm.info.max_seq_len - 1} tokens"
+            raise InvalidValueError("the conversation", f"{len(token_ids)} tokens", allowed)
+        limit = min(room, settings.get("max_tokens", room))
+        sampling = SamplingParams(**self._llm.info.default_sampling | {**settings, "max_tokens": limit})
+        timer, stats = _TurnTimer(show), self._llm.stats
+        num_cached, num_output = stats.num_cached_tokens, stats.num_output_tokens
+        interrupts: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, _: interrupts.append(number))
+        pieces = self._llm.stream(token_ids, sampling)
+        try:
+            for piece in pieces:
+                timer.show(piece)
+                if interrupts:
+                    break
+        finally:
+            pieces.close()  # type: ignore[attr-defined]  # a generator
+            signal.signal(signal.SIGINT, before)
+        return timer.finish(
+            num_prompt=len(token_ids),
+            num_cached=stats.num_cached_tokens - num_cached,
+            num_output=stats.num_output_tokens - num_output,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._llm.close()
+
+
+class RemoteModel:
+    """First model of an OpenAI-compatible server.
+
+    Args:
+        url: URL of the server, with or without ``/v1``.
+        api_key: API key, if the server requires one.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        try:
+            response = httpx.get(f"{self._url}/models", timeout=10.0, headers=self._headers)
+            _raise_for_status(response)
+            self.name: str = response.json()["data"][0]["id"]
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError) as error:
+            raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
+
+    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
+        """See `ChatModel`. Ctrl-C closes the connection, so that the server aborts the request."""
+        timer, usage = _TurnTimer(show), dict[str, Any]()
+        body = {"model": self.name, "messages": list(messages), "stream": True, **settings}
+        try:
+            asyncio.run(self._stream(body | {"stream_options": {"include_usage": True}}, timer, usage))
+        except KeyboardInterrupt:
+            pass
+        except httpx.HTTPError as error:
+            raise MinisglError(f"The server does not answer: {error}") from error
+        details = usage.get("prompt_tokens_details") or {}
+        return timer.finish(
+            num_prompt=usage.get("prompt_tokens"),
+            num_cached=details.get("cached_tokens"),
+            num_output=usage.get("completion_tokens"),
+        )
+
+    async def _stream(self, body: dict[str, Any], timer: _TurnTimer, usage: dict[str, Any]) -> None:
+        url = f"{self._url}/chat/completions"
+        timeout = httpx.Timeout(None, connect=10.0)
+        async with (
+            httpx.AsyncClient(timeout=timeout, headers=self._headers) as client,
+            client.stream("POST", url, json=body) as response,
+        ):
+            if response.is_error:
+                await response.aread()
+            _raise_for_status(response)
+            async for line in _lines(response):
+                for text in _contents(line, usage):
+                    timer.show(text)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class _TurnTimer:
+    """Shows a response and measures its times."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._start_s = time.perf_counter()
+        self._first_s: float | None = None
+
+    def show(self, piece: str) -> None:
+        """Show the next piece."""
+        if self._first_s is None:
+            self._first_s = time.perf_counter() - self._start_s
+        self._show(piece)
+
+    def finish(self, **counts: int | None) -> TurnStats:
+        """Return the statistics at the end of the response."""
+        return TurnStats(first_s=self._first_s, total_s=time.perf_counter() - self._start_s, **counts)
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the lines of a body. httpx's own iterator also splits at U+2028, which JSON strings may contain."""
+    rest = b""
+    async for data in response.aiter_bytes():
+        *lines, rest = (rest + data).split(b"\n")
+        for line in lines:
+            yield line
+
+
+def _contents(line: bytes, usage: dict[str, Any]) -> Iterator[str]:
+    """Yield the text in a line of server-sent events; a usage in it is added to `usage`."""
+    data = line.removeprefix(b"data:").strip()
+    if line.startswith(b"data:") and data != b"[DONE]":
+        chunk = json.loads(data)
+        if "error" in chunk:
+            raise MinisglError(chunk["error"]["message"])
+        usage.update(chunk.get("usage") or {})
+        for choice in chunk["choices"]:
+            if text := choice["delta"].get("content"):
+                yield text
+
+
+def _raise_for_status(response: httpx.Response) -> None:
+    if response.is_error:
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, LookupError, TypeError):
+            message = f"The server answers with status {response.status_code}."
+        raise MinisglError(message)

@@ -1,0 +1,174 @@
+"""Read-eval-print loop of the shell: reads messages and commands, and shows responses."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+import click
+
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_server.shell.chat_models import ChatModel, Message
+from minisgl_server.shell.settings import parse_setting
+
+HELP = """\
+/set                show the sampling parameters
+/set NAME VALUE     change one: /set temperature 0.2; the value 'default' resets it
+/system             show the system prompt
+/system TEXT        change it and start a new conversation; 'default' is that of the chat template
+/reset              start a new conversation
+/stats              show or hide the statistics after each response
+/help               show this
+/exit               leave; Ctrl-D does the same
+Ctrl-C stops a response. Everything else is a message to the model."""
+
+
+class Conversation:
+    """Conversation of the shell, and its settings.
+
+    Args:
+        model: model to chat with.
+        system: system prompt of every conversation.
+        settings: sampling parameters by name; the model's defaults apply to the others.
+        shows_statistics: print a line of statistics after each response.
+    """
+
+    def __init__(
+        self,
+        model: ChatModel,
+        system: str | None = None,
+        settings: Mapping[str, Any] | None = None,
+        shows_statistics: bool = False,
+    ) -> None:
+        self.model, self.system, self.settings = model, system, dict(settings or {})
+        self.shows_statistics = shows_statistics
+        self.messages: list[Message] = []
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/set": self._set,
+            "/system": self._system,
+            "/reset": lambda _: self.messages.clear(),
+            "/stats": lambda _: self._toggle_statistics(),
+            "/help": lambda _: click.echo(HELP),
+        }
+        self.commands = (*self._commands, "/exit")
+
+    def send(self, text: str) -> None:
+        """Send a message and print the response as it comes. A response that is stopped stays in the conversation.
+
+        Raises:
+            MinisglError: there is no response; the message does not become part of the conversation.
+        """
+        start: list[Message] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        message: Message = {"role": "user", "content": text}
+        shown: list[str] = []
+
+        def show(piece: str) -> None:
+            shown.append(piece)
+            click.echo(piece, nl=False)
+
+        turn = self.model.chat([*start, *self.messages, message], show, self.settings)
+        click.echo()
+        if self.shows_statistics:
+            click.secho(turn.describe(), dim=True)
+        self.messages += [message, {"role": "assistant", "content": "".join(shown)}]
+
+    def handle(self, line: str) -> bool:
+        """Run a command or send a message. Return False if the shell should exit.
+
+        Raises:
+            MinisglError: see `send`; or a command has an invalid value, or the line is not text.
+        """
+        text = check_text("the line", line).strip()
+        name, _, rest = text.partition(" ")
+        if name == "/exit":
+            return False
+        if command := self._commands.get(name):
+            command(rest.strip())
+        elif text.startswith("/"):
+            click.echo(f"No such command: {text}. /help lists them.", err=True)
+        elif text:
+            self.send(text)
+        return True
+
+    def _set(self, rest: str) -> None:
+        if not rest:
+            lines = [f"{name} {value}" for name, value in self.settings.items()]
+            return click.echo("\n".join(lines) or "All sampling parameters have the model's defaults.")
+        name, value = parse_setting(rest)
+        if value is None:
+            self.settings.pop(name, None)
+        else:
+            self.settings[name] = value
+        return None
+
+    def _system(self, text: str) -> None:
+        if not text:
+            return click.echo("The system prompt of the chat template." if self.system is None else self.system)
+        self.system = None if text == "default" else text
+        self.messages.clear()
+        return None
+
+    def _toggle_statistics(self) -> None:
+        self.shows_statistics = not self.shows_statistics
+        click.echo(f"Statistics are {'shown' if self.shows_statistics else 'hidden'}.")
+
+
+def check_text(name: str, text: str) -> str:
+    """Return `text`; `name` describes it in errors.
+
+    Raises:
+        InvalidValueError: it was decoded from bytes that are not text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(name, text, "text in the locale's encoding, as a rule UTF-8") from None
+    return text
+
+
+def run(conversation: Conversation) -> None:
+    """Read and handle lines until the input ends or /exit.
+
+    Raises:
+        MinisglError: a line failed, and standard input is not a terminal.
+    """
+    if sys.stdin.isatty():
+        _run_terminal(conversation)
+    else:
+        if isinstance(sys.stdin, TextIOWrapper):
+            # Lines that are not text are then found by `check_text`, as for arguments.
+            sys.stdin.reconfigure(errors="surrogateescape")
+        all(conversation.handle(line) for line in sys.stdin)
+
+
+def _run_terminal(conversation: Conversation) -> None:
+    """Run the loop with history and line editing; Ctrl-C clears the line, Ctrl-D exits."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import WordCompleter
+    from prompt_toolkit.history import FileHistory
+
+    click.echo(f"{conversation.model.name}: /help lists the commands.")
+    conversation.shows_statistics = True
+    completer = WordCompleter(list(conversation.commands), sentence=True)
+    session: PromptSession[str] = PromptSession(history=FileHistory(str(history_file())), completer=completer)
+    is_running = True
+    while is_running:
+        try:
+            is_running = conversation.handle(session.prompt("> ", complete_while_typing=False))
+        except MinisglError as error:
+            click.echo(f"minisgl: {error}", err=True)
+        except KeyboardInterrupt:
+            continue
+        except EOFError:
+            return
+
+
+def history_file() -> Path:
+    """Return the file of the line history, in the user's state directory; only the user can read it."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "minisgl"
+    state.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return state / "shell_history"

@@ -1,0 +1,1 @@
+"""Tokenizer worker process: tokenizes prompts and detokenizes outputs."""

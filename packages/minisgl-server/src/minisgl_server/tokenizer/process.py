@@ -1,0 +1,52 @@
+"""Process of a tokenizer worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.ipc import Endpoints, Receiver, Sender
+from minisgl_core.live_state import State, StateRequest
+from minisgl_core.messages import Abort, Count, Detokenize, EngineInfo, Ready, Rejected, Stop, TokenBatch, Tokenize
+from minisgl_core.model_source import locate_model, open_weights
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.process import Report
+from minisgl_core.text.chat import read_chat_template
+from minisgl_core.text.tokens import max_token_bytes
+from minisgl_server.options import ServerOptions
+from minisgl_server.parsing.chat_format import ChatFormat
+from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
+from minisgl_server.tokenizer.worker import TokenizerWorker
+
+Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
+
+
+def run_tokenizer_worker(
+    config: EngineConfig, options: ServerOptions, index: int, endpoints: Endpoints, report: Report
+) -> None:
+    """Run the process: wait for `EngineInfo`, load the tokenizer, then handle messages until `Stop` or `END_SIGNAL`."""
+    with (
+        Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
+        Sender(endpoints.scheduler_in) as to_scheduler,
+        Sender(endpoints.api_in) as to_api,
+    ):
+        import transformers  # noqa: F401  # takes seconds, so it is imported while the engine loads
+
+        info = receiver.receive()
+        if isinstance(info, Stop):
+            return
+        assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
+        path, registry = locate_model(config.model), Registry.from_environment()
+        tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
+        if config.model.chat_template is not None:
+            tokenizer.chat_template = read_chat_template(config.model.chat_template)
+        chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
+        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry)
+        report(
+            Ready(
+                process=f"tokenizer {index}",
+                has_chat_template=tokenizer.chat_template is not None,
+                max_token_bytes=max_token_bytes(tokenizer),
+            )
+        )
+        TokenizerQueue(worker).run(receiver)

@@ -1,0 +1,179 @@
+"""Input side of a tokenizer worker: turns a request into token ids, and checks it against the engine's limits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
+from minisgl_core.messages import EngineInfo, Tokenize
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.scheduler.limits import bounds_context
+from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.text.prompt import encode_prompt
+from minisgl_server.parsing.chat_format import ChatFormat
+
+EncodedPrompt = tuple[list[int], str]
+"""Token ids of a prompt, and its text; the text is empty if the request has token ids."""
+_MIN_TOKEN_LIMIT = 2**15
+"""Texts of up to this many tokens are tokenized completely, even where the context is shorter."""
+_TOOL_GRAMMARS = ("tagged_json", "structural_tag")
+"""Kinds of grammars that tool calls can be part of."""
+
+
+class PromptEncoder:
+    """Encodes and checks the prompts of one worker.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        info: limits of the engine.
+        chat_format: chat template and parsers of the model.
+        registry: has the grammar provider.
+    """
+
+    def __init__(self, tokenizer: Any, info: EngineInfo, chat_format: ChatFormat, registry: Registry) -> None:
+        self._tokenizer, self._info, self._chat_format, self._registry = tokenizer, info, chat_format, registry
+        self._max_tokens = max(_MIN_TOKEN_LIMIT, info.max_seq_len)
+
+    def encode(self, message: Tokenize) -> EncodedPrompt:
+        """Return the token ids of the prompt, and its text. Changes no state, so that another thread may call it.
+
+        Raises:
+            InvalidValueError: the prompt is empty, or the chat template cannot render it, or a token id is out of range.
+        """
+        if message.messages is not None:
+            prompt = self._chat_format.using(message.chat_template).render(message)
+            return self._encode_text(message, prompt, bool(message.add_special_tokens)), prompt
+        if message.text is not None:
+            if not message.text and not message.only_tokens:
+                raise InvalidValueError("prompt", "", "a text that is not empty")
+            return self._encode_text(message, message.text, message.add_special_tokens is not False), message.text
+        assert message.token_ids is not None
+        self.check_token_ids("prompt", message.token_ids)
+        return message.token_ids, ""
+
+    def _encode_text(self, message: Tokenize, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the tokens of a text. Only the beginning of a text beyond the limit, unless it is truncated on the left."""
+        limit = self._max_tokens if message.truncate_prompt_tokens is None else None
+        return encode_prompt(self._tokenizer, text, add_special_tokens, limit)
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+        """Return the text of token ids."""
+        text: str = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def prompt_text(self, message: Tokenize, token_ids: list[int]) -> str:
+        """Return the text of a prompt, for echo."""
+        if message.text is not None and message.truncate_prompt_tokens is None:
+            return message.text
+        return self.decode(token_ids, message.sampling.skip_special_tokens)
+
+    def token_names(self, token_ids: list[int]) -> list[str]:
+        """Return each token as the vocabulary writes it."""
+        return [name or "" for name in self._tokenizer.convert_ids_to_tokens(token_ids)]
+
+    def truncate(self, message: Tokenize, token_ids: list[int]) -> list[int]:
+        """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` keeps.
+
+        Raises:
+            InvalidValueError: it is neither -1 nor within the context.
+        """
+        if (num_kept := message.truncate_prompt_tokens) is None:
+            return token_ids
+        room = self._info.max_seq_len - 1
+        if num_kept == -1:
+            sampling = message.sampling
+            num_output = sampling.min_tokens if message.max_tokens_is_default else sampling.max_tokens
+            num_kept = self._info.max_seq_len - max(num_output, 1)
+        if not 1 <= num_kept <= room:
+            value = message.truncate_prompt_tokens
+            raise InvalidValueError(
+                "truncate_prompt_tokens", value, f"-1 or from 1 to {room}, with room for the output"
+            )
+        return token_ids[-num_kept:]
+
+    def check_limits(self, message: Tokenize, token_ids: list[int]) -> SamplingParams:
+        """Check a request against the engine's limits; return its sampling parameters with max_tokens bounded.
+
+        Raises:
+            InvalidValueError: the prompt is empty, prompt and output exceed the context, or a token id is out of range.
+        """
+        name, limit, sampling = _prompt_field(message), self._info.max_seq_len, message.sampling
+        if not token_ids:
+            raise InvalidValueError(name, [], "at least one token")
+        room = limit - len(token_ids)
+        limit_name = "min_tokens" if message.max_tokens_is_default else "max_tokens"
+        num_output = max(getattr(sampling, limit_name), 1)
+        if room < 1:
+            is_limited_by_pool = bounds_context(self._info.num_pages, self._info.page_size, limit)
+            remedy = "A larger --num-pages gives a longer context." if is_limited_by_pool else ""
+            raise self._too_long(message, token_ids, num_output, name, remedy)
+        self.check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        self.check_token_ids("logit_bias", sampling.logit_bias)
+        self.check_token_ids("allowed_token_ids", sampling.allowed_token_ids or ())
+        if num_output > room:
+            raise self._too_long(message, token_ids, num_output, limit_name)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room))
+
+    def check_num_tokens(self, message: Tokenize, token_ids: list[int]) -> None:
+        """Refuse a text beyond the limit in a request for tokens only.
+
+        Raises:
+            ContextLengthError: there are more tokens than the limit.
+        """
+        if len(token_ids) > self._max_tokens:
+            raise self._too_long(message, token_ids, 0, _prompt_field(message), "Ask for its parts one by one.")
+
+    def check_token_ids(self, name: str, token_ids: Collection[int]) -> None:
+        """Check that token ids are below the vocabulary size.
+
+        Raises:
+            InvalidValueError: one is not; `name` is the field.
+        """
+        for token in (min(token_ids, default=0), max(token_ids, default=0)):
+            if not 0 <= token < self._info.vocab_size:
+                allowed = f"made of token ids from 0 to {self._info.vocab_size - 1}"
+                raise InvalidValueError(name, token, allowed)
+
+    def grammar(self, message: Tokenize, prompt: str) -> GrammarSource | None:
+        """Return the grammar of the output, or None. Only its size is checked here: the scheduler's process compiles it.
+
+        Raises:
+            InvalidValueError: it is too large, or does not go with other fields, or the server has no grammar provider.
+        """
+        structured = message.sampling.structured_outputs
+        if message.messages is not None:
+            source = self._chat_format.using(message.chat_template).grammar(message, prompt)
+        else:
+            source = structured.source(message.form_name) if structured is not None else None
+        if source is not None:
+            if (allowed_ids := message.sampling.allowed_token_ids) is not None:
+                allowed = f"left out where {source.name} constrains the output"
+                raise InvalidValueError("allowed_token_ids", f"{len(allowed_ids)} tokens", allowed)
+            try:
+                self._registry.load("grammar", self._info.grammar)
+            except PluginError as error:
+                raise InvalidValueError(source.name, source.text, "left out by this server", str(error)) from None
+            if source.kind in _TOOL_GRAMMARS:
+                source = msgspec.structs.replace(source, parts=tuple(self._chat_format.argument_schemas(message)))
+            source.check_size()
+        return source
+
+    def _too_long(
+        self, message: Tokenize, token_ids: list[int], num_output: int, name: str, remedy: str = ""
+    ) -> ContextLengthError:
+        """Return the error of a prompt; `token_ids` may be only its beginning, see `_encode_text`."""
+        is_partial = message.token_ids is None and len(token_ids) > self._max_tokens
+        num_prompt = self._max_tokens + 1 if is_partial else len(token_ids)
+        kind = _prompt_field(message)
+        return ContextLengthError(name, num_prompt, num_output, self._info.max_seq_len, kind, remedy, is_partial)
+
+
+def _prompt_field(message: Tokenize) -> str:
+    return "prompt" if message.messages is None else "messages"

@@ -1,0 +1,89 @@
+"""Output side of a tokenizer worker: turns a request's tokens into text, reasoning content and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from minisgl_core.messages import Text, TokenLogprobs, TokenOut
+from minisgl_core.text.detokenizer import OutputText, Piece
+from minisgl_core.text.tokens import TokenBytes
+from minisgl_server.parsing.chat_format import ChatOutputParser
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """Output of one running request.
+
+    Attributes:
+        detokenizer: turns its tokens into text.
+        token_bytes: bytes of each token of the vocabulary.
+        pending: the next `Text`; it also holds tokens whose characters are not complete yet.
+        is_chat: the request is a chat, not a completion.
+        only_prompt: the generated tokens are not returned.
+        parser: separates reasoning content and tool calls from text; None where all output is text.
+    """
+
+    detokenizer: OutputText
+    token_bytes: TokenBytes
+    pending: Text
+    is_chat: bool = False
+    only_prompt: bool = False
+    parser: ChatOutputParser | None = None
+
+    def push(self, out: TokenOut) -> Piece:
+        """Add new tokens to `pending`; the result tells if the output ends here."""
+        if self.only_prompt:
+            end = "length" if out.finish_reason == "stop" else out.finish_reason
+            out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
+        pending = self.pending
+        piece = self._push_text(out)
+        self._push_logprobs(out)
+        pending.token_ids += out.token_ids
+        pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
+        pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
+        return piece
+
+    def take(self) -> Text | None:
+        """Return `pending` and begin a new one. None if there is no new text and the output continues."""
+        pending = self.pending
+        if pending.finish_reason is None and not (pending.text or pending.reasoning or pending.tool_calls):
+            return None
+        self.pending = Text(request_id=pending.request_id, text="", token_ids=[])
+        return pending
+
+    def _push_text(self, out: TokenOut) -> Piece:
+        piece, parser, pending = self.detokenizer.push(out), self.parser, self.pending
+        pending.text = piece.text
+        if parser is not None:
+            parsed = parser.push(piece.text, piece.finish_reason is not None, len(out.token_ids))
+            pending.num_reasoning_tokens = parser.num_reasoning_tokens
+            pending.text, pending.reasoning, pending.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
+            if parser.is_done and piece.finish_reason is None:
+                piece = piece._replace(finish_reason="stop", is_early=True)
+            if parser.has_calls and piece.finish_reason == "stop":
+                piece = piece._replace(finish_reason="tool_calls")
+        return piece
+
+    def _push_logprobs(self, out: TokenOut) -> None:
+        pending = self.pending
+        if out.prompt_logprobs is not None:
+            pending.prompt_logprobs = out.prompt_logprobs
+            self._add_token_bytes(out.prompt_logprobs)
+            for token in pending.prompt_token_ids or ():
+                pending.token_bytes[token] = self.token_bytes[token]
+        if out.logprobs is not None:
+            # OpenAI's chats have entries for the tokens of the text only; completions have one per output token, which
+            # evaluation harnesses rely on.
+            shown = out.logprobs[:-1] if self.is_chat and out.stop_token_id is not None else out.logprobs
+            pending.logprobs = (pending.logprobs or []) + shown
+            self._add_token_bytes(shown)
+        pending.special_ids = pending.token_bytes.keys() & self.token_bytes.special_ids
+
+    def _add_token_bytes(self, logprobs: Iterable[TokenLogprobs | None]) -> None:
+        for position in logprobs:
+            if position is not None:
+                for entry in (position.token, *position.top):
+                    self.pending.token_bytes[entry.token_id] = self.token_bytes[entry.token_id]

@@ -1,0 +1,114 @@
+"""Order in which a tokenizer worker handles its messages."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from minisgl_core.ipc import Receiver
+from minisgl_core.messages import Abort, Count, Detokenize, Stop, Tokenize
+
+if TYPE_CHECKING:
+    from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt
+    from minisgl_server.tokenizer.worker import TokenizerWorker
+
+_BACKGROUND_CHARS = 50_000
+"""Prompts of more characters are tokenized on a thread; so many take about a tenth of a second."""
+_CHARS_PER_MESSAGE = 50
+"""Characters that take as long to tokenize as the chat template takes per message."""
+_POLL_S = 0.005
+"""Interval at which the result of the thread is polled."""
+_MAX_SKIPS = 16
+"""Messages that may be handled ahead of the first waiting prompt."""
+
+
+class TokenizerQueue:
+    """Queue of the messages to one tokenizer worker.
+
+    Tokenizing a long prompt takes seconds, and the text of other requests must not wait for it. Long prompts are therefore
+    tokenized on a thread, one at a time. Prompts wait until no other message is there, or `_MAX_SKIPS` messages have passed
+    them. A prompt that is aborted while it waits is dropped without being tokenized.
+    """
+
+    def __init__(self, worker: TokenizerWorker) -> None:
+        self._worker = worker
+        self._waiting: deque[Tokenize | Detokenize | Count] = deque()
+        self._waiting_ids: set[str] = set()
+        """Request ids of the waiting prompts and of the prompt on the thread."""
+        self._aborted_ids: set[str] = set()
+        """Those of `_waiting_ids` that were aborted."""
+        self._num_skips = 0
+        self._in_background: tuple[Tokenize, Future[EncodedPrompt]] | None = None
+
+    def run(self, receiver: Receiver[Any]) -> None:
+        """Receive and handle messages until `Stop`."""
+        while True:
+            timeout_s = _POLL_S if self._in_background is not None else 0 if self._waiting else None
+            message = receiver.receive(timeout_s)
+            if isinstance(message, Stop):
+                return
+            if message is not None:
+                self.add(message)
+            if message is None or self._num_skips >= _MAX_SKIPS:
+                self.run_next()
+
+    def add(self, message: Any) -> None:
+        """Handle a message at once, or queue it. A `Count` is queued, as it must follow everything sent before it."""
+        match message:
+            case Tokenize() | Detokenize() | Count():
+                self._waiting.append(message)
+                if isinstance(message, Tokenize):
+                    self._waiting_ids.update(message.output_ids)
+            case Abort(request_id) if request_id in self._waiting_ids:
+                self._aborted_ids.add(request_id)
+            case _:
+                self._num_skips += bool(self._waiting)
+                self._worker.handle(message)
+
+    def run_next(self) -> None:
+        """Handle the first waiting message. A long prompt is started on a thread, and handled once it is tokenized."""
+        self._num_skips = 0
+        if self._in_background is not None:
+            message, encoded = self._in_background
+            if encoded.done():
+                self._in_background = None
+                self._handle_prompt(message, encoded)
+        elif self._waiting:
+            first = self._waiting.popleft()
+            if not isinstance(first, Tokenize):
+                self._worker.handle(first)
+            elif _is_slow(first) and not self._aborted_ids.issuperset(first.output_ids):
+                self._in_background = first, self._encode_in_background(first)
+            else:
+                self._handle_prompt(first, None)
+
+    def _handle_prompt(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
+        ids = set(message.output_ids)
+        aborted = ids & self._aborted_ids
+        self._waiting_ids -= ids
+        self._aborted_ids -= ids
+        if aborted < ids:
+            self._worker.handle(message, encoded)
+            for request_id in aborted:
+                self._worker.handle(Abort(request_id))
+
+    def _encode_in_background(self, message: Tokenize) -> Future[EncodedPrompt]:
+        """Tokenize a prompt on a daemon thread; tokenizers release the GIL."""
+        encoded: Future[EncodedPrompt] = Future()
+
+        def encode() -> None:
+            try:
+                encoded.set_result(self._worker.encode(message))
+            except BaseException as error:
+                encoded.set_exception(error)
+
+        threading.Thread(target=encode, name="tokenize", daemon=True).start()
+        return encoded
+
+
+def _is_slow(message: Tokenize) -> bool:
+    """Return if a prompt is long, or has a chat template of its own, which is rendered in another process."""
+    num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
+    return num_chars > _BACKGROUND_CHARS or message.chat_template is not None

@@ -1,0 +1,242 @@
+"""Tokenizer worker: prompts become tokens on the way in, tokens become text on the way out.
+
+All messages of a request go through one worker, which keeps its detokenizer. Fields of a request are checked here if the
+check needs a tokenizer or the engine's limits; an invalid request is answered with `Rejected`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl_core.errors import ContextLengthError, InvalidValueError
+from minisgl_core.live_state import RequestState, RunState, State, StateRequest
+from minisgl_core.messages import (
+    Abort,
+    Count,
+    Detokenize,
+    EngineInfo,
+    Rejected,
+    Submit,
+    Text,
+    TextBatch,
+    TokenBatch,
+    Tokenize,
+    TokenOut,
+    Tokens,
+)
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.text.bad_words import bad_word_tokens
+from minisgl_core.text.detokenizer import OutputText
+from minisgl_core.text.tokens import TokenBytes
+from minisgl_server.parsing.chat_format import AUTO, ChatFormat
+from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt, PromptEncoder
+from minisgl_server.tokenizer.request_output import RequestOutput
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[msgspec.Struct], None]
+
+
+class TokenizerWorker:
+    """Logic of one worker, without its sockets.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        info: limits of the engine.
+        index: number of this worker.
+        to_scheduler: sends `Submit`, `Abort`, `Count` and `StateRequest`.
+        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count` and `State`.
+        chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
+        registry: has the grammar provider.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        info: EngineInfo,
+        index: int,
+        to_scheduler: Send,
+        to_api: Send,
+        chat_format: ChatFormat | None = None,
+        registry: Registry | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
+        self._encoder = PromptEncoder(tokenizer, info, self._chat_format, registry or Registry.from_environment())
+        self._index = index
+        self._to_scheduler = to_scheduler
+        self._to_api = to_api
+        self._token_bytes = TokenBytes(tokenizer)
+        self._requests: dict[str, RequestOutput] = {}
+
+    @property
+    def num_requests(self) -> int:
+        """Number of running requests."""
+        return len(self._requests)
+
+    def handle(
+        self,
+        message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State,
+        encoded: Future[EncodedPrompt] | None = None,
+    ) -> None:
+        """Handle a message; `encoded` is the result of `encode`, if that was called before."""
+        match message:
+            case Tokenize(only_tokens=True) | Detokenize():
+                self._send_tokens(message, encoded)
+            case Tokenize():
+                self._submit(message, encoded)
+            case Abort(request_id):
+                if self._requests.pop(request_id, None) is not None:
+                    self._to_scheduler(message)
+            case TokenBatch(outputs):
+                self._send([text for out in outputs if (text := self._push(out)) is not None])
+            case Rejected():
+                if self._requests.pop(message.request_id, None) is not None:
+                    self._to_api(message)
+            case Count(counts=counts):
+                from_scheduler = bool(counts)
+                counts[f"tokenizer {self._index}"] = len(self._requests)
+                (self._to_api if from_scheduler else self._to_scheduler)(message)
+            case StateRequest():
+                self._to_scheduler(message)
+            case State():
+                self._add_previews(message)
+                self._to_api(message)
+
+    def encode(self, message: Tokenize) -> EncodedPrompt:
+        """See `PromptEncoder.encode`; may be called on another thread."""
+        return self._encoder.encode(message)
+
+    def _send_tokens(self, message: Tokenize | Detokenize, encoded: Future[EncodedPrompt] | None) -> None:
+        """Answer with the tokens of a text, or the text of tokens; the scheduler is not involved."""
+        try:
+            if isinstance(message, Detokenize):
+                self._encoder.check_token_ids("tokens", message.token_ids)
+                token_ids, names = message.token_ids, []
+                text = self._encoder.decode(token_ids, skip_special_tokens=False)
+            else:
+                token_ids, text = (encoded.result() if encoded else self.encode(message))[0], ""
+                self._encoder.check_num_tokens(message, token_ids)
+                names = self._encoder.token_names(token_ids)
+        except InvalidValueError as error:
+            self._reject(message.request_id, error)
+        except Exception:
+            self._fail(message.request_id, "The tokenizer failed.")
+        else:
+            self._to_api(Tokens(request_id=message.request_id, token_ids=token_ids, token_names=names, text=text))
+
+    def _submit(self, message: Tokenize, encoded: Future[EncodedPrompt] | None) -> None:
+        """Submit one request per output of a prompt. A rejection names the first output and ends all of them."""
+        encoder = self._encoder
+        try:
+            token_ids, prompt = encoded.result() if encoded else self.encode(message)
+            token_ids = encoder.truncate(message, token_ids)
+            sampling = encoder.check_limits(message, token_ids)
+            grammar = encoder.grammar(message, prompt)
+            requests = {
+                request_id: self._new_output(message, request_id, prompt, sampling, grammar)
+                for request_id in message.output_ids
+            }
+            bad_words = bad_word_tokens(self._tokenizer, sampling) if sampling.bad_words else []
+            if message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None:
+                text = encoder.prompt_text(message, token_ids) if message.echo else None
+                for request in requests.values():
+                    request.pending.prompt_text, request.pending.prompt_token_ids = text, token_ids
+        except InvalidValueError as error:
+            self._reject(message.request_id, error.renamed(message.field_names))
+            return
+        except Exception:
+            self._fail(message.request_id, "The prompt could not be tokenized.")
+            return
+        logger.debug("the prompt has %d tokens", len(token_ids), extra={"request_id": message.request_id})
+        self._requests |= requests
+        array = np.array(token_ids, dtype=np.int32)
+        for request_id, own_sampling in zip(requests, sampling.split(), strict=True):
+            self._to_scheduler(
+                Submit(
+                    request_id=request_id,
+                    token_ids=array,
+                    sampling=own_sampling,
+                    worker=self._index,
+                    priority=message.priority,
+                    user=message.user,
+                    cache_salt=message.cache_salt,
+                    grammar=grammar,
+                    bad_words=bad_words,
+                )
+            )
+
+    def _new_output(
+        self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
+    ) -> RequestOutput:
+        pending = Text(request_id=request_id, text="", token_ids=[])
+        if message.messages is None:
+            detokenizer = OutputText(self._token_bytes, sampling)
+            return RequestOutput(detokenizer, self._token_bytes, pending, only_prompt=message.only_prompt)
+        chat_format = self._chat_format.using(message.chat_template)
+        if chat_format.needs_special_tokens(message):
+            sampling = replace(sampling, skip_special_tokens=False)
+        parser = chat_format.parser(message, prompt, grammar)
+        detokenizer = OutputText(self._token_bytes, sampling)
+        return RequestOutput(detokenizer, self._token_bytes, pending, is_chat=True, parser=parser)
+
+    def _push(self, out: TokenOut) -> Text | None:
+        """Return the message for the API server about new tokens, or None if there is no new text."""
+        request = self._requests.get(out.request_id)
+        if request is None:
+            return None  # the request has ended here, and the scheduler's message crossed our Abort
+        try:
+            piece = request.push(out)
+        except Exception:
+            self._drop(out.request_id)
+            return None
+        if piece.is_early:
+            self._to_scheduler(Abort(out.request_id, "stop"))
+        if piece.finish_reason is not None:
+            del self._requests[out.request_id]
+        return request.take()
+
+    def _send(self, texts: list[Text]) -> None:
+        """Send outputs to the API server; one that cannot be encoded ends its own request only."""
+        if not texts:
+            return
+        try:
+            self._to_api(TextBatch(texts))
+        except (OverflowError, RecursionError, UnicodeError):
+            if len(texts) > 1:
+                for text in texts:
+                    self._send([text])
+            else:
+                self._drop(texts[0].request_id)
+
+    def _add_previews(self, state: State) -> None:
+        """Replace token ids by text. Special tokens are included, incomplete characters are left out."""
+        shown: list[RunState | RequestState] = [*state.runs, *state.requests]
+        for each in shown:
+            pieces = (self._token_bytes[token] for token in each.token_ids.tolist())
+            each.text = b"".join(pieces).decode(errors="ignore")
+            each.token_ids = each.token_ids[:0]
+
+    def _reject(self, request_id: str, error: InvalidValueError) -> None:
+        kind = "too_long" if isinstance(error, ContextLengthError) else "invalid"
+        self._to_api(Rejected(request_id=request_id, kind=kind, message=str(error), param=error.name))
+
+    def _drop(self, request_id: str) -> None:
+        """End a request whose output cannot be turned into text. Called while an exception is handled."""
+        self._requests.pop(request_id, None)
+        self._to_scheduler(Abort(request_id))
+        self._fail(request_id, "The output could not be turned into text.")
+
+    def _fail(self, request_id: str, message: str) -> None:
+        """Report an internal error to the client. Called while an exception is handled."""
+        logger.exception("the request failed", extra={"request_id": request_id})
+        self._to_api(Rejected(request_id=request_id, kind="internal", message=message))

@@ -1,0 +1,290 @@
+"""API keys, limits of bodies and concurrency, CORS, and their errors and logs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+import uvicorn
+from fastapi import FastAPI, Request
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_server.api import errors
+from minisgl_server.api.http.middleware import RequestLimitMiddleware
+from minisgl_server.launch.api_keys import api_key_digests
+from minisgl_server.options import ServerOptions
+
+KEYS = ("first-key-4711", "second-key-4712", "third-key-4713")
+MAX_BODY = 20_000
+
+
+@pytest.fixture(scope="module")
+def guarded(launch_shared: Callable[..., Any], tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A server with everything switched on."""
+    file = tmp_path_factory.mktemp("keys") / "keys"
+    file.write_text(f"\n{KEYS[1]}\n")
+    flags = ["--model", str(tiny_checkpoint), "--num-pages", "1100", "--api-key-file", str(file)]
+    flags += ["--api-key", KEYS[0], "--api-key", KEYS[2]]
+    flags += ["--cors-origin", "https://a.example", "--cors-origin", "https://b.example"]
+    flags += ["--max-body-size", str(MAX_BODY), "--max-concurrent-requests", "2", "--plugin-routes"]
+    flags += ["--log-level", "debug", "--log-format", "json"]
+    return launch_shared(*flags).wait_started()
+
+
+@pytest.fixture(scope="module")
+def inside(guarded: Any) -> Iterator[httpx.Client]:
+    """A client with a key."""
+    headers = {"Authorization": f"Bearer {KEYS[0]}"}
+    with httpx.Client(base_url=guarded.url, timeout=100, headers=headers) as made:
+        yield made
+
+
+def lines(server: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in server.stderr().splitlines()]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_is_accepted(guarded: Any, key: str) -> None:
+    with openai.OpenAI(base_url=f"{guarded.url}/v1", api_key=key, max_retries=0, timeout=100) as client:
+        assert len(client.models.list().data) == 1
+
+
+def test_the_printed_request_reads_its_key_from_the_environment(guarded: Any) -> None:
+    command = [*guarded.banner.splitlines()[-1:], "--silent --fail"]
+    answer = subprocess.run(
+        " ".join(command), shell=True, env={**os.environ, "MINISGL_API_KEY": KEYS[1]}, capture_output=True, check=True
+    )
+    assert json.loads(answer.stdout)["choices"]
+
+
+def test_clients_send_the_first_of_several_keys(guarded: Any) -> None:
+    several = {**os.environ, "MINISGL_API_KEY": f"{KEYS[2]} another"}
+    curl = subprocess.run(
+        f"{guarded.banner.splitlines()[-1]} --silent --fail", shell=True, env=several, capture_output=True, check=True
+    )
+    assert json.loads(curl.stdout)["choices"]
+    shell = ["minisgl", "shell", "--url", guarded.url, "--max-tokens", "3"]
+    subprocess.run(shell, input="Hi\n", text=True, env=several, capture_output=True, check=True, timeout=100)
+    bench = [
+        "minisgl",
+        "bench",
+        "serve",
+        "--url",
+        guarded.url,
+        "--num-requests",
+        "1",
+        "--input-len",
+        "5",
+        "--output-len",
+        "2",
+    ]
+    subprocess.run(bench, env=several, capture_output=True, check=True, timeout=100)
+
+
+def test_a_body_timeout_frees_its_slot() -> None:
+    app = FastAPI()
+    errors.add_error_handlers(app)
+
+    @app.post("/")
+    async def read(request: Request) -> int:
+        return len(await request.body())
+
+    config = uvicorn.Config(RequestLimitMiddleware(app, lambda: 100, 1, body_timeout_s=0.3), port=0, log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        address = server.servers[0].sockets[0].getsockname()
+        with socket.create_connection(address) as stalled:
+            stalled.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf")
+            stalled.settimeout(20)
+            answer = b"".join(iter(lambda: stalled.recv(4096), b""))  # until it is closed
+        assert answer.startswith(b"HTTP/1.1 408 ")
+        assert b"body_timeout" in answer
+        with httpx.Client(base_url=f"http://{address[0]}:{address[1]}", timeout=20) as client:
+            assert client.post("/", content=b"whole").json() == 5
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.mark.parametrize("authorization", ["", "Bearer", "Bearer wrong", f"Basic {KEYS[0]}", KEYS[0], "Bearer \xff"])
+def test_without_a_key_only_public_paths_answer(guarded: Any, authorization: str) -> None:
+    headers = {"Authorization": authorization.encode("latin-1")}
+    with httpx.Client(base_url=guarded.url, timeout=100) as client:
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/no/such", "/health/requests", "/docs"):
+            answer = client.get(path, headers=headers)
+            assert answer.status_code == 401, path
+            assert answer.json()["error"]["code"] == "invalid_api_key"
+            assert answer.headers["www-authenticate"] == "Bearer"
+            assert answer.headers["x-request-id"]
+        assert client.post("/generate", headers=headers, json={}).status_code == 401
+        assert client.get("/health", headers=headers).status_code == 200
+        assert client.get("/ready", headers=headers).status_code == 200
+
+
+def test_the_clients_error_class(guarded: Any) -> None:
+    client = openai.OpenAI(base_url=f"{guarded.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError) as caught:
+        client.models.list()
+    assert caught.value.code == "invalid_api_key"
+
+
+def test_large_bodies_are_refused_before_they_are_read(guarded: Any, inside: httpx.Client) -> None:
+    fits = {"prompt": "x", "max_tokens": 1, "stop": ["y" * (MAX_BODY - 100)]}
+    assert inside.post("/v1/completions", json=fits).status_code == 200
+    port = int(guarded.url.rpartition(":")[2])
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+    chunk = b"1000\r\n" + b" " * 4096 + b"\r\n"
+    for request in (
+        f"{head}Content-Length: {10**12}\r\n\r\n".encode(),
+        f"{head}Transfer-Encoding: chunked\r\n\r\n".encode() + chunk * (MAX_BODY // 4096 + 1),
+    ):
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+            connection.sendall(request)
+            answer = b""
+            while part := connection.recv(4096):
+                answer += part
+        assert answer.startswith(b"HTTP/1.1 413 "), answer
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_large"
+    assert inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+def test_a_client_that_sends_before_it_reads_gets_413(guarded: Any) -> None:
+    """Its connection would break if it were closed before."""
+
+    async def send(content: Any) -> httpx.Response:
+        async with httpx.AsyncClient(base_url=guarded.url, timeout=100) as client:
+            headers = {"Authorization": f"Bearer {KEYS[0]}"}
+            return await client.post("/v1/completions", content=content, headers=headers)
+
+    async def parts() -> AsyncIterator[bytes]:
+        for _ in range(200):
+            yield b" " * 2**17
+
+    for content in (b" " * (25 * 2**20), parts()):
+        answer = asyncio.run(send(content))
+        assert answer.status_code == 413
+        assert answer.json()["error"]["code"] == "body_too_large"
+
+
+def test_too_many_concurrent_requests_get_429(guarded: Any, inside: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+    native = {"text": "x", "max_tokens": 16000, "ignore_eos": True, "stream": True}
+    with (
+        inside.stream("POST", "/v1/completions", json=body) as first,
+        inside.stream("POST", "/generate", json=native) as second,
+    ):
+        chunks = first.iter_lines(), second.iter_lines()  # kept: an iterator that is dropped hangs up
+        for each in chunks:
+            next(each)
+        refused = inside.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json()["error"]["code"] == "too_many_requests"
+        assert inside.get("/v1/models").status_code == 200, "what costs nothing is not counted"
+    while (answer := inside.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})).status_code == 429:
+        time.sleep(0.02)
+    assert answer.status_code == 200, "clients that hang up make room"
+
+
+def test_only_given_cors_origins_are_allowed(guarded: Any, inside: httpx.Client) -> None:
+    wish = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    preflight = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://b.example", **wish})
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://b.example"
+    refused = httpx.options(f"{guarded.url}/v1/completions", headers={"Origin": "https://c.example", **wish})
+    assert "access-control-allow-origin" not in refused.headers
+    answer = inside.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert answer.headers["access-control-allow-origin"] == "https://a.example"
+    closed = httpx.get(f"{guarded.url}/v1/models", headers={"Origin": "https://a.example"})
+    assert closed.status_code == 401
+    assert closed.headers["access-control-allow-origin"] == "https://a.example", "so that the page can read why"
+
+
+def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
+    answer = http.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert http.options("/v1/models", headers={"Origin": "https://a.example"}).status_code == 405
+
+
+def test_responses_have_request_ids(guarded: Any, inside: httpx.Client) -> None:
+    given = inside.post("/generate", json={"text": "x", "max_tokens": 2}, headers={"X-Request-Id": "my:request/7"})
+    assert given.headers["x-request-id"] == "my:request/7"
+    assert "my:request/7" in given.json()["meta_info"]["id"]
+    for bad in ("a b", "a" * 129, "é".encode()):
+        fresh = inside.get("/v1/models", headers={"X-Request-Id": bad}).headers["x-request-id"]
+        assert re.fullmatch(r"[0-9a-f]{16}", fresh)
+    for path, status in (("/no/such", 404), ("/v1/completions", 405)):
+        answer = inside.get(path, headers={"X-Request-Id": f"id-{status}"})
+        assert (answer.status_code, answer.headers["x-request-id"]) == (status, f"id-{status}")
+    ours = [line for line in lines(guarded) if "my:request/7" in line.get("request_id", "")]
+    assert {line["process"] for line in ours} == {"api", "tokenizer 0", "scheduler rank 0"}
+    [access] = [line for line in ours if line["logger"] == "minisgl_server.api.http.request_log"]
+    assert (access["status"], access["prompt_tokens"], access["output_tokens"]) == (200, 1, 2)
+    assert access["duration_s"] > 0
+    [cut] = [line for line in lines(guarded) if line.get("client_gone") and line["path"] == "/v1/completions"]
+    assert cut["status"] == 200
+
+
+def test_plugin_routes_need_the_flag_and_the_api_key(guarded: Any, inside: httpx.Client, http: httpx.Client) -> None:
+    assert inside.get("/example").json() == {"greeting": "hello from minisgl-example"}
+    assert httpx.get(f"{guarded.url}/example").status_code == 401
+    assert http.get("/example").status_code == 404
+
+
+def test_errors_contain_no_keys(guarded: Any, inside: httpx.Client) -> None:
+    inside.get(f"/v1/models?key={KEYS[0]}")
+    told = guarded.banner + guarded.stderr() + inside.get("/openapi.json").text + inside.get("/metrics").text
+    processes = [psutil.Process(guarded.process.pid), *guarded.children().values()]
+    assert len(processes) >= 4
+    told += " ".join(word for process in processes for word in process.cmdline())
+    assert not [key for key in KEYS if key in told]
+    assert "/v1/models" in told
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "words"),
+    [
+        ({"api_key": ("se cret",)}, None, ["--api-key", "printable ASCII"]),
+        ({"api_key": ("",)}, None, ["--api-key"]),
+        ({"api_key_file": "/no/such"}, None, ["--api-key-file", "/no/such", "No such file"]),
+        ({"api_key_file": "/dev/null"}, None, ["--api-key-file", "at least one key"]),
+        ({"api_key_file": "keys.txt"}, None, ["line 3 of --api-key-file", "printable ASCII"]),
+        ({}, " ", ["MINISGL_API_KEY"]),
+    ],
+)
+def test_a_key_source_without_valid_keys_ends_the_launch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, options: dict[str, Any], environ: str | None, words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("keys.txt").write_text("good\n\nse cret\n")
+    monkeypatch.delenv("MINISGL_API_KEY", raising=False)
+    if environ is not None:
+        monkeypatch.setenv("MINISGL_API_KEY", environ)
+    with pytest.raises(InvalidValueError) as caught:
+        api_key_digests(ServerOptions(**options))
+    for word in words:
+        assert word in str(caught.value)
+    assert "se cret" not in str(caught.value)
+
+
+def test_an_empty_key_in_the_environment_ends_the_launch(launch: Callable[..., Any]) -> None:
+    server = launch(MINISGL_API_KEY="")
+    assert server.wait_ended() == 2
+    assert "MINISGL_API_KEY" in server.stderr()
