@@ -134,7 +134,7 @@ class GeluMLP(Layer):
 class WithGelu(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(replace(config, hidden_act="silu"), build)
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             layer.mlp = GeluMLP(config, build)
 
 

@@ -82,7 +82,7 @@ class CappedLlama(LlamaForCausalLM):
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in self.model.layers.items():
             layer.self_attn.attn = Attention(index, config.head_dim**-0.5, None, build, soft_cap=config.soft_cap)
 
 
