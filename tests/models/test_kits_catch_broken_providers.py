@@ -99,6 +99,12 @@ class ForgetsTheWindow(LlamaForCausalLM):
             layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, sliding_window=None)
 
 
+class HasAnotherDefault(LlamaForCausalLM):
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-5, **raw}
+
+
 class BuildsEveryLayer(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, replace(build, layers=None))
@@ -260,6 +266,7 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (EveryLayerIsTheFirst, "test_steps_equal_the_whole"),
         (ForgetsTheWindow, "test_logits_equal_the_reference"),
         (ForgetsTheWindow, "test_attention_layers_are_in_order"),
+        (HasAnotherDefault, "test_missing_keys_have_their_defaults"),
         (BuildsEveryLayer, "test_a_pipeline_stage_loads_its_layers"),
         (NamesItsLayersFrom0, "test_a_pipeline_stage_loads_its_layers"),
         (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),

@@ -24,8 +24,8 @@ from minisgl_core.layers import (
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    check_activation,
 )
-from minisgl_core.layers.base import check_activation
 
 
 class LlamaAttention(Layer):

@@ -23,8 +23,8 @@ from minisgl_core.layers import (
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
+    check_activation,
 )
-from minisgl_core.layers.base import check_activation
 from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
 _OF_OTHER_EXPERTS: Mapping[str, Any] = {

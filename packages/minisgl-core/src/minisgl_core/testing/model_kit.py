@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +30,8 @@ from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedRefer
 class ModelTests:
     """Subclass, set `provider` and override `make_reference`.
 
-    Everything runs on the CPU, in float32 but for one test; use small sizes. `references.random_reference` makes a
-    transformers model of a config whose weights show mistakes.
+    Everything runs on the CPU, in float32 but for one test; use small sizes and at least two layers.
+    `references.random_reference` makes a transformers model of a config whose weights show mistakes.
 
     Attributes:
         provider: the architecture to test.
@@ -195,6 +196,21 @@ class ModelTests:
             assert logits.dtype == torch.bfloat16
             assert hidden.isfinite().all()
             assert logits.isfinite().all()
+
+    def test_missing_keys_have_their_defaults(self) -> None:
+        """A ``config.json`` without the keys that equal the defaults of transformers' config class means the same."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            defaults = type(reference.config)().to_dict()
+            told = {key: value for key, value in source.config.items() if key not in defaults or value != defaults[key]}
+            whole, sparse = self._config(source), model_config(self.provider.standard_config(told))
+            meant = {each.name: (getattr(sparse, each.name), getattr(whole, each.name)) for each in fields(whole)}
+            for name, (found, expected) in meant.items():
+                # Every checkpoint names its tokens; the defaults are those of the class's first model.
+                if name not in ("raw", "bos_token_id", "eos_token_ids"):
+                    assert found == expected, (
+                        f"{name} is {found} where the config is silent, in transformers {expected}"
+                    )
 
     def test_attention_layers_are_in_order(self) -> None:
         """One for each layer of the config, with its window."""
