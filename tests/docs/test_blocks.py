@@ -23,6 +23,7 @@ RUN_BY = {
     "docs/plugins/model.md": "tests/docs/test_guides.py",
     "docs/plugins/moe.md": "tests/docs/test_guides.py",
     "docs/plugins/ops.md": "tests/docs/test_guides.py",
+    "docs/plugins/policy.md": "tests/docs/test_guides.py",
     "docs/plugins/prefix_cache.md": "tests/docs/test_guides.py",
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",

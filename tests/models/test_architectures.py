@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -134,7 +135,7 @@ class GeluMLP(Layer):
 class WithGelu(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(replace(config, hidden_act="silu"), build)
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             layer.mlp = GeluMLP(config, build)
 
 
@@ -243,6 +244,10 @@ class Phi3ForCausalLM(LlamaForCausalLM):
 
     packed_modules: ClassVar = {}
 
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **raw}
+
 
 class TestFusedMatrices(Small):
     """The MLP does not divide, and with four ranks KV heads are replicated."""
@@ -250,3 +255,19 @@ class TestFusedMatrices(Small):
     __test__ = True
     provider, model_type = Phi3ForCausalLM, "phi3"
     changes: ClassVar = {"pad_token_id": 0, "intermediate_size": 49}
+
+
+def longrope(original: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.1, 2.0, 4.0, 7.0]}
+    return {"pad_token_id": 0, "original_max_position_embeddings": original} | rope(rope_type="longrope", **factors)
+
+
+class TestLongRope(TestFusedMatrices):
+    """Every sequence is longer than the original context."""
+
+    num_greedy_tokens = (24, 12)
+    changes: ClassVar = longrope(16)
+
+
+class TestLongRopeOfTheOriginalContext(TestFusedMatrices):
+    changes: ClassVar = longrope(128)

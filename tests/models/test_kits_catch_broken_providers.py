@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
-from minisgl_core.layers import RMSNorm, RowParallelLinear
+from minisgl_core.layers import RMSNorm, RowParallelLinear, VocabParallelEmbedding
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
@@ -88,15 +88,55 @@ class SwapsGateAndUp(LlamaForCausalLM):
 class EveryLayerIsTheFirst(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, index=0)
 
 
 class ForgetsTheWindow(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        for layer in self.model.layers:
+        for layer in self.model.layers.values():
             layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, sliding_window=None)
+
+
+class HasAnotherDefault(LlamaForCausalLM):
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        return {"rms_norm_eps": 1e-5, **raw}
+
+
+class BuildsEveryLayer(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, replace(build, layers=None))
+
+
+class NamesItsLayersFrom0(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model.layers = dict(enumerate(self.model.layers.values()))
+
+
+class CountsLayersOfTheWholeModel(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        for index, layer in self.model.layers.items():
+            layer.self_attn.attn.layer = replace(layer.self_attn.attn.layer, index=index)
+
+
+class HasAnEmbeddingInEveryStage(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+
+
+class HasNoStageForItsNorm(LlamaForCausalLM):
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        if build.layers is not None and self.stage.has_lm_head:
+            self.model.norm = None
+
+    def weights_elsewhere(self) -> tuple[str, ...]:
+        return *super().weights_elsewhere(), "model.norm.*"
 
 
 class ForgetsANorm(LlamaForCausalLM):
@@ -139,7 +179,7 @@ class ReducesTwice(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, build)
-        self.model.layers[-1].mlp.down_proj = down_proj
+        self.model.layers[config.num_layers - 1].mlp.down_proj = down_proj
 
 
 class ReducesInOneLayerItself(ForgetsAnAllReduce):
@@ -148,7 +188,7 @@ class ReducesInOneLayerItself(ForgetsAnAllReduce):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         down_proj = RowParallelLinear(config.intermediate_size, config.hidden_size, build)
-        self.model.layers[-1].mlp.down_proj = down_proj
+        self.model.layers[config.num_layers - 1].mlp.down_proj = down_proj
 
 
 class KeepsAWeightInFloat32(LlamaForCausalLM):
@@ -226,6 +266,12 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (EveryLayerIsTheFirst, "test_steps_equal_the_whole"),
         (ForgetsTheWindow, "test_logits_equal_the_reference"),
         (ForgetsTheWindow, "test_attention_layers_are_in_order"),
+        (HasAnotherDefault, "test_missing_keys_have_their_defaults"),
+        (BuildsEveryLayer, "test_a_pipeline_stage_loads_its_layers"),
+        (NamesItsLayersFrom0, "test_a_pipeline_stage_loads_its_layers"),
+        (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),
+        (HasAnEmbeddingInEveryStage, "test_a_pipeline_stage_loads_its_layers"),
+        (HasNoStageForItsNorm, "test_a_pipeline_stage_loads_its_layers"),
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsAnAllReduce, "test_ranks_together_equal_one"),

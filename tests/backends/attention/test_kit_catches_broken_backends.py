@@ -634,11 +634,12 @@ def test_references_refuse_a_layer_that_they_do_not_know() -> None:
 
 def test_what_the_config_has_must_be_in_the_layers() -> None:
     kit = type("Kit", (AttentionBackendTests,), {"provider": TorchAttention})()
-    spec = replace(next(kit.specs()), soft_caps=(30.0,), has_sinks=True)
-    reasons = check_layers(spec, [AttentionLayer(0, 0.1)])
-    assert len(reasons) == 2
-    assert "a soft cap of 30, and no attention layer has it" in reasons[0]
-    assert "attention sinks, and no attention layer has them" in reasons[1]
+    spec = replace(next(kit.specs()), sliding_windows=(8, 64), soft_caps=(30.0,), has_sinks=True)
+    reasons = check_layers(spec, [AttentionLayer(0, 0.1, sliding_window=8), AttentionLayer(1, 0.1)])
+    assert len(reasons) == 3
+    assert "a sliding window of 64 tokens, and no attention layer has it" in reasons[0]
+    assert "a soft cap of 30, and no attention layer has it" in reasons[1]
+    assert "attention sinks, and no attention layer has them" in reasons[2]
 
 
 @pytest.mark.parametrize("right", RIGHT)

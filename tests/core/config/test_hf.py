@@ -134,11 +134,25 @@ def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
     assert read("GemmaForCausalLM", hidden_act="gelu_pytorch_tanh").hidden_act == "gelu_pytorch_tanh"
     gemma3 = read("Gemma3ForCausalLM", hidden_activation="gelu_pytorch_tanh")
     assert gemma3.hidden_act == "gelu_pytorch_tanh", "Gemma 2 and 3 have another key"
-    long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "longrope", "short_factor": [1.0]})
-    assert (long.rope.kind, long.rope.theta, long.max_position) == ("longrope", 5e4, 1024)
+    long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "su", "short_factor": [1.0]})
+    assert (long.rope.kind, long.rope.theta, long.max_position) == ("su", 5e4, 1024)
     kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     gemma3 = read("Gemma3ForCausalLM", rope_parameters=kinds)
     assert (gemma3.rope.kind, gemma3.rope.rotary_dim, gemma3.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+
+
+@pytest.mark.parametrize("is_own_key", [False, True])
+def test_longrope(is_own_key: bool) -> None:
+    """The unscaled context is beside the parameters (transformers 4) or among them (5)."""
+    original, factors = (
+        {"original_max_position_embeddings": 256},
+        {"short_factor": [1, 1, 1, 2], "long_factor": [1, 2, 4, 8]},
+    )
+    rope = {"rope_type": "longrope", **factors, **(original if is_own_key else {})}
+    config = read("Phi3ForCausalLM", rope_scaling=rope, **({} if is_own_key else original))
+    assert (config.rope.factor, config.rope.original_max_position, config.max_position) == (4.0, 256, 1024)
+    assert (config.rope.short_factors, config.rope.long_factors) == ((1.0, 1.0, 1.0, 2.0), (1.0, 2.0, 4.0, 8.0))
+    assert read(rope_scaling={"rope_type": "longrope", **factors}).rope.factor == 1.0
 
 
 def test_attention_beyond_llamas_is_read() -> None:
@@ -187,6 +201,10 @@ def test_part_of_a_head_may_rotate() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_parameters: low_freq_factor is missing"),
         ({"rope_parameters": {"freq_factors": [1.0], "rope_theta": 1e4}}, "freq_factors has 1 entries, not 4"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 4}}, "long_factor has 0 entries, not 4"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0] * 3}}, "short_factor has 3 entries, not 4"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [0] * 4}}, "short_factor is not a list of numbers"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": "1"}}, "short_factor is not a list of numbers"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor=0 is not above 0"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": math.inf}}, "rope_scaling: factor=inf"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "rope_theta=1 is not above 1"),

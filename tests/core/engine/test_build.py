@@ -67,8 +67,8 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
         ({"attn_logit_softcapping": 50.0}, "soft cap of 50, and no attention layer has it"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the rotary embedding is of the kind per_layer"),
         (
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            "the rotary embedding is of the kind longrope",
+            {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
+            "the rotary embedding is of the kind su",
         ),
     ],
 )
@@ -77,12 +77,24 @@ def test_what_the_layers_cannot_do_is_refused(changes: dict[str, Any], message: 
         build_engine(with_config(tmp_path, **changes), tiny.registry(), Hooks(), progress=False)
 
 
+@pytest.mark.parametrize(("context", "factors"), [(16, "short_factor"), (17, "long_factor")])
+def test_longrope_is_for_the_context_that_is_served(context: int, factors: str, tmp_path: Path) -> None:
+    raw = json.loads((tiny.checkpoint() / "config.json").read_text())
+    pairs = raw["head_dim"] // 2
+    rope = {"short_factor": [1.0] * pairs, "long_factor": [3.0] * pairs, "original_max_position_embeddings": 16}
+    config = with_config(tmp_path, rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, **rope})
+    served = config.with_flat(num_pages=50, max_seq_len_override=context)
+    cos = build_engine(served, tiny.registry(), Hooks(), progress=False).engine.model.model.rotary_emb.cos
+    frequencies = 1.0 / (torch.tensor(rope[factors]) * 1e4 ** (torch.arange(pairs) / pairs))
+    assert torch.allclose(cos, torch.outer(torch.arange(context), frequencies).cos(), atol=1e-5)
+
+
 class CappedLlama(LlamaForCausalLM):
     """Llama with the soft cap of Gemma 2 on its attention scores."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in self.model.layers.items():
             layer.self_attn.attn = Attention(index, config.head_dim**-0.5, None, build, soft_cap=config.soft_cap)
 
 

@@ -57,10 +57,14 @@ class OfRank(SingleRank):
 
 
 def model_for(
-    source: WeightSource, rank: int = 0, tp_size: int = 1, model_class: Any = LlamaForCausalLM
+    source: WeightSource,
+    rank: int = 0,
+    tp_size: int = 1,
+    model_class: Any = LlamaForCausalLM,
+    layers: range | None = None,
 ) -> LlamaForCausalLM:
     device, dtype = torch.device("cpu"), torch.float32
-    build = BuildContext(OfRank(rank, tp_size), Ops.of(device, dtype), device, dtype)
+    build = BuildContext(OfRank(rank, tp_size), Ops.of(device, dtype), device, dtype, layers=layers)
     return model_class(model_config(source.config), build)
 
 
@@ -81,6 +85,40 @@ def test_missing_and_unexpected_tensors_are_named() -> None:
         "the checkpoint does not fit its config: model.norm.weight is missing; "
         "model.layers.0.self_attn.q_proj.bias is in the checkpoint but not in LlamaForCausalLM"
     )
+
+
+@pytest.mark.parametrize("name", ["unknown.weight", "model.layers.1.mlp.unknown.weight"])
+def test_a_stage_refuses_what_no_stage_knows(name: str) -> None:
+    source = InMemory(checkpoint() | {name: torch.zeros(8)})
+    with pytest.raises(ModelFormatError, match=f"{name} is in the checkpoint but not in LlamaForCausalLM"):
+        load_weights(model_for(source, layers=range(1, 2)), source)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("layers", [range(1), range(1, 2), range(2), range(2, 3), range(3)])
+def test_a_stage_loads_its_part_alone(layers: range, tied: bool) -> None:
+    changes = {"num_hidden_layers": 3, "tie_word_embeddings": tied}
+    source = InMemory(checkpoint(**changes), **changes)
+    model = model_for(source, layers=layers)
+    targets = dict(model.weight_targets("", model.packed_modules))
+    assert {int(name.split(".")[2]) for name in targets if ".layers." in name} == set(layers)
+    is_first, is_last = 0 in layers, 2 in layers
+    ends = {name for name in targets if ".layers." not in name}
+    assert ends == {
+        *(["model.embed_tokens.weight"] if is_first or (is_last and tied) else []),
+        *(["model.norm.weight"] if is_last else []),
+        *(["lm_head.weight"] if is_last and not tied else []),
+    }
+    load_weights(model, source)
+    index = layers[0]
+    kept = model.model.layers[index].input_layernorm.weight
+    assert torch.equal(kept, dict(source.tensors(model.config))[f"model.layers.{index}.input_layernorm.weight"])
+
+
+@pytest.mark.parametrize("layers", [range(0), range(1, 3), range(-1, 1)])
+def test_a_range_outside_of_the_model_is_refused(layers: range) -> None:
+    with pytest.raises(AssertionError, match="of 2 layers"):
+        model_for(InMemory({}), layers=layers)
 
 
 def test_many_missing_tensors_are_counted() -> None:

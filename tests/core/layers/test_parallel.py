@@ -20,6 +20,7 @@ from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops, TorchOps
 from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (
+    Attention,
     LMHead,
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -110,6 +111,25 @@ def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
             check_tp_size(12, 4, size)
         with pytest.raises(InvalidValueError, match=f"--tp={size}"):
             QKVParallelLinear(4, 2, 12, 4, build_for(OfRank(0, size)))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_each_rank_has_the_sinks_of_its_heads(tp_size: int) -> None:
+    sinks, held = torch.arange(8.0), []
+    for rank in range(tp_size):
+        layer = Attention(0, 1.0, None, build_for(OfRank(rank, tp_size)), num_sinks=8)
+        [(name, target)] = layer.weight_targets("model.layers.0.self_attn.attn", {})
+        assert name == "model.layers.0.self_attn.sinks"
+        target.destination.copy_(sinks[target.index])
+        layer.prepare()
+        assert layer.layer.sinks is not None
+        held.append(layer.layer.sinks)
+    assert torch.equal(torch.cat(held), sinks)
+
+
+def test_layers_of_a_stage_count_from_0_in_the_pool() -> None:
+    build = replace(build_for(SingleRank()), layers=range(3, 6))
+    assert [Attention(index, 1.0, None, build).layer.index for index in build.layers or ()] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("vocab_size", "tp_size"), [(7, 1), (8, 4), (7, 4), (5, 4), (97, 3)])

@@ -71,6 +71,30 @@ def test_frequencies_equal_transformers(rope: dict[str, Any]) -> None:
     assert not torch.allclose(frequencies, plain)
 
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 16,
+    "short_factor": [1.0 + i / 8 for i in range(8)],
+    "long_factor": [1.5 + i for i in range(8)],
+}
+
+
+@pytest.mark.parametrize("attention_factor", [None, 1.3])
+@pytest.mark.parametrize("context", [8, 16, 17, CONTEXT])
+def test_longrope_equals_transformers(context: int, attention_factor: float | None) -> None:
+    """Its long factors where the context is longer than the original one."""
+    rope = LONGROPE if attention_factor is None else {**LONGROPE, "attention_factor": attention_factor}
+    config = config_of(**rope)
+    expected, scale = ROPE_INIT_FUNCTIONS["longrope"](config, torch.device("cpu"), seq_len=context)
+    mine = model_config(config.to_dict())
+    assert mine.max_position == CONTEXT
+    found = RotaryEmbedding(mine.rope, context, build())
+    angles = torch.outer(torch.arange(context), expected)
+    assert torch.allclose(found.cos, angles.cos() * scale, atol=1e-5)
+    assert torch.allclose(found.sin, angles.sin() * scale, atol=1e-5)
+    assert scale == (attention_factor or pytest.approx(math.sqrt(1.5)))
+
+
 def test_table_is_cos_and_sin_of_the_angles() -> None:
     rope = model_config(config_of(rope_type="default").to_dict()).rope
     positions = torch.tensor([0, 3, 63, 3])

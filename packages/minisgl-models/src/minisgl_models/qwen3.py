@@ -24,15 +24,15 @@ from minisgl_core.layers import (
     RotaryEmbedding,
     RowParallelLinear,
     VocabParallelEmbedding,
+    check_activation,
 )
-from minisgl_core.layers.base import check_activation
 
 
 class Qwen3Attention(Layer):
     """Grouped-query attention with rotary embedding; each head of q and k is normalised before."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's, and its place in the KV pool."""
+        """`index` is the decoder layer's."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # Its all-reduce is fused into post_attention_layernorm.
@@ -107,10 +107,12 @@ class Qwen3Model(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        if (stage := build.stage(config)).has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = [Qwen3DecoderLayer(config, index, build) for index in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+        self.layers = {index: Qwen3DecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
@@ -118,7 +120,7 @@ class Qwen3Model(Layer):
         """[T] and [T] to [T, H] or [N, H]."""
         cos, sin = self.rotary_emb.forward(positions)
         hidden_states, residual = self.embed_tokens.forward(input_ids), None
-        *layers, last = self.layers
+        *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
         # After the last attention, only the tokens that logits are computed of matter.
@@ -139,9 +141,10 @@ class Qwen3ForCausalLM(Model):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model = Qwen3Model(config, build)
-        tied = self.model.embed_tokens if config.tie_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-        self.vocab_shard = self.lm_head.shard
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
@@ -155,4 +158,4 @@ class Qwen3ForCausalLM(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers]
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

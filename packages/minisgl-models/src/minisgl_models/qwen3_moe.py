@@ -23,8 +23,8 @@ from minisgl_core.layers import (
     RMSNorm,
     RotaryEmbedding,
     VocabParallelEmbedding,
+    check_activation,
 )
-from minisgl_core.layers.base import check_activation
 from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
 _OF_OTHER_EXPERTS: Mapping[str, Any] = {
@@ -97,10 +97,12 @@ class Qwen3MoeModel(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        if (stage := build.stage(config)).has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = [Qwen3MoeDecoderLayer(config, index, build) for index in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+        self.layers = {index: Qwen3MoeDecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
@@ -108,7 +110,7 @@ class Qwen3MoeModel(Layer):
         """[T] and [T] to [T, H] or [N, H]."""
         cos, sin = self.rotary_emb.forward(positions)
         hidden_states, residual = self.embed_tokens.forward(input_ids), None
-        *layers, last = self.layers
+        *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
         # After the last attention, only the tokens that logits are computed of matter.
@@ -136,9 +138,10 @@ class Qwen3MoeForCausalLM(Model):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model = Qwen3MoeModel(config, build)
-        tied = self.model.embed_tokens if config.tie_embeddings else None
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
-        self.vocab_shard = self.lm_head.shard
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
@@ -152,4 +155,4 @@ class Qwen3MoeForCausalLM(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers]
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

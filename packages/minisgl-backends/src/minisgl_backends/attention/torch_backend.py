@@ -94,7 +94,7 @@ class TorchAttention(AttentionBackend):
     """
 
     capabilities = AttentionCapabilities(
-        layouts=("HND",), fp8_kv=True, sliding_windows=True, soft_cap=True, multi_token_decodes=True
+        layouts=("HND",), fp8_kv=True, sliding_windows=True, soft_cap=True, sinks=True, multi_token_decodes=True
     )
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
@@ -173,7 +173,7 @@ class TorchAttention(AttentionBackend):
         """Attend in one group; q [B * Q, Hq, D] to the same shape."""
         heads, dim, num = self.spec.num_kv_heads, self.spec.head_dim, group.num_requests
         pool, window, num_visible = self._rows[layer.index], layer.sliding_window, int(group.first[0]) + 1
-        is_plain = layer.soft_cap is None and (window is None or num_visible <= window)
+        is_plain = layer.soft_cap is None and layer.sinks is None and (window is None or num_visible <= window)
         if is_plain and num == group.num_queries == 1:
             kv = self._gather(pool, group.gather, layer.kv_scales)
             k, v = kv.view(2, 1, heads, -1, dim)[:, :, :, :num_visible].unbind(0)
@@ -184,11 +184,11 @@ class TorchAttention(AttentionBackend):
         q = (q * layer.scale).view(num, group.num_queries, heads, -1, dim)
         k_rows, v_rows = group.gather.chunk(2)
         k = self._zero_past_end(self._gather(pool, k_rows, layer.kv_scales[:1]), group).transpose(1, 2)
-        weights = self._weights(q, k, blocks[0], layer.soft_cap)
+        weights = self._weights(q, k, blocks[0], layer)
         # V is gathered after the first use of K, which it would evict from the processor's cache.
         v = self._zero_past_end(self._gather(pool, v_rows, layer.kv_scales[1:]), group)
         outs = [self._weighted_values(weights, v, num)]
-        outs += [self._weighted_values(self._weights(q, k, block, layer.soft_cap), v, num) for block in blocks[1:]]
+        outs += [self._weighted_values(self._weights(q, k, block, layer), v, num) for block in blocks[1:]]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
 
@@ -210,15 +210,19 @@ class TorchAttention(AttentionBackend):
         return gathered.to(self.spec.dtype)
 
     @staticmethod
-    def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block, soft_cap: float | None) -> torch.Tensor:
+    def _weights(q: torch.Tensor, k: torch.Tensor, block: _Block, layer: AttentionLayer) -> torch.Tensor:
         """Return softmax weights [B * Hkv, G * C, num_keys] from q [B, Q, Hkv, G, D] and k [B * Hkv, D, L]."""
+        soft_cap, sinks = layer.soft_cap, layer.sinks
         rows = q[:, block.start : block.stop].permute(0, 2, 3, 1, 4)
         scores = torch.bmm(rows.reshape(len(k), -1, q.shape[-1]), k[:, :, : block.num_keys])
         if soft_cap is not None:
             scores = scores.float().div_(soft_cap).tanh_().mul_(soft_cap).to(scores.dtype)
         if block.mask is not None:
             scores.view(*rows.shape[:-1], -1)[..., block.masked_from :].add_(block.mask)
-        return torch.softmax(scores, dim=-1)
+        if sinks is None:
+            return torch.softmax(scores, dim=-1)
+        column = sinks.to(scores.dtype).view(*rows.shape[1:3], 1).expand(*rows.shape[:-1]).reshape(len(k), -1, 1)
+        return torch.softmax(torch.cat((scores, column), dim=-1), dim=-1)[..., :-1]
 
     def _weighted_values(self, weights: torch.Tensor, v: torch.Tensor, num: int) -> torch.Tensor:
         """Return ``weights @ v`` as [B, C, Hkv, G, D] from weights [B * Hkv, G * C, num_keys] and v [B * Hkv, L, D].

@@ -123,6 +123,15 @@ class _Keys:
             raise ModelFormatError(f"{self._where}: {key}={value:g} is not a whole number of at least 1")
         return int(value)
 
+    def numbers(self, key: str, count: int, is_needed: bool = False) -> tuple[float, ...]:
+        """A list of `count` numbers above 0; empty where it is not needed and missing."""
+        values = self.get(key, ())
+        if not isinstance(values, (list, tuple)) or any(not isinstance(v, (int, float)) or v <= 0 for v in values):
+            raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")
+        if len(values) != count and (values or is_needed):
+            raise ModelFormatError(f"{self._where}: {key} has {len(values)} entries, not {count}")
+        return tuple(map(float, values))
+
     def flag(self, key: str, default: bool = False) -> bool:
         value = self.get(key, default)
         if not isinstance(value, bool):
@@ -183,6 +192,8 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
         "original_max_position_embeddings", keys.positive("original_max_position_embeddings", max_position)
     )
     implied_factor = max_position / original if kind == "yarn" and original < max_position else None
+    if kind == "longrope":
+        implied_factor = max(max_position / original, 1.0)
     llama3 = kind == "llama3"
     attention_factor = rope.get("attention_factor")
     config = RopeConfig(
@@ -199,10 +210,10 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
         mscale=rope.number("mscale", 0.0),
         mscale_all_dim=rope.number("mscale_all_dim", 0.0),
         truncate=bool(raw.get("truncate", True)),
-        freq_factors=tuple(float(f) for f in rope.get("freq_factors", ())),
+        freq_factors=rope.numbers("freq_factors", rotary_dim // 2),
+        short_factors=rope.numbers("short_factor", rotary_dim // 2, is_needed=kind == "longrope"),
+        long_factors=rope.numbers("long_factor", rotary_dim // 2, is_needed=kind == "longrope"),
     )
-    if config.freq_factors and len(config.freq_factors) != rotary_dim // 2:
-        raise ModelFormatError(f"{name}: freq_factors has {len(config.freq_factors)} entries, not {rotary_dim // 2}")
     if llama3 and config.high_freq_factor <= config.low_freq_factor:
         raise ModelFormatError(f"{name}: high_freq_factor is not above low_freq_factor={config.low_freq_factor:g}")
     return config

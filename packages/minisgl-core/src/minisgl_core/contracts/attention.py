@@ -160,6 +160,10 @@ def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[
             reasons.append(f"{where} has a soft cap of {layer.soft_cap:g}, and the config has none such")
         if layer.sinks is not None and not spec.has_sinks:
             reasons.append(f"{where} has attention sinks, and the config has none")
+    windows = set(spec.sliding_windows) - {layer.sliding_window for layer in layers}
+    reasons += [
+        f"the config has a sliding window of {each} tokens, and no attention layer has it" for each in sorted(windows)
+    ]
     unused = set(spec.soft_caps) - {layer.soft_cap for layer in layers}
     reasons += [f"the config has a soft cap of {cap:g}, and no attention layer has it" for cap in sorted(unused)]
     if spec.has_sinks and all(layer.sinks is None for layer in layers):

@@ -18,9 +18,9 @@ Targets = Iterator[tuple[str, WeightTarget]]
 class Layer:
     """Plain object with a `forward` method.
 
-    Its parameters (`torch.nn.Parameter`) and its sub-layers (a `Layer` or a list of them) are attributes, named as in the
-    checkpoint. Attributes with a leading underscore are private. It is not a `torch.nn.Module`, whose overhead is a microsecond
-    per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
+    Its parameters (`torch.nn.Parameter`) and its sub-layers (a `Layer`, a list of them or a dict by index) are attributes,
+    named as in the checkpoint. Attributes with a leading underscore are private. It is not a `torch.nn.Module`, whose
+    overhead is a microsecond per call and a third of one per attribute: 3% of a decode step of a small model on a CPU.
     """
 
     def sublayers(self) -> Iterator[tuple[str, Layer]]:
@@ -30,8 +30,9 @@ class Layer:
                 continue
             if isinstance(value, Layer):
                 yield name, value
-            elif isinstance(value, list):
-                yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, Layer))
+            elif isinstance(value, (list, dict)):
+                numbered = value.items() if isinstance(value, dict) else enumerate(value)
+                yield from ((f"{name}.{i}", each) for i, each in numbered if isinstance(each, Layer))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of this layer and its sub-layers with their names."""

@@ -19,6 +19,21 @@ from minisgl_core.contracts.quantization import Quantization
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineStage:
+    """The part of a model that a rank builds.
+
+    Attributes:
+        layers: indices of its decoder layers.
+        has_embedding: it is the first stage, or the last one of a model whose output matrix is the embedding.
+        has_lm_head: it is the last stage, which has the final norm and the LM head.
+    """
+
+    layers: range
+    has_embedding: bool
+    has_lm_head: bool
+
+
+@dataclass(frozen=True, slots=True)
 class BuildContext:
     """What a model is built with; passed down to every layer.
 
@@ -30,6 +45,7 @@ class BuildContext:
         moe_kernel: the class that runs experts; None where the model has none.
         kv_dtype: of the KV pool; None for `dtype`.
         quantization: what multiplies by the layers' matrices, with `moe_kernel` by those of experts; None for ``ops.linear``.
+        layers: decoder layers that this rank builds, in a pipeline of several stages; None for all.
     """
 
     communicator: Communicator
@@ -39,6 +55,14 @@ class BuildContext:
     moe_kernel: type[MoeKernel] | None = None
     kv_dtype: torch.dtype | None = None
     quantization: Quantization | None = None
+    layers: range | None = None
+
+    def stage(self, config: ModelConfig) -> PipelineStage:
+        """Return the part of the model to build: all of it, unless `layers` is set."""
+        layers = range(config.num_layers) if self.layers is None else self.layers
+        assert 0 <= layers.start < layers.stop <= config.num_layers, f"{layers} of {config.num_layers} layers"
+        is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+        return PipelineStage(layers, is_first or (is_last and config.tie_embeddings), is_last)
 
     @property
     def linear_method(self) -> LinearOps | Quantization:
@@ -79,12 +103,14 @@ class Model(Layer, ABC):
         packed_modules: fused projections by attribute, and what the checkpoint calls their parts in the order of their rows.
             Empty for a checkpoint that stores the fused tensors, as Phi-3's.
         config: of the model.
+        stage: the part of the model that was built.
         vocab_shard: the part of the vocabulary that `compute_logits` returns; None where that is all of it.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
     packed_modules: ClassVar[PackedModules] = {}
     config: ModelConfig
+    stage: PipelineStage
     vocab_shard: VocabShard | None = None
 
     @classmethod
@@ -104,10 +130,13 @@ class Model(Layer, ABC):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first.
 
+        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``. Only a model that was built
+        whole can run `forward` today.
+
         Raises:
             InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
         """
-        self.config = config
+        self.config, self.stage = config, build.stage(config)
 
     @abstractmethod
     def forward(
@@ -150,7 +179,7 @@ class Model(Layer, ABC):
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
-        """Return every layer that needs a place in the KV pool, by index."""
+        """Return every layer that needs a place in the KV pool, by index; of those built, which count from 0."""
 
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
@@ -160,3 +189,13 @@ class Model(Layer, ABC):
         """
         tied = ("lm_head.weight",) if self.config.tie_embeddings else ()
         return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale", *tied
+
+    def weights_elsewhere(self) -> tuple[str, ...]:
+        """Return patterns (fnmatch) of checkpoint tensors that only other pipeline stages load; empty for a whole model.
+
+        Override it where the checkpoint's names are not those of Llama (``model.layers.0``, ``model.embed_tokens`` and so on).
+        """
+        stage, indices = self.stage, range(self.config.num_layers)
+        layers = (f"model.layers.{index}.*" for index in indices if index not in stage.layers)
+        embedding = () if stage.has_embedding else ("model.embed_tokens.*",)
+        return *layers, *embedding, *(() if stage.has_lm_head else ("model.norm.*", "lm_head.*"))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 """Scaling rules that `minisgl_core.layers.rotary` implements."""
 
 
@@ -24,10 +24,12 @@ class RopeConfig:
         original_max_position: context of the unscaled model, in tokens.
         low_freq_factor, high_freq_factor: bounds of the llama3 rule.
         beta_fast, beta_slow: bounds of the YaRN rule, in rotations.
-        attention_factor: YaRN's factor on cos and sin; None for the rule's own.
+        attention_factor: factor of YaRN and LongRoPE on cos and sin; None for the rule's own.
         mscale, mscale_all_dim: DeepSeek's parameters of the YaRN factor; 0 for none.
         truncate: True if YaRN rounds its correction range to whole dimensions.
         freq_factors: divisor of each frequency (GGUF files store the llama3 rule in this form); empty for none.
+        short_factors, long_factors: LongRoPE's divisors of each frequency. The short ones apply in an engine whose context
+            is at most `original_max_position`, the long ones in an engine with a longer context.
     """
 
     theta: float = 10000.0
@@ -44,6 +46,8 @@ class RopeConfig:
     mscale_all_dim: float = 0.0
     truncate: bool = True
     freq_factors: tuple[float, ...] = ()
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -153,7 +153,9 @@ def build_engine(
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
-            model = checkpoint.model_class(checkpoint.config, build)
+            # A shorter context needs fewer positions, and LongRoPE has other frequencies for it.
+            served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
+            model = checkpoint.model_class(served, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")

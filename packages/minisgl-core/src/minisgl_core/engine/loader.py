@@ -55,7 +55,7 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
 
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
-    ignored = model.ignored_weights()
+    ignored = *model.ignored_weights(), *model.weights_elsewhere()
     for name, tensor in source.tensors(model.config):
         if name in targets:
             for target in targets[name]:

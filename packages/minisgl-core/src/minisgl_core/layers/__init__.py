@@ -5,6 +5,7 @@ Every layer takes a `BuildContext` and holds this rank's part of its weights. A 
 
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.layers.attention import Attention
+from minisgl_core.layers.base import check_activation
 from minisgl_core.layers.embedding import LMHead, VocabParallelEmbedding
 from minisgl_core.layers.linear import (
     MergedColumnParallelLinear,
@@ -28,4 +29,5 @@ __all__ = [
     "RotaryEmbedding",
     "RowParallelLinear",
     "VocabParallelEmbedding",
+    "check_activation",
 ]

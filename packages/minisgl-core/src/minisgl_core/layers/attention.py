@@ -14,13 +14,14 @@ from minisgl_core.contracts.ops import Rotation
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.fp8 import FP8
+from minisgl_core.layers.base import Shard, empty_parameter
 
 _SCALE_NAMES = ("{name}.{part}_scale", "{name}.{part}_proj.{part}_scale", "{name}.{part}_proj.output_scale")
 """Names of the scale of K or V in checkpoints of llm-compressor, ModelOpt and AutoFP8."""
 
 
 class Attention(Layer):
-    """Stores K and V and attends, with the constants of one layer and, in an fp8 pool, the checkpoint's KV scales.
+    """Stores K and V and attends, with the constants of one layer, its attention sinks and, in an fp8 pool, its KV scales.
 
     Attributes:
         layer: the constants.
@@ -34,9 +35,24 @@ class Attention(Layer):
         build: BuildContext,
         *,
         soft_cap: float | None = None,
+        num_sinks: int = 0,
     ) -> None:
-        """See `AttentionLayer`."""
-        self.layer = AttentionLayer(index, scale, sliding_window, soft_cap=soft_cap)
+        """See `AttentionLayer`.
+
+        Args:
+            index: the decoder layer's; in the KV pool, a rank's layers count from 0.
+            scale: of the scores.
+            sliding_window: in tokens; None for all.
+            build: ranks, device and dtype.
+            soft_cap: of the scores.
+            num_sinks: query heads of the whole model, each with an attention sink; 0 without. The checkpoint's tensor is called
+                ``sinks`` and belongs to the attention around this layer, as in gpt-oss.
+        """
+        place = index - (build.layers.start if build.layers else 0)
+        self._name = f"layer {index}"
+        self._shard = Shard.of(num_sinks, build)
+        self._sinks = empty_parameter(self._shard.size, build=build) if num_sinks else None
+        self.layer = AttentionLayer(place, scale, sliding_window, soft_cap=soft_cap, sinks=self._sinks)
         self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None
 
     def forward(
@@ -46,11 +62,13 @@ class Attention(Layer):
         return attend(q, k, v, self.layer, rotation)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield the scales, which belong to the attention around this layer and which a checkpoint may lack."""
+        """Yield sinks and scales, which belong to the attention around this layer; a checkpoint may lack the scales."""
+        parent = name.rpartition(".")[0]
+        if self._sinks is not None:
+            yield f"{parent}.sinks", self._shard.target(self._sinks)
         if self._kv_scales is not None:
             for part, scale in (("k", self._kv_scales[:1]), ("v", self._kv_scales[1:])):
                 for pattern in _SCALE_NAMES:
-                    parent = name.rpartition(".")[0]
                     yield pattern.format(name=parent, part=part), WeightTarget(scale, optional=True)
 
     def prepare(self) -> None:
@@ -62,7 +80,5 @@ class Attention(Layer):
         if self._kv_scales is not None:
             k, v = self._kv_scales.tolist()
             if not (0 < k < inf and 0 < v < inf):
-                raise ModelFormatError(
-                    f"layer {self.layer.index}: the scales of K and V are {k:g} and {v:g}, not positive"
-                )
+                raise ModelFormatError(f"{self._name}: the scales of K and V are {k:g} and {v:g}, not positive")
             self.layer = replace(self.layer, kv_scales=(k, v))

@@ -70,14 +70,15 @@ class Shard:
         return WeightTarget(held.narrow(dim, 0, self.num_real), (*(slice(None),) * dim, index), shape=shape)
 
 
-def check_activation(config: ModelConfig) -> None:
-    """Refuse a config whose activation is another than silu.
+def check_activation(config: ModelConfig, *allowed: str) -> None:
+    """Refuse a config whose activation is not among `allowed`; without any, another than silu.
 
     Raises:
         ModelFormatError: names it.
     """
-    if config.hidden_act not in ("silu", "swish"):
-        raise ModelFormatError(f"config: hidden_act={config.hidden_act!r} is not supported; only 'silu' is")
+    if config.hidden_act not in (allowed or ("silu", "swish")):
+        names = " or ".join(map(repr, allowed or ("silu",)))
+        raise ModelFormatError(f"config: hidden_act={config.hidden_act!r} is not supported; only {names} is")
 
 
 def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:

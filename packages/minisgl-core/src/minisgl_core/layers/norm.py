@@ -16,7 +16,9 @@ class RMSNorm(Layer):
         eps: added to the mean square.
     """
 
-    def __init__(self, size: int, eps: float, build: BuildContext, *, all_reduce: bool = False) -> None:
+    def __init__(
+        self, size: int, eps: float, build: BuildContext, *, all_reduce: bool = False, weight_offset: float = 0.0
+    ) -> None:
         """Allocate the weight.
 
         Args:
@@ -26,11 +28,19 @@ class RMSNorm(Layer):
             all_reduce: `add` is given this rank's part of a sum, from a layer with ``reduce=False``, and all-reduces it, in
                 one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
                 all-reduce may leave the residual spread over the ranks.
+            weight_offset: is added to the weight after loading, in the model's dtype: 1 where the checkpoint's norms multiply by
+                ``1 + weight``, as Gemma's do.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps
         self._communicator = build.communicator if all_reduce and build.tp_size > 1 else None
+        self._weight_offset = weight_offset
         self.weight = empty_parameter(size, build=build)
+
+    def prepare(self) -> None:
+        """Add the offset to the weight."""
+        if self._weight_offset:
+            self.weight.add_(self._weight_offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size], any strides."""

@@ -21,7 +21,7 @@ class RotaryEmbedding(Layer):
     """cos and sin of every position, computed in float32, kept in the model's dtype; all layers of a model share one."""
 
     def __init__(self, rope: RopeConfig, max_position: int, build: BuildContext) -> None:
-        """`max_position` is L.
+        """`max_position` is L, which decides between the short and the long factors of LongRoPE.
 
         Raises:
             ModelFormatError: the rule is not among `ROPE_KINDS`.
@@ -44,7 +44,7 @@ class RotaryEmbedding(Layer):
 def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:
     """float32 [L, D2], and the factor on cos and sin."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
-    frequencies, scale = inverse_frequencies(rope)
+    frequencies, scale = inverse_frequencies(rope, max_position)
     angles = torch.outer(positions, frequencies.to(device))
     if rope.kind == "dynamic" and max_position > rope.original_max_position:
         late = torch.arange(rope.original_max_position, max_position, dtype=torch.float32)
@@ -56,11 +56,14 @@ def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[
     return angles, scale
 
 
-def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
+def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
     """Radians a token of each pair of dimensions, float32 [D2] on the CPU, and the factor on cos and sin.
 
     ``dynamic`` keeps the plain frequencies up to the unscaled context; past it, a position has the base that a sequence
     ending there has in transformers, so that the result does not depend on what else is in the batch.
+
+    ``longrope`` has one set of frequencies for all positions below `max_position`, since cached keys cannot be rotated again when
+    a sequence outgrows the unscaled context. transformers takes the short factors as long as a sequence has not.
     """
     frequencies = 1.0 / rope.theta ** _exponents(rope)
     scale = 1.0
@@ -70,6 +73,10 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[torch.Tensor, float]:
         frequencies = _llama3(rope, frequencies)
     elif rope.kind == "yarn":
         frequencies, scale = _yarn(rope, frequencies)
+    elif rope.kind == "longrope":
+        is_long = max_position > rope.original_max_position
+        factors = torch.tensor(rope.long_factors if is_long else rope.short_factors)
+        frequencies, scale = 1.0 / (factors * rope.theta ** _exponents(rope)), _longrope_attention_factor(rope)
     if rope.freq_factors:
         frequencies = frequencies / torch.tensor(rope.freq_factors)
     return frequencies, scale
@@ -102,6 +109,13 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
     interpolated = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
     frequencies = frequencies * (1 - interpolated) + frequencies / rope.factor * interpolated
     return frequencies, _yarn_attention_factor(rope)
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    """LongRoPE (arXiv 2402.13753): the entropy of attention grows with the context."""
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
 
 def _yarn_attention_factor(rope: RopeConfig) -> float:

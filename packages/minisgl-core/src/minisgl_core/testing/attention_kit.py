@@ -207,15 +207,25 @@ class AttentionBackendTests:
             rig.step(work, num_decodes=1)
 
     def test_sinks(self) -> None:
-        """One of two layers has attention sinks, one logit per head."""
+        """Two of three layers have attention sinks, one logit per head; one of them has a window where windows are served."""
         for spec in self.specs():
-            spec, scale = replace(spec, has_sinks=True), spec.head_dim**-0.5
+            window = 9 if self.provider.capabilities.sliding_windows else None
+            spec, scale = (
+                replace(spec, has_sinks=True, sliding_windows=(window,) if window else ()),
+                spec.head_dim**-0.5,
+            )
             if self.provider.unsupported(spec):
                 continue  # see test_what_it_lacks_is_refused
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
-            layers = [AttentionLayer(0, scale, sinks=sinks), AttentionLayer(1, scale)]
-            rig = self.rig(spec, num_requests=3, max_seq_len=200, layers=layers)
-            rig.step([(rig.request(0, 1), 1), (rig.request(90, 91), 1), (rig.request(130, 150), 20)], num_decodes=2)
+            layers = [
+                AttentionLayer(0, scale, sinks=sinks),
+                AttentionLayer(1, scale),
+                AttentionLayer(2, scale, window, sinks=sinks.flip(0)),
+            ]
+            rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
+            rig.step([(rig.request(8, 9), 1)])
+            work = [(rig.request(0, 1), 1), (rig.request(90, 91), 1), (rig.request(130, 150), 20)]
+            rig.step([*work, (rig.request(3, 160), 157)], num_decodes=2)
 
     def test_several_tokens_per_decode(self) -> None:
         """Decodes of two tokens each, as for the verification of draft tokens, in a batch with a prompt."""

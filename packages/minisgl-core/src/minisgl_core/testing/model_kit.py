@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,8 +30,8 @@ from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedRefer
 class ModelTests:
     """Subclass, set `provider` and override `make_reference`.
 
-    Everything runs on the CPU, in float32 but for one test; use small sizes. `references.random_reference` makes a
-    transformers model of a config whose weights show mistakes.
+    Everything runs on the CPU, in float32 but for one test; use small sizes and at least two layers.
+    `references.random_reference` makes a transformers model of a config whose weights show mistakes.
 
     Attributes:
         provider: the architecture to test.
@@ -195,6 +197,21 @@ class ModelTests:
             assert hidden.isfinite().all()
             assert logits.isfinite().all()
 
+    def test_missing_keys_have_their_defaults(self) -> None:
+        """A ``config.json`` without the keys that equal the defaults of transformers' config class means the same."""
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            defaults = type(reference.config)().to_dict()
+            told = {key: value for key, value in source.config.items() if key not in defaults or value != defaults[key]}
+            whole, sparse = self._config(source), model_config(self.provider.standard_config(told))
+            meant = {each.name: (getattr(sparse, each.name), getattr(whole, each.name)) for each in fields(whole)}
+            for name, (found, expected) in meant.items():
+                # Every checkpoint names its tokens; the defaults are those of the class's first model.
+                if name not in ("raw", "bos_token_id", "eos_token_ids"):
+                    assert found == expected, (
+                        f"{name} is {found} where the config is silent, in transformers {expected}"
+                    )
+
     def test_attention_layers_are_in_order(self) -> None:
         """One for each layer of the config, with its window."""
         with TemporaryDirectory() as folder:
@@ -202,6 +219,29 @@ class ModelTests:
             layers = model.attention_layers()
             assert [layer.index for layer in layers] == list(range(model.config.num_layers))
             assert tuple(layer.sliding_window for layer in layers) == model.config.sliding_windows
+
+    def test_a_pipeline_stage_loads_its_layers(self) -> None:
+        """A model built for a range of layers has these alone, under the checkpoint's names; they count from 0 in the KV pool.
+
+        Of two stages, the first has the embedding, the last the final norm and the LM head, and every tensor is in one of them;
+        a tied embedding is in both.
+        """
+        with TemporaryDirectory() as folder:
+            source = self._saved(folder)[1]
+            whole = self._load(source)
+            num_layers, windows = whole.config.num_layers, whole.config.sliding_windows
+            names, stages = set(_loaded(self._built(source))), []
+            for layers in (range(num_layers // 2), range(num_layers // 2, num_layers)):
+                made = _loaded(self._built(source, layers=layers))
+                built = {int(found[1]) for name in made if (found := re.search(r"\.(\d+)\.", name))}
+                assert built == set(layers), f"built for {layers}, it loads the tensors of the layers {sorted(built)}"
+                stages.append(set(made))
+                attention = self._load(source, layers=layers).attention_layers()
+                assert [layer.index for layer in attention] == list(range(len(layers))), "in the KV pool, from 0"
+                assert tuple(layer.sliding_window for layer in attention) == windows[layers.start : layers.stop]
+            assert stages[0] | stages[1] == names, f"no stage loads {sorted(names - stages[0] - stages[1])}"
+            both = stages[0] & stages[1]
+            assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
 
     def _saved(self, folder: str) -> tuple[Any, SavedReference]:
         reference = self.make_reference()
@@ -217,14 +257,25 @@ class ModelTests:
         communicator: Communicator | None = None,
         dtype: torch.dtype = torch.float32,
         moe_kernel: type[MoeKernel] | None = None,
+        layers: range | None = None,
+    ) -> Model:
+        model = self._built(source, communicator, dtype, moe_kernel, layers)
+        load_weights(model, source, progress=False)
+        return model
+
+    def _built(
+        self,
+        source: WeightSource,
+        communicator: Communicator | None = None,
+        dtype: torch.dtype = torch.float32,
+        moe_kernel: type[MoeKernel] | None = None,
+        layers: range | None = None,
     ) -> Model:
         config, device = self._config(source), torch.device("cpu")
         assert self.provider.unsupported(config) == []
         kernel = moe_kernel or self.moe_kernel
-        build = BuildContext(communicator or SingleRank(), Ops.of(device, dtype), device, dtype, kernel)
-        model = self.provider(config, build)
-        load_weights(model, source, progress=False)
-        return model
+        build = BuildContext(communicator or SingleRank(), Ops.of(device, dtype), device, dtype, kernel, layers=layers)
+        return self.provider(config, build)
 
     def _prompt(self, reference: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
@@ -234,6 +285,12 @@ class ModelTests:
     def _difference(reference: Any, model: Model, ids: torch.Tensor) -> float:
         logits = _logits(model, ids, torch.arange(len(ids)), DenseAttention())
         return float((logits - _reference_logits(reference, ids)).abs().max())
+
+
+def _loaded(model: Model) -> list[str]:
+    """Names of the checkpoint's tensors that a model loads."""
+    targets = model.weight_targets("", model.packed_modules)
+    return [name for name, target in targets if not target.optional]
 
 
 @torch.inference_mode()

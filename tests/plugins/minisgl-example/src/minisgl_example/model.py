@@ -76,16 +76,18 @@ class ExampleModel(Layer):
     """Embedding, blocks and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        if (stage := build.stage(config)).has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
-        self.layers = [ExampleBlock(config, index, build) for index in range(config.num_layers)]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+        self.layers = {index: ExampleBlock(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """[T] and [T] to [T, hidden_size]."""
         cos, sin = self.rotary_emb.forward(positions)
         x, residual = self.embed_tokens.forward(input_ids), None
-        for layer in self.layers:
+        for layer in self.layers.values():
             x, residual = layer.forward(x, residual, cos, sin, attend)
         return self.norm.add(x, residual)[0]
 
@@ -98,8 +100,9 @@ class ExampleForCausalLM(Model):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model = ExampleModel(config, build)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, build)
-        self.vocab_shard = self.lm_head.shard
+        if self.stage.has_lm_head:
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build)
+            self.vocab_shard = self.lm_head.shard
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
@@ -114,4 +117,4 @@ class ExampleForCausalLM(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
-        return [layer.self_attn.attn.layer for layer in self.model.layers]
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]
