@@ -25,6 +25,7 @@ RUN_BY = {
     "docs/plugins/ops.md": "tests/docs/test_guides.py",
     "docs/plugins/policy.md": "tests/docs/test_guides.py",
     "docs/plugins/prefix_cache.md": "tests/docs/test_guides.py",
+    "docs/plugins/quantization.md": "tests/docs/test_guides.py",
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",
     "docs/fp8.md": "tests/server/bench/test_accuracy.py",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -331,6 +331,11 @@ class CanBeListedOnce(SafetensorsWeights):
         yield from self._left
 
 
+class GivesOnlyPackedWeights(SafetensorsWeights):
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        yield from ((name, tensor) for name, tensor in super().stored_tensors(config, wanted) if "norm" not in name)
+
+
 class TakesEverything(SafetensorsWeights):
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
@@ -368,6 +373,7 @@ def test_a_right_source_passes() -> None:
         (ReadsOnlyWhole, "test_slices_are_parts_of_the_whole"),
         (ForgetsColumns, "test_slices_are_parts_of_the_whole"),
         (CanBeListedOnce, "test_tensors_can_be_listed_again"),
+        (GivesOnlyPackedWeights, "test_weights_that_nobody_takes_packed_are_dequantized"),
         (TakesEverything, "test_it_knows_its_files_and_no_others"),
         (HasNoArchitecture, "test_config_can_be_read"),
     ],

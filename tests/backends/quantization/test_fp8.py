@@ -1,13 +1,20 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+from fp8_checkpoints import BLOCK, BLOCKS, PER_CHANNEL, PER_TENSOR
 
 from minisgl_backends.ops.triton_ops import TritonOps
-from minisgl_backends.quantization.fp8 import Fp8
-from minisgl_core.contracts.ops import LinearOps, Ops
+from minisgl_backends.quantization.fp8 import Fp8, quantize
+from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.engine.loader import fill_target
 from minisgl_core.fp8 import FP8, FP8_MAX
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 ON_GPU = torch.cuda.is_available()
@@ -16,12 +23,12 @@ CPU = torch.device("cpu")
 
 class TestNone(QuantizationTests):
     provider = Quantization
-    test_the_matrix_is_given_away = None  # type: ignore[assignment]
     loss = 0.01
 
 
 class TestFp8(QuantizationTests):
     provider = Fp8
+    checkpoints = (PER_TENSOR, PER_CHANNEL, BLOCKS)
 
 
 def spec(dtype: torch.dtype = torch.bfloat16, device: str = "cuda", num_experts: int = 0) -> QuantizationSpec:
@@ -44,7 +51,7 @@ def test_each_output_and_each_token_has_a_scale() -> None:
     weight, x = torch.randn(5000, 64), torch.randn(7, 64)
     weight[3] *= 1e4
     x[2] *= 1e-6
-    codes, scales = Fp8(spec(torch.float32, "cpu"), ops)._quantize(weight)
+    codes, scales = quantize(weight, ops.linear)
     assert codes.dtype == FP8
     torch.testing.assert_close(codes.float() * scales[:, None], weight, rtol=2**-4, atol=1e-5)
     assert (codes.float().abs().amax(1) == FP8_MAX).all()
@@ -54,10 +61,60 @@ def test_each_output_and_each_token_has_a_scale() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_matrices_of_odd_sizes_stay_as_they_are() -> None:
+def linear(provider: Fp8, tensors: dict[str, torch.Tensor], shape: tuple[int, int]) -> LinearOp:
+    """A layer of one module."""
+    part = LinearPart("q", Shard.whole(shape[0]))
+    dtype, device = provider.spec.dtype, provider.spec.device
+    method = provider.linear(LinearSpec("q", (part,), Shard.whole(shape[1]), False, False, dtype, device))
+    for name, target in method.targets():
+        fill_target(name, tensors[name.removeprefix("q.")], target)
+    return method.prepare()
+
+
+def test_matrices_of_odd_sizes_stay_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
     provider = Fp8(spec(torch.float32, "cpu"), Ops.of(CPU, torch.float32))
     weight, x = torch.randn(24, 40), torch.randn(3, 40)
-    torch.testing.assert_close(provider.prepare_linear(weight, None)(x), x @ weight.T)
+    torch.testing.assert_close(linear(provider, {"weight": weight}, (24, 40))(x), x @ weight.T)
+    assert "q, 24 by 40 on this rank, stays as it is: fp8 takes multiples of 16" in caplog.text
+
+
+class Noted(LinearOps):
+    """Notes the codes and scales that it multiplies by."""
+
+    def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+        self.noted = weight.float() * scales[:, None]
+        return super().prepare_fp8_linear(weight, scales, bias)
+
+
+def noted(ops: Ops) -> torch.Tensor:
+    assert isinstance(ops.linear, Noted)
+    return ops.linear.noted
+
+
+@pytest.mark.parametrize("stored", [PER_TENSOR, PER_CHANNEL, BLOCKS], ids=["tensor", "channel", "block"])
+def test_weights_of_a_checkpoint_in_float8(stored: PackedCheckpoint) -> None:
+    """Exactly, but for blocks, of which each row keeps one scale: within half of a float8 number's last place."""
+    ops = Ops.of(CPU, torch.float32, Noted)
+    weight = torch.randn(96, 64) * torch.randn(96, 1).exp()
+    tensors, known = stored.pack(weight)
+    linear(Fp8(replace(spec(torch.float32, "cpu"), checkpoint=stored.quantization()), ops), tensors, (96, 64))
+    if stored is BLOCKS:
+        assert not torch.equal(noted(ops), known)
+        largest = tensors["weight_scale"].amax(1)[torch.arange(96) // BLOCK[0], None]
+        assert ((noted(ops) - known).abs() <= (known.abs() * 2**-4).maximum(largest * 2**-10) * 1.001).all()
+    else:
+        assert torch.equal(noted(ops), known)
+
+
+def test_scales_of_blocks_that_are_powers_of_two_lose_nothing() -> None:
+    ops = Ops.of(CPU, torch.float32, Noted)
+    scales = torch.tensor([[1.0, 0.25, 4.0], [2.0, 2.0, 0.5], [8.0, 16.0, 1.0]])
+    codes = torch.randint(16, 128, (96, 64)) * torch.randint(0, 2, (96, 64)).mul(2).sub(1)
+    codes = codes.to(FP8)
+    each = scales.repeat_interleave(BLOCK[0], 0)[:96].repeat_interleave(BLOCK[1], 1)[:, :64]
+    provider = Fp8(replace(spec(torch.float32, "cpu"), checkpoint=BLOCKS.quantization()), ops)
+    linear(provider, {"weight": codes, "weight_scale": scales}, (96, 64))
+    assert torch.equal(noted(ops), codes.float() * each)
 
 
 @pytest.mark.parametrize(

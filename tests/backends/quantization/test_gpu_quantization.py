@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_checkpoints import BLOCKS, PER_CHANNEL, PER_TENSOR
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8
@@ -22,6 +23,7 @@ class TestFp8(QuantizationTests):
     device = "cuda"
     dtypes = (torch.bfloat16,)
     shapes = ((64, 128), (48, 32), (6144, 1024), (1024, 3072), (24, 40))
+    checkpoints = (PER_TENSOR, PER_CHANNEL, BLOCKS)
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 300])

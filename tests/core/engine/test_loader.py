@@ -16,7 +16,7 @@ from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
-from minisgl_core.engine.loader import load_weights
+from minisgl_core.engine.loader import fill_target, load_weights
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.llama import LlamaForCausalLM
 
@@ -176,6 +176,30 @@ def test_a_target_without_a_shape_must_have_what_the_rank_takes() -> None:
         load_weights(model_for(source, 1, 2, NamesNoShapes), source)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_packed_weights_are_not_cast(dtype: torch.dtype) -> None:
+    """A layer in the model's dtype must not take codes for weights."""
+    name = "model.layers.0.self_attn.o_proj.weight"
+    source = InMemory({**checkpoint(), name: torch.ones(8, 8).to(dtype)})
+    with pytest.raises(
+        ModelFormatError, match=rf"{name} is {str(dtype)[6:]}, and its layer takes float32; --quantization"
+    ):
+        load_weights(model_for(source), source)
+    source = InMemory({**checkpoint(), name: torch.ones(8, 8).bfloat16()})
+    load_weights(model_for(source), source)
+
+
+def test_one_value_may_fill_its_destination() -> None:
+    for held, stored in ((torch.zeros(3, 1), torch.tensor(5.0)), (torch.zeros(4), torch.tensor([[5.0]]))):
+        fill_target("scale", stored, WeightTarget(held, (slice(1, 4),), shape=(9, 1), broadcast=True))
+        assert (held == 5).all()
+    rows = torch.zeros(3, 1)
+    fill_target("scale", torch.arange(9.0)[:, None], WeightTarget(rows, (slice(1, 4),), shape=(9, 1), broadcast=True))
+    assert rows.flatten().tolist() == [1, 2, 3]
+    with pytest.raises(ModelFormatError, match="the model expects"):
+        fill_target("scale", torch.zeros(2, 1), WeightTarget(rows, (slice(1, 4),), shape=(9, 1), broadcast=True))
+
+
 def test_what_architectures_ignore_is_no_error() -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4), "lm_head.weight": torch.zeros(11, 8)}
     source = InMemory({**checkpoint(tie_word_embeddings=True), **extra}, tie_word_embeddings=True)
@@ -232,7 +256,7 @@ def watch():
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 model = LlamaForCausalLM(config, build)
-sizes = [parameter.nbytes for _, parameter in model.named_parameters()]
+sizes = [target.destination.nbytes for _, target in model.weight_targets("", model.packed_modules)]
 shard, largest = sum(sizes), max(sizes)
 load_weights(model, source)
 stop = True

@@ -234,8 +234,9 @@ def test_experts_that_the_kernel_lacks_are_refused(options: dict[str, Any], reas
 def test_quantized_experts_are_refused_by_a_kernel_without_them() -> None:
     plain = build_for(SingleRank(), PlainMoe)
     build = replace(plain, quantization=Fp8(QuantizationSpec(plain.dtype, plain.device, 2), plain.ops))
+    layer = FusedMoE(2, 4, 6, RoutingSpec(1, True), build)
     with pytest.raises(ProviderUnsupportedError, match="weights must be float32, not float8_e4m3fn"):
-        FusedMoE(2, 4, 6, RoutingSpec(1, True), build)
+        list(layer.weight_targets("experts", {}))
 
 
 @pytest.mark.parametrize(

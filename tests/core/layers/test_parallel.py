@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -277,9 +279,14 @@ def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
     device = torch.device("cpu")
     build = BuildContext(SingleRank(), Ops.of(device, torch.float32, Packing), device, torch.float32)
     layer = ReplicatedLinear(3, 2, build)
+    [(_, target)] = layer.weight_targets("layer", {})
+    held = weakref.ref(target.destination.untyped_storage())
+    del target
     fill_with_ones(layer)
-    assert list(layer.named_parameters()) == []
-    assert layer.weight is None
+    gc.collect()
+    assert held() is None
+    with pytest.raises(AssertionError, match="given away before"):
+        layer.prepare()
     assert torch.equal(layer.forward(torch.ones(1, 3)), torch.full((1, 2), 3.0))
 
 
@@ -355,14 +362,15 @@ def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
             assert target.shape == rows.shape
             target.destination.copy_(rows[target.index])
         passed = list(fused.weight_targets("m.ba", {}))
-        assert [name for name, _ in passed] == 2 * ["m.ba.weight", "m.ba.bias"]
+        assert [name for name, _ in passed] == ["m.ba.weight", "m.ba.weight", "m.ba.bias", "m.ba.bias"]
         for name, target in passed:
             assert target.shape == whole[name].shape
             target.destination.copy_(whole[name][target.index])
-        for one, other in ((single.weight, fused.weight), (single.bias, fused.bias)):
-            assert one is not None
-            assert other is not None
-            assert torch.equal(one, other)
+        for each in (single, fused):
+            each.prepare()
+        x = torch.eye(5)
+        assert torch.equal(single.forward(x), fused.forward(x))
+        assert single.forward(x).any()
 
 
 def test_an_error_on_one_rank_ends_all() -> None:

@@ -7,12 +7,15 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from minisgl_backends.quantization.fp8 import Fp8
 from minisgl_core.config.hf import model_config
-from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.config.resolve import quantization_spec
+from minisgl_core.contracts.communicator import Communicator, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import WeightGenerator, WeightTarget
 from minisgl_core.engine.loader import load_weights
+from minisgl_core.fp8 import FP8
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -79,6 +82,40 @@ def test_slices_of_a_tensor_differ(folder: Path) -> None:
     for rank, part in enumerate(parts):
         source.generate("a.weight", WeightTarget(part, (slice(4 * rank, 4 * rank + 4),)))
     assert not torch.equal(*parts)
+
+
+def test_packed_weights_and_their_scales(folder: Path) -> None:
+    """Float8 or integers: codes times scales are about as large as other weights."""
+    source = DummyWeights(folder)
+    codes, scales = torch.zeros(500, 400, dtype=FP8), torch.zeros(500, 1)
+    source.generate("a.weight", WeightTarget(codes))
+    source.generate("a.weight_scale", WeightTarget(scales))
+    assert (codes.float() * scales).std() == pytest.approx(0.02, rel=0.02)
+    packed = torch.zeros(500, 400, dtype=torch.int32)
+    source.generate("a.qweight", WeightTarget(packed))
+    assert packed.unique().numel() > 190_000
+    assert packed.min() < -(2**30)
+
+
+@pytest.mark.parametrize(
+    "quantization", [{"quant_method": "fp8"}, {"quant_method": "fp8", "weight_block_size": [16, 24]}]
+)
+def test_a_model_in_float8(folder: Path, quantization: dict[str, object]) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": quantization}))
+    source, device = DummyWeights(folder), torch.device("cpu")
+    config, ops = model_config(source.config), Ops.of(device, torch.float32)
+    provider = Fp8(quantization_spec(config, torch.float32, device), ops)
+    build = BuildContext(SingleRank(), ops, device, torch.float32, NaiveMoe, quantization=provider)
+    model = Qwen3MoeForCausalLM(config, build)
+    names = {name for name, _ in model.weight_targets("", model.packed_modules)}
+    assert "model.layers.1.mlp.experts.3.down_proj.weight_scale" in names
+    assert "lm_head.weight_scale" not in names
+    load_weights(model, source, progress=False)
+    ids = torch.arange(20)
+    with torch.inference_mode():
+        found = model.compute_logits(model.forward(ids, ids, DenseAttention()))
+    assert 0.001 < found.std() < 10
 
 
 def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:

@@ -25,8 +25,8 @@ CHANGES = {
     "platform": "the base class declares version 2, and nothing else changed",
     "policy": "order() is told which requests run, and requests show their lengths, user and arrival time",
     "prefix_cache": "match() and insert() take a namespace",
-    "quantization": "the base class declares version 2, and nothing else changed",
-    "weights": "tokenizer() raises TokenizerNotFoundError where the checkpoint holds none",
+    "quantization": "a provider makes a method object per layer, which loads the checkpoint's tensors for it",
+    "weights": "tokenizer() raises TokenizerNotFoundError without a tokenizer, and stored_tensors() gives packed weights",
 }
 """Changes of version 2 for each kind of plugin, as the end of a sentence."""
 REMOVED: dict[str, tuple[str, ...]] = {
@@ -34,5 +34,6 @@ REMOVED: dict[str, tuple[str, ...]] = {
     "models": ("forward_rows", "finalize", "compute_own_logits"),
     "moe": ("forward_fp8",),
     "ops": ("take_rows", "put"),
+    "quantization": ("prepare_linear", "prepare_gated", "prepare_experts"),
 }
 """Attributes of version 1 that nothing reads any more."""

@@ -1,1 +1,1 @@
-"""Matrices of fewer bits."""
+"""Providers of quantization."""

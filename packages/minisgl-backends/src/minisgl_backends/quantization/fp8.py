@@ -1,38 +1,48 @@
-"""``--quantization fp8``: weights in float8 with a scale an output channel, activations in float8 with a scale a token."""
+"""``--quantization fp8``: weights in float8 with a scale per output, activations in float8 with a scale per token."""
 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
+from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 
-from minisgl_core.contracts.moe import ExpertWeights, MoeKernel
-from minisgl_core.contracts.ops import LinearOp
-from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
+from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
+from minisgl_core.contracts.checkpoint_quantization import block_shape
+from minisgl_core.contracts.layer_methods import (
+    ExpertsMethod,
+    ExpertsOp,
+    ExpertsSpec,
+    LinearMethod,
+    LinearSpec,
+    PlainExperts,
+    PlainLinear,
+)
+from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 2048
-"""Rows of a matrix that are quantised at once, which bounds what that takes besides the matrix."""
+"""Rows of a weight that are quantized at once, which bounds what that takes besides the weight."""
 _MULTIPLE = 16
-"""What both sides of a matrix must be multiples of."""
+"""Both sides of a weight must be multiples of it."""
 
 
 class Fp8(Quantization):
-    """Scales are found at load and for each token: nothing has to be calibrated.
+    """Quantizes a 16-bit checkpoint at load, and loads an FP8 checkpoint from its own codes and scales.
 
-    A matrix whose sides are no multiples of 16 stays as it is. On a CPU, matrices become float32 again in each product: that
-    is for tests, and to see what is lost.
+    Scales of activations are found for each token: nothing has to be calibrated. A weight whose sides are no multiples of 16
+    stays in the model's dtype, and so do the layers that an FP8 checkpoint leaves unquantized. On a CPU, weights become float32
+    again in each matmul: that is for tests, and to see what is lost.
     """
-
-    expert_dtype: ClassVar[torch.dtype | None] = FP8
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """A GPU without float8, or another dtype than its products have."""
+        """Refuse a GPU without float8, or another dtype than its matmuls have."""
         reasons = []
         if spec.device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)
@@ -44,43 +54,86 @@ class Fp8(Quantization):
                 reasons.append(f"its products have results in bfloat16, not {name} (--dtype bfloat16)")
         return reasons
 
-    def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Quantise; see `LinearOps.prepare_fp8_linear`."""
-        if not _fits(weight):
-            return super().prepare_linear(weight, bias)
-        return self.ops.linear.prepare_fp8_linear(*self._quantize(weight), bias)
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        """Return the method for a layer of a 16-bit checkpoint, or of an FP8 checkpoint."""
+        names = {part.name for part in spec.parts}
+        if self._leaves(names) or not _fits(spec):
+            return super().linear(spec)
+        if self._is_stored:
+            return StoredFp8Linear(spec, self.ops, self._block(spec.parts[0].name))
+        return Fp8Linear(spec, self.ops)
 
-    def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Quantise; see `LinearOps.prepare_fp8_gated`."""
-        if not _fits(weight):
-            return super().prepare_gated(weight, bias)
-        return self.ops.linear.prepare_fp8_gated(*self._quantize(weight), bias)
+    def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
+        """Return the method for a layer's experts, likewise; all of them are quantized or none is."""
+        names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
+        if self._leaves(names):
+            return super().experts(spec, kernel)
+        if self._is_stored:
+            return StoredFp8Experts(spec, kernel, self._block(spec.down_part(0).name))
+        return Fp8Experts(spec, kernel, self.ops)
 
-    def prepare_experts(self, kernel: MoeKernel, weights: ExpertWeights) -> ExpertsOp:
-        """Quantize each expert's matrices, a scale per row."""
-        gate_up, gate_up_scales = self._quantize_experts(weights.gate_up)
-        down, down_scales = self._quantize_experts(weights.down)
-        quantized = replace(weights, gate_up=gate_up, down=down, gate_up_scales=gate_up_scales, down_scales=down_scales)
-        return super().prepare_experts(kernel, quantized)
+    @property
+    def _is_stored(self) -> bool:
+        """Return whether the checkpoint has codes and scales in float8."""
+        stored = self.spec.checkpoint
+        if stored is None:
+            return False
+        kinds = [(each.get("type"), each.get("num_bits")) for each in stored.groups]
+        return stored.method == "fp8" or (stored.method == "compressed-tensors" and set(kinds) == {("float", 8)})
 
-    def _quantize_experts(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        codes, scales = self._quantize(weight.flatten(0, 1))
-        return codes.view_as(weight), scales.view(weight.shape[:2])
+    def _leaves(self, names: Iterable[str]) -> bool:
+        return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.leaves(names)
+
+    def _block(self, name: str) -> tuple[int, int] | None:
+        assert self.spec.checkpoint is not None
+        return block_shape(self.spec.checkpoint.weights_of(name) or {})
+
+
+class Fp8Linear(PlainLinear):
+    """A weight of a 16-bit checkpoint, quantized after loading."""
+
+    def prepare(self) -> LinearOp:
+        """Quantize; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
+        kernels = self.ops.linear
+        codes, scales = quantize(self.weight, kernels)
+        make = kernels.prepare_fp8_gated if self.spec.gated else kernels.prepare_fp8_linear
+        return make(codes, scales, self.bias)
+
+
+class Fp8Experts(PlainExperts):
+    """Experts of a 16-bit checkpoint, quantized after loading."""
+
+    weight_dtype: ClassVar[torch.dtype | None] = FP8
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], ops: Ops) -> None:
+        super().__init__(spec, kernel)
+        self._kernels = ops.linear
+
+    def prepare(self) -> ExpertsOp:
+        """Quantize each expert's weights, with a scale per row."""
+        (gate_up, gate_up_scales), (down, down_scales) = self._quantize(self.gate_up), self._quantize(self.down)
+        return self.operation(gate_up, down, gate_up_scales, down_scales)
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Float8 like `weight`, and the scale of each row, float32 [out]."""
-        codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
-        scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
-        for start in range(0, len(weight), _ROWS):
-            part = slice(start, start + _ROWS)
-            found = self.ops.linear.quantize_rows(weight[part])
-            codes[part].copy_(found[0])
-            scales[part].copy_(found[1])
-        return codes, scales.view(-1)
+        codes, scales = quantize(weight.flatten(0, 1), self._kernels)
+        return codes.view_as(weight), scales.view(weight.shape[:2])
 
 
-def _fits(weight: torch.Tensor) -> bool:
-    if all(size % _MULTIPLE == 0 for size in weight.shape):
+def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float8 codes like `weight`, [out, in], and the scale of each row, float32 [out]."""
+    codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
+    scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
+    for start in range(0, len(weight), _ROWS):
+        part = slice(start, start + _ROWS)
+        found = kernels.quantize_rows(weight[part])
+        codes[part].copy_(found[0])
+        scales[part].copy_(found[1])
+    return codes, scales.view(-1)
+
+
+def _fits(spec: LinearSpec) -> bool:
+    sides = spec.out_features, spec.in_features
+    if all(size % _MULTIPLE == 0 for size in sides):
         return True
-    logger.warning("a matrix of %d by %d stays as it is: fp8 takes multiples of %d", *weight.shape, _MULTIPLE)
+    logger.warning("%s, %d by %d on this rank, stays as it is: fp8 takes multiples of %d", spec.name, *sides, _MULTIPLE)
     return False

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.model_config import ROPE_KINDS, ModelConfig, MoeConfig, RopeConfig
 from minisgl_core.errors import ModelFormatError
 
@@ -61,6 +62,7 @@ def model_config(
         *_token_ids(generation_config or {}, "eos_token_id", "generation_config"),
         *([] if tokenizer_eos is None else [tokenizer_eos]),
     ]
+    quantization = CheckpointQuantization.of(raw)
     return ModelConfig(
         architecture=architecture,
         vocab_size=vocab_size,
@@ -83,7 +85,7 @@ def model_config(
         bos_token_id=_first(_token_ids(raw, "bos_token_id")),
         # Some checkpoints list ids beyond the vocabulary, or -1 for none.
         eos_token_ids=tuple(token for token in dict.fromkeys(eos_token_ids) if 0 <= token < vocab_size),
-        quantization=_quantization(raw),
+        quantization="" if quantization is None else quantization.method,
         # Gemma 2 and 3 use the second key.
         hidden_act=str(keys.get("hidden_act") or keys.get("hidden_activation") or "silu"),
         soft_cap=keys.above("attn_logit_softcapping", 0.0) if keys.get("attn_logit_softcapping") else None,
@@ -137,13 +139,6 @@ class _Keys:
         if not isinstance(value, bool):
             raise ModelFormatError(f"{self._where}: {key}={value!r} is neither true nor false")
         return value
-
-
-def _quantization(raw: Mapping[str, Any]) -> str:
-    config = raw.get("quantization_config") or raw.get("compression_config") or {}
-    if not isinstance(config, Mapping) or (config and not isinstance(config.get("quant_method"), str)):
-        raise ModelFormatError("config: quantization_config has no quant_method")
-    return str(config.get("quant_method", ""))
 
 
 def architecture_of(raw: Mapping[str, Any]) -> str:

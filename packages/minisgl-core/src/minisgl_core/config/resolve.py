@@ -15,6 +15,7 @@ import torch
 from minisgl_core.config.ops_roles import assign_roles
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.attention import AttentionSpec
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.platform import Hardware
@@ -281,7 +282,8 @@ def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> QuantizationSpec:
     """What a rank asks of the provider of quantised products."""
-    return QuantizationSpec(dtype, device, model.moe.num_experts if model.moe is not None else 0)
+    num_experts = model.moe.num_experts if model.moe is not None else 0
+    return QuantizationSpec(dtype, device, num_experts, CheckpointQuantization.of(model.raw))
 
 
 def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:

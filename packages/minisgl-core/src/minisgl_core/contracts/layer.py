@@ -35,7 +35,10 @@ class Layer:
                 yield from ((f"{name}.{i}", each) for i, each in numbered if isinstance(each, Layer))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters of this layer and its sub-layers with their names."""
+        """Yield the parameters of this layer and its sub-layers with their names.
+
+        Weights that a `LinearMethod` or an `ExpertsMethod` holds are not among them.
+        """
         for name, value in vars(self).items():
             if isinstance(value, nn.Parameter) and not name.startswith("_"):
                 yield name, value

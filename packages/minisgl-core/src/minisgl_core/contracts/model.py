@@ -14,8 +14,8 @@ from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.layer import Layer, PackedModules
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
-from minisgl_core.contracts.ops import LinearOps, Ops, Rotation, VocabShard
-from minisgl_core.contracts.quantization import Quantization
+from minisgl_core.contracts.ops import Ops, Rotation, VocabShard
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class BuildContext:
         dtype: of parameters and activations.
         moe_kernel: the class that runs experts; None where the model has none.
         kv_dtype: of the KV pool; None for `dtype`.
-        quantization: what multiplies by the layers' matrices, with `moe_kernel` by those of experts; None for ``ops.linear``.
+        quantization: holds and multiplies the weights of linear layers and experts; None for the model's dtype.
         layers: decoder layers that this rank builds, in a pipeline of several stages; None for all.
     """
 
@@ -65,9 +65,9 @@ class BuildContext:
         return PipelineStage(layers, is_first or (is_last and config.tie_embeddings), is_last)
 
     @property
-    def linear_method(self) -> LinearOps | Quantization:
-        """Prepares matrices that may be quantized: all but the output matrix, embeddings and routers."""
-        return self.quantization or self.ops.linear
+    def unquantized(self) -> Quantization:
+        """The provider of layers in the model's dtype: the output matrix and routers, and all without `quantization`."""
+        return Quantization(QuantizationSpec(self.dtype, self.device), self.ops)
 
     @property
     def tp_rank(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -34,12 +34,14 @@ class WeightTarget:
         index: slice of the checkpoint's tensor for this rank; an empty tuple for all of it.
         optional: True if the checkpoint may lack the tensor; the destination keeps its values then.
         shape: shape of the whole checkpoint tensor; None accepts any shape whose slice fits the destination.
+        broadcast: a checkpoint tensor of one element fills the destination, whatever `shape` is.
     """
 
     destination: torch.Tensor
     index: tuple[slice, ...] = ()
     optional: bool = False
     shape: tuple[int, ...] | None = None
+    broadcast: bool = False
 
 
 class WeightSource(ABC):
@@ -91,8 +93,23 @@ class WeightSource(ABC):
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
         """Yield each tensor once, under its name in Hugging Face checkpoints, in the order that reads fastest.
 
-        `config` is the normalised form of `self.config`, which sources with other names need for translation.
+        Quantized weights come dequantized: ``X.weight`` without its scales.
+
+        Args:
+            config: the normalised form of `self.config`, which sources with other names need for translation.
         """
+
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield `tensors`, but leave quantized weights whose packed tensors are wanted as the checkpoint stores them.
+
+        Override it for a format of quantized weights that a `Quantization` provider reads.
+
+        Args:
+            config: see `tensors`.
+            wanted: names of the tensors that the model's layers take, ``X.weight_scale`` among them where a provider takes
+                ``X`` as it is stored.
+        """
+        return self.tensors(config)
 
 
 @runtime_checkable
@@ -100,4 +117,7 @@ class WeightGenerator(Protocol):
     """Interface of a source that generates weights instead of reading them; its `tensors` is not called."""
 
     def generate(self, name: str, target: WeightTarget) -> None:
-        """Fill the target's destination on its device. Ranks with the same slice must get the same values."""
+        """Fill the target's destination on its device. Ranks with the same slice must get the same values.
+
+        Packed weights may have any dtype, such as float8 or integers. Scales (``X.weight_scale``) must be positive.
+        """

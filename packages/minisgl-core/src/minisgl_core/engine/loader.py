@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -21,11 +22,12 @@ _NUM_NAMES_SHOWN = 5
 def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
     """Fill `model` from `source` and prepare its layers.
 
-    Only this rank's slices are read, and one tensor's slice is in memory besides the model. With `progress`, a bar is drawn
-    on stderr where that is a terminal.
+    Only this rank's slices are read, and one tensor's slice is in memory besides the model. Weights are allocated here, with
+    the dtypes and shapes that the layers' methods take from the checkpoint. With `progress`, a bar is drawn on stderr where
+    that is a terminal.
 
     Raises:
-        ModelFormatError: tensors are missing, left over or of another shape than the config says.
+        ModelFormatError: tensors are missing, left over, or of another shape or dtype than the config says.
     """
     targets = _targets(model)
     with torch.no_grad(), progress_bar(progress) as bar:
@@ -56,10 +58,10 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
     ignored = *model.ignored_weights(), *model.weights_elsewhere()
-    for name, tensor in source.tensors(model.config):
+    for name, tensor in source.stored_tensors(model.config, targets):
         if name in targets:
             for target in targets[name]:
-                _fill(name, tensor, target)
+                fill_target(name, tensor, target)
             missing.discard(name)
             advance()
         elif not any(fnmatchcase(name, pattern) for pattern in ignored):
@@ -73,16 +75,40 @@ def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callabl
         raise ModelFormatError(f"the checkpoint does not fit its config: {'; '.join(problems)}")
 
 
-def _fill(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
+def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
+    """Copy this rank's part of a checkpoint's tensor to where it goes.
+
+    Raises:
+        ModelFormatError: the tensor has another shape or dtype than the target.
+    """
     shape = tuple(tensor.shape) or (1,)  # a number is as good as a list of one
-    held = tuple(target.destination.shape)
+    destination = target.destination
+    held = tuple(destination.shape)
+    if target.broadcast and math.prod(shape) == 1:
+        destination.copy_(_typed(name, tensor[()], destination.dtype).reshape(()).expand(held))
+        return
     if target.shape is not None and shape != target.shape:
         raise _misfit(name, tensor, f"; the model expects {list(target.shape)}")
     if _taken(shape, target.index) != held:
         taken = f", of which this rank takes {_shown(target.index)}; the model expects {list(held)} there"
         raise _misfit(name, tensor, taken)
-    if target.destination.numel() > 0:
-        target.destination.copy_(tensor[target.index])
+    if destination.numel() > 0:
+        destination.copy_(_typed(name, tensor[target.index], destination.dtype))
+
+
+def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    """Refuse values that a cast would change: packed weights, where others are expected, or the reverse."""
+    if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
+        found, expected = (str(each).removeprefix("torch.") for each in (values.dtype, wanted))
+        raise ModelFormatError(
+            f"the checkpoint does not fit its config: {name} is {found}, and its layer takes {expected}; --quantization none "
+            "loads it in --dtype, if its format can be dequantized"
+        )
+    return values
+
+
+def _is_packed(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or dtype.itemsize == 1
 
 
 def _taken(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rotation
+from minisgl_core.contracts.shard import sharded_target
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.fp8 import FP8
@@ -65,7 +66,7 @@ class Attention(Layer):
         """Yield sinks and scales, which belong to the attention around this layer; a checkpoint may lack the scales."""
         parent = name.rpartition(".")[0]
         if self._sinks is not None:
-            yield f"{parent}.sinks", self._shard.target(self._sinks)
+            yield f"{parent}.sinks", sharded_target(self._sinks, self._shard)
         if self._kv_scales is not None:
             for part, scale in (("k", self._kv_scales[:1]), ("v", self._kv_scales[1:])):
                 for pattern in _SCALE_NAMES:

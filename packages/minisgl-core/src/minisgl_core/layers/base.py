@@ -1,73 +1,22 @@
-"""Sharding of a dimension over tensor-parallel ranks, and what all layers refuse."""
+"""Parameters of a rank, and what all layers refuse."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import InvalidValueError, ModelFormatError
+
+__all__ = ["Shard", "allowed_tp_sizes", "check_activation", "check_tp_size", "empty_parameter"]
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:
     """Allocate a parameter of this rank, uninitialised, or zeros where not every value comes from the checkpoint."""
     make = torch.zeros if zero else torch.empty
     return nn.Parameter(make(shape, device=build.device, dtype=build.dtype), requires_grad=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """This rank's part of a dimension of `total`. All ranks hold `size`; where it does not divide, the last ones pad.
-
-    Attributes:
-        start, stop: the part of the whole that is real, in ``[0, total]``.
-        size: what the rank allocates, ``stop - start`` and padding.
-        total: the whole.
-    """
-
-    start: int
-    stop: int
-    size: int
-    total: int
-
-    @classmethod
-    def of(cls, total: int, build: BuildContext) -> Shard:
-        """Split evenly, rounded up."""
-        size = -(-total // build.tp_size)
-        start = min(build.tp_rank * size, total)
-        return cls(start, min(start + size, total), size, total)
-
-    @property
-    def num_real(self) -> int:
-        """Without padding."""
-        return self.stop - self.start
-
-    @property
-    def is_padded(self) -> bool:
-        """Whether this rank holds padding."""
-        return self.num_real < self.size
-
-    @property
-    def index(self) -> slice:
-        """Of the whole dimension; `slice(None)` for all of it."""
-        return slice(None) if self.num_real == self.total else slice(self.start, self.stop)
-
-    def target(self, held: torch.Tensor, dim: int = 0, whole: tuple[int, int] | None = None) -> WeightTarget:
-        """Return where this rank's part of a checkpoint tensor goes.
-
-        Args:
-            held: `size` along `dim`.
-            dim: the split dimension.
-            whole: where this dimension starts in the checkpoint's tensor, which stacks several, and the size of that one.
-        """
-        start, total = whole or (0, self.total)
-        index = slice(start + self.start, start + self.stop) if whole else self.index
-        shape = (*held.shape[:dim], total, *held.shape[dim + 1 :])
-        return WeightTarget(held.narrow(dim, 0, self.num_real), (*(slice(None),) * dim, index), shape=shape)
 
 
 def check_activation(config: ModelConfig, *allowed: str) -> None:

@@ -7,6 +7,7 @@ import torch
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import VocabShard
+from minisgl_core.contracts.shard import sharded_target
 from minisgl_core.layers.base import Shard, empty_parameter
 from minisgl_core.layers.linear import MergedColumnParallelLinear
 
@@ -32,7 +33,7 @@ class VocabParallelEmbedding(Layer):
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield this rank's rows."""
-        yield f"{name}.weight", self._shard.target(self.weight)
+        yield f"{name}.weight", sharded_target(self.weight, self._shard)
 
 
 class LMHead(MergedColumnParallelLinear):
@@ -48,8 +49,8 @@ class LMHead(MergedColumnParallelLinear):
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
     ) -> None:
         """With `tied`, use the embedding's weight; nothing is allocated or loaded."""
-        super().__init__(hidden_size, [0 if tied else vocab_size], build)
-        self._tied = tied
+        super().__init__(hidden_size, [vocab_size], build)
+        self._tied, self._ops = tied, build.ops
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
@@ -58,6 +59,7 @@ class LMHead(MergedColumnParallelLinear):
 
     def prepare(self) -> None:
         """Hand the weight to the kernels."""
-        if self._tied is not None:
-            self.weight = self._tied.weight
-        super().prepare()
+        if self._tied is None:
+            super().prepare()
+        else:
+            self._apply = self._ops.linear.prepare_linear(self._tied.weight.detach(), None)

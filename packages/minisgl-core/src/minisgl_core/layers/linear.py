@@ -1,5 +1,5 @@
 """Linear layers split over ranks by their rows (column parallel) or columns (row parallel), after Megatron-LM
-(arXiv 1909.08053). Weights are ``[out, in]``."""
+(arXiv 1909.08053). Weights are ``[out, in]``; a `LinearMethod` holds and multiplies them."""
 
 from __future__ import annotations
 
@@ -7,58 +7,76 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from torch import nn
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import Shard, check_tp_size, empty_parameter
+from minisgl_core.layers.base import Shard, check_tp_size
 
 
 class ReplicatedLinear(Layer):
     """``x @ weight.T + bias``, the same on every rank.
 
-    After `prepare` the weight belongs to the GEMM that the ops or the quantization made of it, which may have packed it.
+    Its weights are allocated when the checkpoint's name of the layer is known, by the first `weight_targets`.
 
     Attributes:
         may_be_quantized: whether ``--quantization`` holds for this layer.
     """
 
     may_be_quantized: ClassVar[bool] = False
-    weight: nn.Parameter | None
-    bias: nn.Parameter | None
 
-    def __init__(
-        self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False, zero: bool = False
+    def __init__(self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False) -> None:
+        """Describe a weight of ``[out_features, in_features]``."""
+        self._describe([Shard.whole(out_features)], Shard.whole(in_features), build, bias=bias)
+
+    def _describe(
+        self, parts: list[Shard], columns: Shard, build: BuildContext, *, bias: bool, gated: bool = False
     ) -> None:
-        """Allocate ``[out_features, in_features]``; `zero` where part of it is padding."""
-        self._linear_method = build.linear_method if self.may_be_quantized else build.ops.linear
+        provider = build.quantization if self.may_be_quantized else None
+        self._quantization = provider or build.unquantized
+        self._parts, self._columns, self._has_bias, self._is_gated = parts, columns, bias, gated
+        self._method: LinearMethod | None = None
         self._apply: LinearOp = not_prepared
-        self.weight = empty_parameter(out_features, in_features, build=build, zero=zero)
-        self.bias = empty_parameter(out_features, build=build, zero=zero) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in] to [T, out]."""
         return self._apply(x)
 
-    def prepare(self) -> None:
-        """Hand the weight to the kernels."""
-        self._apply = self._linear_method.prepare_linear(*self._release())
+    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+        """Yield this rank's part of the tensors that the checkpoint has for the layer, and a subclass's parameters."""
+        if self._method is None:
+            spec = self._quantization.spec
+            parts = tuple(self._named_parts(name, packed))
+            self._method = self._quantization.linear(
+                LinearSpec(name, parts, self._columns, self._has_bias, self._is_gated, spec.dtype, spec.device)
+            )
+        yield from self._method.targets()
+        yield from super().weight_targets(name, packed)
 
-    def _release(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Give weight and bias away, so that the kernels' packed copy is the only one."""
-        assert self.weight is not None, "the weights were given away before"
-        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
-        self.weight = self.bias = None
-        return weight, bias
+    def _named_parts(self, name: str, packed: PackedModules) -> Sequence[LinearPart]:
+        """Return the parts under their names, or as rows of the one module in which the checkpoint has them all."""
+        parent, dot, attribute = name.rpartition(".")
+        if names := [f"{parent}{dot}{part}" for part in packed.get(attribute, ())]:
+            return [LinearPart(each, part) for each, part in zip(names, self._parts, strict=True)]
+        total, start, found = sum(part.total for part in self._parts), 0, []
+        for part in self._parts:
+            found.append(LinearPart(name, part.shifted(start, total)))
+            start += part.total
+        return found
+
+    def prepare(self) -> None:
+        """Turn the loaded weights into the layer's operation."""
+        assert self._method is not None, "the weights have not been loaded, or were given away before"
+        method, self._method = self._method, None
+        self._apply = method.prepare()
 
 
 class MergedColumnParallelLinear(ReplicatedLinear):
     """Projections of the same input in one GEMM, each split over the ranks by rows: ``[part 0; part 1; ...]``."""
 
     may_be_quantized = True
-    _silu_and_mul = False
 
     def __init__(
         self,
@@ -69,7 +87,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         bias: bool = False,
         silu_and_mul: bool = False,
     ) -> None:
-        """Allocate this rank's rows of each projection.
+        """Describe this rank's rows of each projection.
 
         Args:
             in_features: of all.
@@ -79,34 +97,8 @@ class MergedColumnParallelLinear(ReplicatedLinear):
             silu_and_mul: return ``silu(gate) * up`` of two projections, computed in the GEMM's epilogue by kernels that can.
         """
         assert not silu_and_mul or len(out_features) == 2, "gate and up"
-        self._silu_and_mul = silu_and_mul
-        self._set_parts([Shard.of(n, build) for n in out_features], in_features, build, bias)
-
-    def _set_parts(self, parts: list[Shard], in_features: int, build: BuildContext, bias: bool) -> None:
-        padded = any(part.is_padded for part in parts)
-        super().__init__(in_features, sum(part.size for part in parts), build, bias=bias, zero=padded)
-        self._parts = parts
-
-    def prepare(self) -> None:
-        """Hand the weight to the kernels, with the activation."""
-        if self._silu_and_mul:
-            self._apply = self._linear_method.prepare_gated(*self._release())
-        else:
-            super().prepare()
-
-    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's rows of each projection, or of the one tensor in which the checkpoint has them all."""
-        parent, dot, attribute = name.rpartition(".")
-        names = [f"{parent}{dot}{part}" for part in packed.get(attribute, ())]
-        is_fused = len(self._parts) > 1 and not names
-        total, row, start = sum(part.total for part in self._parts), 0, 0
-        for source, part in zip(names or [name] * len(self._parts), self._parts, strict=True):
-            for kind, held in (("weight", self.weight), ("bias", self.bias)):
-                if held is not None:
-                    rows = held[row : row + part.size]
-                    target = part.target(rows, whole=(start, total)) if is_fused else part.target(rows)
-                    yield f"{source}.{kind}", target
-            row, start = row + part.size, start + part.total
+        parts = [Shard.of(n, build) for n in out_features]
+        self._describe(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
@@ -140,7 +132,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         kv_start, kv_size = first_kv * head_dim, self.num_kv_heads * head_dim
         kv = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
         q = Shard.of(num_q_heads * head_dim, build)
-        self._set_parts([q, kv, kv], hidden_size, build, bias)
+        self._describe([q, kv, kv], Shard.whole(hidden_size), build, bias=bias)
         self._heads = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
         self._view = (-1, sum(self._heads), head_dim)
 
@@ -159,7 +151,7 @@ class RowParallelLinear(ReplicatedLinear):
     def __init__(
         self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False, reduce: bool = True
     ) -> None:
-        """Allocate this rank's columns.
+        """Describe this rank's columns.
 
         Args:
             in_features: of the whole model.
@@ -168,10 +160,11 @@ class RowParallelLinear(ReplicatedLinear):
             bias: whether there is a bias.
             reduce: whether `forward` all-reduces. Without it, an `RMSNorm` with ``all_reduce=True`` must follow.
         """
-        self._columns = Shard.of(in_features, build)
-        super().__init__(self._columns.size, out_features, build, bias=bias, zero=self._columns.is_padded)
+        # One rank adds the bias, since the results are added up.
+        owns_bias = bias and build.tp_rank == 0
+        self._describe([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
+        self._leaves_bias = bias and not owns_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
-        self._owns_bias = build.tp_rank == 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, in / tp] to [T, out]."""
@@ -179,17 +172,10 @@ class RowParallelLinear(ReplicatedLinear):
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's columns, and the whole bias."""
-        assert self.weight is not None
-        yield f"{name}.weight", self._columns.target(self.weight, dim=1)
-        if self.bias is not None:
-            yield f"{name}.bias", WeightTarget(self.bias)
-
-    def prepare(self) -> None:
-        """Hand the weight to the kernels; one rank adds the bias, since the results are added up."""
-        if not self._owns_bias:
-            self.bias = None
-        super().prepare()
+        """Yield this rank's columns, and the bias, of which all ranks but the first take nothing."""
+        yield from super().weight_targets(name, packed)
+        if self._leaves_bias:
+            yield f"{name}.bias", WeightTarget(torch.empty(0), (slice(0, 0),), shape=(self._parts[0].total,))
 
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.moe import ExpertWeights, MoeSpec, RoutingSpec
-from minisgl_core.contracts.quantization import ExpertsOp, Quantization, QuantizationSpec
-from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.contracts.moe import MoeSpec, RoutingSpec
 from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
-from minisgl_core.layers.base import Shard, empty_parameter
+from minisgl_core.layers.base import Shard
 
 
 class FusedMoE(Layer):
@@ -19,11 +17,6 @@ class FusedMoE(Layer):
 
     Shape legend: T tokens, H hidden size, E experts, K experts per token, I width of an expert on this rank.
     """
-
-    gate_up: nn.Parameter | None
-    down: nn.Parameter | None
-    gate_up_bias: nn.Parameter | None
-    down_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -40,7 +33,7 @@ class FusedMoE(Layer):
         reduce: bool = True,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """Allocate this rank's part of every expert.
+        """Describe this rank's part of every expert.
 
         Args:
             num_experts: E.
@@ -62,32 +55,25 @@ class FusedMoE(Layer):
         assert build.moe_kernel is not None, "a model with experts is built with a MoE kernel"
         check_routing(routing, num_experts)
         self._inner, self._names = Shard.of(intermediate_size, build), names
-        inner, padded = self._inner.size, self._inner.is_padded
-        plain = QuantizationSpec(build.dtype, build.device, num_experts)
-        self._quantization = build.quantization or Quantization(plain, build.ops)
-        spec = MoeSpec(
+        self._spec = MoeSpec(
             num_experts=num_experts,
             top_k=routing.top_k,
             hidden_size=hidden_size,
-            intermediate_size=inner,
+            intermediate_size=self._inner.size,
             dtype=build.dtype,
             device=build.device,
             activation=activation,
             has_bias=bias,
             swiglu_limit=swiglu_limit,
-            weight_dtype=self._quantization.expert_dtype,
         )
-        if reasons := build.moe_kernel.unsupported(spec):
+        if reasons := build.moe_kernel.unsupported(self._spec):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
-        self._kernel = build.moe_kernel(spec)
+        self._kernel, self._quantization = build.moe_kernel, build.quantization or build.unquantized
+        self._method: ExpertsMethod | None = None
         self._apply: ExpertsOp = _not_prepared
         self._route, self._routing, self._correction_bias = build.ops.routing.route, routing, correction_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
         self._owns_bias = build.tp_rank == 0
-        self.gate_up = empty_parameter(num_experts, 2 * inner, hidden_size, build=build, zero=padded)
-        self.down = empty_parameter(num_experts, hidden_size, inner, build=build, zero=padded)
-        self.gate_up_bias = empty_parameter(num_experts, 2 * inner, build=build, zero=padded) if bias else None
-        self.down_bias = empty_parameter(num_experts, hidden_size, build=build) if bias else None
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Return the experts' output, and the shared experts' added to it before the one all-reduce.
@@ -107,31 +93,17 @@ class FusedMoE(Layer):
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def prepare(self) -> None:
-        """Hand the experts' weights to the kernels; one rank adds the bias of `down`, since the results are added up."""
-        assert self.gate_up is not None
-        assert self.down is not None
-        if self.down_bias is not None and not self._owns_bias:
-            self.down_bias.zero_()
-        biases = (None if each is None else each.detach() for each in (self.gate_up_bias, self.down_bias))
-        weights = ExpertWeights(self.gate_up.detach(), self.down.detach(), *biases)
-        self.gate_up = self.down = self.gate_up_bias = self.down_bias = None
-        self._apply = self._quantization.prepare_experts(self._kernel, weights)
+        """Turn the loaded weights into the layer's operation."""
+        assert self._method is not None, "the weights have not been loaded, or were given away before"
+        method, self._method = self._method, None
+        self._apply = method.prepare()
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's part of each expert's projections: ``name.0.gate_proj.weight`` and so on."""
-        assert self.gate_up is not None
-        assert self.down is not None
-        part, (gate_name, up_name, down_name) = self._inner, self._names
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            yield f"{name}.{expert}.{gate_name}.weight", part.target(gate_up[: part.size])
-            yield f"{name}.{expert}.{up_name}.weight", part.target(gate_up[part.size :])
-            yield f"{name}.{expert}.{down_name}.weight", part.target(down, dim=1)
-        if self.gate_up_bias is None or self.down_bias is None:
-            return
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
-            yield f"{name}.{expert}.{gate_name}.bias", part.target(gate_up[: part.size])
-            yield f"{name}.{expert}.{up_name}.bias", part.target(gate_up[part.size :])
-            yield f"{name}.{expert}.{down_name}.bias", WeightTarget(down, shape=tuple(down.shape))
+        """Yield this rank's part of the tensors that the checkpoint has for the experts."""
+        if self._method is None:
+            spec = ExpertsSpec(name, self._spec, self._inner, self._names, adds_bias=self._owns_bias)
+            self._method = self._quantization.experts(spec, self._kernel)
+        yield from self._method.targets()
 
 
 def check_routing(routing: RoutingSpec, num_experts: int) -> None:

@@ -1,37 +1,55 @@
-"""What every provider of quantised products must pass."""
+"""Tests that every quantization provider must pass."""
 
 from __future__ import annotations
 
 import gc
-import weakref
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.layer import Layer, PackedModules, prepare_all
+from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsSpec
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import ExpertWeights, MoeKernel, MoeSpec
 from minisgl_core.contracts.ops import Ops, OpsProvider, TorchOps
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.layers import MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear
+from minisgl_core.testing.live_bytes import LiveBytes
 from minisgl_core.testing.moe_cases import MoeCase, expected_output
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModule, Rank, fill
 from minisgl_core.testing.references import NaiveMoe
 
 Shape = tuple[int, int]
-"""Outputs and inputs of a matrix."""
+"""Outputs and inputs of a weight."""
+PLAIN = PackedCheckpoint()
+QKV: PackedModules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+GATE_UP: PackedModules = {"gate_up_proj": ("gate_proj", "up_proj")}
+L = TypeVar("L", bound=ReplicatedLinear)
+_BATCH = 33
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class QuantizationTests:
-    """Subclass and set `provider`.
+    """Subclass and set `provider`, and `checkpoints` where it reads quantized ones.
+
+    Every test runs on a checkpoint that is not quantized, in each of `dtypes`, and on each of `checkpoints`.
 
     Attributes:
         provider: the class.
         ops: the provider of the kernels; set it where this one counts on them.
-        experts: likewise, of experts.
+        experts: likewise, runs experts.
         device: where to run.
-        dtypes: of activations, and of matrices before they are quantised.
-        shapes: outputs and inputs of the matrices.
-        loss: largest error of a product of normally distributed numbers, as a share of it, in root mean squares.
+        dtypes: of activations, and of weights before they are quantized.
+        shapes: outputs and inputs of the weights. The provider must quantize the first.
+        checkpoints: formats that the provider reads without dequantizing.
+        loss: largest error of a matmul of normally distributed numbers, as a share of it, in root mean squares.
     """
 
     provider: ClassVar[type[Quantization]]
@@ -40,6 +58,7 @@ class QuantizationTests:
     device: ClassVar[str] = "cpu"
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.bfloat16)
     shapes: ClassVar[tuple[Shape, ...]] = ((64, 128), (48, 32), (160, 1024), (24, 40))
+    checkpoints: ClassVar[tuple[PackedCheckpoint, ...]] = ()
     loss: ClassVar[float] = 0.05
 
     def test_says_why_it_cannot(self) -> None:
@@ -47,145 +66,339 @@ class QuantizationTests:
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             for device in ("cpu", "cuda"):
                 for num_experts in (0, 8):
-                    reasons = self.provider.unsupported(QuantizationSpec(dtype, torch.device(device), num_experts))
-                    assert isinstance(reasons, list)
-                    assert all(isinstance(reason, str) and reason.strip() for reason in reasons), reasons
+                    for stored in (PLAIN, *self.checkpoints):
+                        spec = QuantizationSpec(dtype, torch.device(device), num_experts, stored.quantization())
+                        reasons = self.provider.unsupported(spec)
+                        assert isinstance(reasons, list)
+                        assert all(isinstance(reason, str) and reason.strip() for reason in reasons), reasons
 
     @pytest.mark.parametrize("has_bias", [False, True])
-    def test_products(self, has_bias: bool) -> None:
-        """Of a token and of many, over shapes and dtypes."""
-        for provider in self.providers():
+    def test_linear(self, has_bias: bool) -> None:
+        """A token and many, over shapes and dtypes."""
+        for provider, stored in self.cases():
             for shape in self.shapes:
-                weight, bias = self.matrix(shape, provider, has_bias)
-                op = provider.prepare_linear(weight.clone(), bias)
+                module = self.module(stored, shape, provider, has_bias)
+                layer = self.column_parallel(provider, {"m.proj": module})
                 for num_rows in (1, 2, 16, 17, 130):
                     x = self.random(num_rows, shape[1], provider)
-                    self.check(op(x), self.product(x, weight, bias), f"{num_rows} rows by {shape}")
+                    self.check(layer.forward(x), self.product(x, module), f"{num_rows} rows by {shape}")
 
     @pytest.mark.parametrize("has_bias", [False, True])
-    def test_gated_products(self, has_bias: bool) -> None:
-        """The first half of the outputs is the gate."""
-        for provider in self.providers():
-            for shape in self.shapes:
-                weight, bias = self.matrix(shape, provider, has_bias)
-                op = provider.prepare_gated(weight.clone(), bias)
-                for num_rows in (1, 16, 33):
-                    x = self.random(num_rows, shape[1], provider)
-                    gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
-                    self.check(op(x), F.silu(gate) * up, f"{num_rows} rows by {shape}", 2 * self.loss)
+    def test_gated(self, has_bias: bool) -> None:
+        """Gate rows come first, and the two projections have scales of their own."""
+        for provider, stored in self.cases():
+            for rows, columns in self.shapes:
+                gate, up = (self.module(stored, (rows // 2, columns), provider, has_bias, size) for size in (1.0, 16.0))
+                modules = {"m.gate_proj": gate, "m.up_proj": up}
+                layer = self.column_parallel(provider, modules, "m.gate_up_proj", gated=True)
+                for num_rows in (1, 16, _BATCH):
+                    x = self.random(num_rows, columns, provider)
+                    expected = F.silu(self.product(x, gate)) * self.product(x, up)
+                    self.check(layer.forward(x), expected, f"{num_rows} rows by {rows, columns}", 2 * self.loss)
 
-    def test_experts(self) -> None:
-        """Each has scales of its own."""
-        for provider in self.providers():
-            kernel = self.kernel_of_experts(provider)
-            case = self.case_of_experts(provider)
-            own = replace(case.weights, gate_up=case.weights.gate_up.clone(), down=case.weights.down.clone())
-            found = provider.prepare_experts(kernel, own)(case.x, case.topk_weights, case.topk_ids)
-            expected = expected_output(case, replace(kernel.spec, weight_dtype=None))
-            self.check(found, expected.to(self.device), "experts", 2 * self.loss)
+    def test_tensors_that_are_stored_fused(self) -> None:
+        """A checkpoint may have gate and up projection in one tensor."""
+        for provider, stored in self.cases():
+            fused = self.module(stored, self.shapes[0], provider, True)
+            x = self.random(_BATCH, self.shapes[0][1], provider)
+            gate, up = self.product(x, fused).chunk(2, dim=-1)
+            for size in (1, 2):
+                halves = []
+                for rank in range(size):
+                    layer = self.column_parallel(
+                        provider, {"m.gate_up_proj": fused}, "m.gate_up_proj", gated=True, communicator=Rank(rank, size)
+                    )
+                    halves.append(layer.forward(x))
+                self.check(torch.cat(halves, -1), F.silu(gate) * up, f"{size} ranks", 2 * self.loss)
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_ranks_have_their_rows(self, size: int) -> None:
+        """The ranks' outputs together are the layer's, where rows do not divide, too."""
+        for provider, stored in self.cases():
+            total = 96 - size + 1
+            module = self.module(stored, (total, 128), provider, True)
+            x = self.random(_BATCH, 128, provider)
+            parts = [
+                self.column_parallel(provider, {"m.proj": module}, communicator=Rank(rank, size)).forward(x)
+                for rank in range(size)
+            ]
+            assert all(len(part[0]) == 96 // size for part in parts)
+            found = torch.cat(parts, -1)
+            assert (found[:, total:] == 0).all(), "padding is not zero"
+            self.check(found[:, :total], self.product(x, module), f"{size} ranks")
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_ranks_have_their_columns(self, size: int) -> None:
+        """The ranks' outputs add up to the layer's, where columns do not divide, too; the bias counts once."""
+        for provider, stored in self.cases():
+            total = 96 - size + 1
+            module = self.module(stored, (64, total), provider, True)
+            x = F.pad(self.random(_BATCH, total, provider), (0, 96 - total))
+            found = torch.zeros(_BATCH, 64, dtype=torch.float64, device=self.device)
+            for rank in range(size):
+                layer = RowParallelLinear(total, 64, self.build(provider, Rank(rank, size)), bias=True, reduce=False)
+                self.load(layer, "m.proj", {}, {"m.proj": module})
+                found += layer.forward(x.chunk(size, -1)[rank]).double()
+            self.check(found, self.product(x[:, :total], module), f"{size} ranks")
+
+    def test_ranks_share_kv_heads(self) -> None:
+        """Four ranks and two KV heads: two ranks load the same rows of K and V."""
+        for provider, stored in self.cases():
+            modules = {
+                f"m.{name}": self.module(stored, (16 * heads, 64), provider, True, 2.0**heads)
+                for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2))
+            }
+            x = self.random(_BATCH, 64, provider)
+            q, k, v = (self.product(x, module).view(_BATCH, -1, 16) for module in modules.values())
+            for rank in range(4):
+                layer = QKVParallelLinear(64, 16, 4, 2, self.build(provider, Rank(rank, 4)), bias=True)
+                self.load(layer, "m.qkv_proj", QKV, modules)
+                expected = q[:, rank : rank + 1], k[:, rank // 2 : rank // 2 + 1], v[:, rank // 2 : rank // 2 + 1]
+                for found, wanted, what in zip(layer.heads(x), expected, "qkv", strict=True):
+                    self.check(found, wanted, f"{what} of rank {rank}")
+
+    def test_it_takes_what_the_checkpoint_has(self) -> None:
+        """A weight of the first of `shapes` is loaded from the checkpoint's packed tensors."""
+        for provider, stored in self.cases():
+            layer = MergedColumnParallelLinear(self.shapes[0][1], [self.shapes[0][0]], self.build(provider))
+            module = self.module(stored, self.shapes[0], provider, False)
+            found = sorted(name for name, _ in layer.weight_targets("m.proj", {}))
+            assert found == sorted(f"m.proj.{kind}" for kind in module.tensors), found
+
+    def test_layers_that_are_not_quantized(self) -> None:
+        """A layer that a quantized checkpoint leaves as it is has its weight alone."""
+        for stored in self.checkpoints:
+            for provider in self.providers(stored, "m.proj"):
+                module = self.module(PLAIN, self.shapes[0], provider, True)
+                layer = self.column_parallel(provider, {"m.proj": module})
+                x = self.random(_BATCH, self.shapes[0][1], provider)
+                self.check(layer.forward(x), self.product(x, module), "not quantized", 0.01)
+            for provider in self.providers(stored, "m.experts", num_experts=3):
+                case, modules = self.case_of_experts(provider, PLAIN)
+                method = self.experts_method(provider, modules)
+                found = method.prepare()(case.x, case.topk_weights, case.topk_ids)
+                expected = expected_output(case, method.spec.moe).to(self.device)
+                self.check(found, expected, "experts that are not quantized", 0.02)
+
+    @pytest.mark.parametrize(("size", "has_bias"), [(1, False), (2, False), (1, True), (2, True)])
+    def test_experts(self, size: int, has_bias: bool) -> None:
+        """Each projection of each expert has scales of its own; the ranks' outputs add up, and biases count once."""
+        for provider, stored in self.cases(num_experts=3):
+            case, modules = self.case_of_experts(provider, stored, has_bias)
+            found = torch.zeros(case.x.shape, dtype=torch.float64, device=self.device)
+            for rank in range(size):
+                method = self.experts_method(provider, modules, Rank(rank, size))
+                found += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
+            expected = expected_output(case, replace(method.spec.moe, intermediate_size=48)).to(self.device)
+            self.check(found, expected, f"experts, {size} ranks", 2 * self.loss)
 
     def test_rows_stand_alone(self) -> None:
         """A row beside much larger ones has the result that it has alone."""
-        for provider in self.providers():
-            weight, _ = self.matrix(self.shapes[0], provider, False)
-            op = provider.prepare_linear(weight.clone(), None)
+        for provider, stored in self.cases():
+            module = self.module(stored, self.shapes[0], provider, False)
+            layer = self.column_parallel(provider, {"m.proj": module})
             x = self.random(40, self.shapes[0][1], provider)
             x[1::2] *= 1000
-            self.check(op(x)[::2], self.product(x, weight, None)[::2], "among large rows")
+            self.check(layer.forward(x)[::2], self.product(x, module)[::2], "among large rows")
             for row in (0, 38):
-                self.check(op(x[row : row + 1]), op(x)[row : row + 1].double(), "alone", self.loss / 5)
+                alone = layer.forward(x[row : row + 1])
+                self.check(alone, layer.forward(x)[row : row + 1].double(), "alone", self.loss / 5)
 
     def test_zeros(self) -> None:
-        """Rows of zeros give the bias; outputs whose weights are zeros, as those of padding, are zero."""
-        for provider in self.providers():
-            weight, bias = self.matrix(self.shapes[0], provider, True)
+        """Rows of zeros give the bias; outputs whose weights are zeros are zero."""
+        for provider, stored in self.cases():
+            weight = self.weight(self.shapes[0], provider)
+            weight[5:9] = 0
             x = self.random(3, self.shapes[0][1], provider)
             x[1] = 0
-            assert bias is not None
-            torch.testing.assert_close(provider.prepare_linear(weight.clone(), bias)(x)[1], bias)
-            weight[5:9] = 0
-            assert (provider.prepare_linear(weight.clone(), None)(x)[:, 5:9] == 0).all()
+            bias = torch.ones(self.shapes[0][0]).to(provider.spec.dtype)
+            biased, plain = (
+                self.column_parallel(provider, {"m.proj": PackedModule(*stored.pack(weight), each)}).forward(x)
+                for each in (bias, None)
+            )
+            torch.testing.assert_close(biased[1], bias.to(self.device))
+            assert (plain[:, 5:9] == 0).all()
 
     def test_strided_rows(self) -> None:
         """Activations may be a part of a wider tensor."""
-        for provider in self.providers():
-            weight, _ = self.matrix(self.shapes[0], provider, False)
-            wide = torch.full((5, 2 * self.shapes[0][1]), torch.nan, device=self.device, dtype=provider.spec.dtype)
-            x = wide[:, 8 : 8 + self.shapes[0][1]].copy_(self.random(5, self.shapes[0][1], provider))
-            self.check(provider.prepare_linear(weight.clone(), None)(x), self.product(x, weight, None), "strided")
+        for provider, stored in self.cases():
+            columns = self.shapes[0][1]
+            module = self.module(stored, self.shapes[0], provider, False)
+            layer = self.column_parallel(provider, {"m.proj": module})
+            wide = torch.full((5, 2 * columns), torch.nan, device=self.device, dtype=provider.spec.dtype)
+            x = wide[:, 8 : 8 + columns].copy_(self.random(5, columns, provider))
+            self.check(layer.forward(x), self.product(x, module), "strided")
 
-    def test_the_matrix_is_given_away(self) -> None:
-        """What is quantised is not kept as it was, too."""
-        for provider in self.providers():
-            for prepare in (provider.prepare_linear, provider.prepare_gated):
-                weight, _ = self.matrix(self.shapes[0], provider, False)
-                op, kept = prepare(weight, None), weakref.ref(weight)
-                del weight
-                gc.collect()
-                assert kept() is None, f"{op} holds on to the matrix"
+    def test_no_copy_is_kept(self) -> None:
+        """Quantized weights replace those that were loaded. Packed ones are not widened, nor are they while loading."""
+        (rows, columns), count = (256, 512), 24
+        for provider, stored in self.cases():
+            module = self.module(stored, (rows, columns), provider, False)
+            packed = sum(each.nbytes for each in module.tensors.values())
+            with LiveBytes() as memory:
+                layers = [MergedColumnParallelLinear(columns, [rows], self.build(provider)) for _ in range(count)]
+                for layer in layers:
+                    fill(layer.weight_targets("m.proj", {}), {"m.proj": module})
+                loaded = memory.live
+                prepare_all(_Layers(layers))
+                if stored is PLAIN:
+                    share = 0.75 if type(provider).linear is not Quantization.linear else 1.1
+                    _check_live(memory, share * loaded, f"{loaded} that were loaded")
+                else:
+                    _check_live(memory, 1.1 * packed * count, f"{packed * count} packed ones")
+                    limit = 1.1 * packed * count + 16 * packed
+                    assert memory.peak <= limit, f"{memory.peak} bytes at once for {packed * count} packed ones"
 
-    def test_the_experts_are_given_away(self) -> None:
-        """Likewise, of a provider that does not leave experts as they are."""
-        if self.provider.prepare_experts is Quantization.prepare_experts:
-            pytest.skip("experts stay as they are")
-        for provider in self.providers():
-            kernel = self.kernel_of_experts(provider)
-            case = self.case_of_experts(provider)
-            kept = [weakref.ref(case.weights.gate_up), weakref.ref(case.weights.down)]
-            op = provider.prepare_experts(kernel, case.weights)
-            del case
-            gc.collect()
-            assert [each() for each in kept] == [None, None], f"{op} holds on to the matrices"
+    def test_no_copy_of_experts_is_kept(self) -> None:
+        """Likewise."""
+        for provider, stored in self.cases(num_experts=3):
+            _, modules = self.case_of_experts(provider, stored)
+            packed = sum(tensor.nbytes for each in modules.values() for tensor in each.tensors.values())
+            with LiveBytes() as memory:
+                method = self.experts_method(provider, modules)
+                loaded = memory.live
+                op = method.prepare()
+                del method
+                if stored is PLAIN:
+                    share = 0.75 if type(provider).experts is not Quantization.experts else 1.1
+                    _check_live(memory, share * loaded, f"{loaded} that were loaded, by {op}")
+                else:
+                    _check_live(memory, 1.25 * packed, f"{packed} packed ones, by {op}")
 
-    def providers(self) -> list[Quantization]:
-        """One a dtype; skips the test where it does not apply."""
+    def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
+        """Return a provider per dtype and checkpoint; skip the test where it serves none."""
+        found = []
+        for stored in (PLAIN, *self.checkpoints):
+            found += [(provider, stored) for provider in self.providers(stored, num_experts=num_experts)]
+        if not found:
+            pytest.skip("the provider serves no such model here")
+        return found
+
+    def providers(self, stored: PackedCheckpoint, *ignored: str, num_experts: int = 0) -> list[Quantization]:
+        """Return one per dtype that the provider serves, for a checkpoint in which some modules are not quantized."""
         made = []
         for dtype in self.dtypes:
-            spec = QuantizationSpec(dtype, torch.device(self.device))
-            if reasons := self.provider.unsupported(spec):
-                pytest.skip("; ".join(reasons))
-            made.append(self.provider(spec, Ops.of(spec.device, dtype, self.ops)))
+            spec = QuantizationSpec(dtype, torch.device(self.device), num_experts, stored.quantization(*ignored))
+            if not self.provider.unsupported(spec):
+                made.append(self.provider(spec, Ops.of(spec.device, dtype, self.ops)))
         return made
 
-    def matrix(self, shape: Shape, provider: Quantization, has_bias: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Results are of about unit size."""
+    def build(self, provider: Quantization, communicator: Communicator | None = None) -> BuildContext:
+        """Return what layers are built with."""
+        spec = provider.spec
+        group = communicator or SingleRank()
+        return BuildContext(group, provider.ops, spec.device, spec.dtype, self.experts, quantization=provider)
+
+    def column_parallel(
+        self,
+        provider: Quantization,
+        modules: Mapping[str, PackedModule],
+        name: str = "m.proj",
+        *,
+        gated: bool = False,
+        communicator: Communicator | None = None,
+    ) -> MergedColumnParallelLinear:
+        """Return a layer with these modules' weights; with the activation, one module holds both gate and up."""
+        rows = [len(each.weight) for each in modules.values()]
+        if gated and len(rows) == 1:
+            rows = [rows[0] // 2] * 2
+        first = next(iter(modules.values()))
+        build, has_bias = self.build(provider, communicator), first.bias is not None
+        layer = MergedColumnParallelLinear(first.weight.shape[1], rows, build, bias=has_bias, silu_and_mul=gated)
+        return self.load(layer, name, GATE_UP if len(modules) > 1 else {}, modules)
+
+    def load(self, layer: L, name: str, packed: PackedModules, modules: Mapping[str, PackedModule]) -> L:
+        """Fill a layer and prepare it."""
+        fill(layer.weight_targets(name, packed), modules)
+        layer.prepare()
+        return layer
+
+    def experts_method(
+        self, provider: Quantization, modules: Mapping[str, PackedModule], communicator: Communicator | None = None
+    ) -> ExpertsMethod:
+        """Return the loaded method of three experts, of which each rank has a part."""
+        build, has_bias = self.build(provider, communicator), modules["m.experts.0.gate_proj"].bias is not None
+        inner = Shard.of(48, build)
+        shape = MoeSpec(3, 2, 64, inner.size, build.dtype, build.device, has_bias=has_bias)
+        if reasons := self.experts.unsupported(shape):
+            pytest.skip("; ".join(reasons))
+        spec = ExpertsSpec("m.experts", shape, inner, _PROJECTIONS, adds_bias=build.tp_rank == 0)
+        method = provider.experts(spec, self.experts)
+        fill(method.targets(), modules)
+        return method
+
+    def weight(self, shape: Shape, provider: Quantization, size: float = 1.0) -> torch.Tensor:
+        """Return a weight, float32 on the host, whose results have about this size."""
         random = torch.Generator().manual_seed(shape[0])
-        weight = torch.randn(shape, generator=random) / shape[1] ** 0.5
-        bias = torch.randn(shape[0], generator=random) if has_bias else None
-        device, dtype = self.device, provider.spec.dtype
-        return weight.to(device, dtype), None if bias is None else bias.to(device, dtype)
+        weight = torch.randn(shape, generator=random) * (size / math.sqrt(shape[1]))
+        return weight.to(provider.spec.dtype).float()
 
-    def kernel_of_experts(self, provider: Quantization) -> MoeKernel:
-        """Return a kernel for `case_of_experts`."""
-        spec = MoeSpec(3, 2, 64, 48, provider.spec.dtype, provider.spec.device, weight_dtype=provider.expert_dtype)
-        assert not self.experts.unsupported(spec)
-        return self.experts(spec)
+    def module(
+        self, stored: PackedCheckpoint, shape: Shape, provider: Quantization, has_bias: bool, size: float = 1.0
+    ) -> PackedModule:
+        """Return a module of the checkpoint."""
+        random = torch.Generator().manual_seed(shape[0])
+        bias = (torch.randn(shape[0], generator=random) * size).to(provider.spec.dtype) if has_bias else None
+        weight = self.weight(shape, provider, size)
+        tensors, known = stored.pack(weight)
+        if stored is PLAIN:
+            tensors = {"weight": weight.to(provider.spec.dtype)}
+        return PackedModule(tensors, known, bias)
 
-    def case_of_experts(self, provider: Quantization) -> MoeCase:
-        """Three experts, each eight times as large as the one before, and its way back as much smaller."""
-        weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(0)).to(self.device)
-        return MoeCase(
+    def case_of_experts(
+        self, provider: Quantization, stored: PackedCheckpoint, has_bias: bool = False
+    ) -> tuple[MoeCase, dict[str, PackedModule]]:
+        """Return inputs, and three experts, each eight times as large as the one before, and its way back as much smaller."""
+        modules = {}
+        for expert in range(3):
+            size = 8.0**expert
+            sizes = (48, 64, size), (48, 64, 2 * size), (64, 48, 8.0 / size)
+            for projection, (rows, columns, scale) in zip(_PROJECTIONS, sizes, strict=True):
+                name = f"m.experts.{expert}.{projection}"
+                modules[name] = self.module(stored, (rows, columns), provider, has_bias, scale)
+        gates, ups, downs = (
+            [modules[f"m.experts.{expert}.{projection}"] for expert in range(3)] for projection in _PROJECTIONS
+        )
+        weights = ExpertWeights(
+            gate_up=torch.stack([torch.cat((gate.weight, up.weight)) for gate, up in zip(gates, ups, strict=True)]),
+            down=torch.stack([each.weight for each in downs]),
+        )
+        if has_bias:
+            biases = [[each.bias for each in group if each.bias is not None] for group in (gates, ups, downs)]
+            gate_up = torch.cat((torch.stack(biases[0]), torch.stack(biases[1])), dim=1)
+            weights = replace(weights, gate_up_bias=gate_up, down_bias=torch.stack(biases[2]))
+        case = MoeCase(
             x=self.random(9, 64, provider),
-            weights=ExpertWeights(
-                gate_up=torch.stack([self.matrix((96, 64), provider, False)[0] * 8**i for i in range(3)]),
-                down=torch.stack([self.matrix((64, 48), provider, False)[0] * 8 ** (1 - i) for i in range(3)]),
-            ),
-            topk_weights=weights,
+            weights=weights,
+            topk_weights=torch.rand(9, 2, generator=torch.Generator().manual_seed(0)).to(self.device),
             topk_ids=torch.tensor([[0, 1], [1, 2], [2, 0]], device=self.device).repeat(3, 1),
         )
+        return case, modules
 
     def random(self, num_rows: int, size: int, provider: Quantization) -> torch.Tensor:
-        """Activations."""
+        """Return activations."""
         x = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(num_rows))
         return x.to(self.device, provider.spec.dtype)
 
-    @staticmethod
-    def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """In float64."""
-        return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    def product(self, x: torch.Tensor, module: PackedModule) -> torch.Tensor:
+        """Return the linear layer's output, in float64."""
+        bias = None if module.bias is None else module.bias.to(x.device).double()
+        expected: torch.Tensor = F.linear(x.double(), module.weight.to(x.device).double(), bias)
+        return expected
 
     def check(self, found: torch.Tensor, expected: torch.Tensor, what: str, loss: float | None = None) -> None:
-        """Near enough."""
+        """Compare, within `loss`."""
         assert found.shape == expected.shape, f"{what}: {list(found.shape)}, not {list(expected.shape)}"
         share = ((found.double() - expected).norm() / expected.norm()).item()
         assert share <= (loss or self.loss), f"{what}: off by {share:.2g} of the result"
+
+
+def _check_live(memory: LiveBytes, limit: float, of: str) -> None:
+    if memory.live > limit:
+        gc.collect()
+    assert memory.live <= limit, f"{memory.live} bytes are held for {of}"
+
+
+class _Layers(Layer):
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self.layers = list(layers)

@@ -74,6 +74,15 @@ class WeightSourceTests:
             for _ in range(2):
                 assert {name for name, _ in source.tensors(config)} == set(expected)
 
+    def test_weights_that_nobody_takes_packed_are_dequantized(self) -> None:
+        """`stored_tensors` is `tensors` then."""
+        with self.make_checkpoint() as (path, expected):
+            source, seen = self.provider(path), set()
+            for name, tensor in source.stored_tensors(model_config(source.config), frozenset(expected)):
+                seen.add(name)
+                assert torch.equal(tensor[()].float(), expected[name].float()), name
+            assert seen == set(expected)
+
     @pytest.mark.parametrize("num_parts", [2, 3, 5])
     def test_slices_are_parts_of_the_whole(self, num_parts: int) -> None:
         """Slices along rows, columns or both equal the same parts of the whole tensor."""

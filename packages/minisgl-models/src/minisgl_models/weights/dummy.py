@@ -20,8 +20,9 @@ _BLOCK_ELEMENTS = 4_000_037
 class DummyWeights(FolderSource):
     """A folder with a ``config.json``; `LLM` and the server also need its tokenizer.
 
-    Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Values are copied on the device from one block
-    of random numbers, so that even a model of many billion parameters is filled at the speed of memory.
+    Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
+    from all integers of their dtype, and their scales are 0.02. Values are copied on the device from one block of random
+    numbers, so that even a model of many billion parameters is filled at the speed of memory.
     """
 
     @classmethod
@@ -45,6 +46,9 @@ class DummyWeights(FolderSource):
         if name.endswith("norm.weight"):
             destination.fill_(1)
             return
+        if name.endswith("_scale"):
+            destination.fill_(_STD)
+            return
         block = self._block(destination)
         filled = destination if destination.is_contiguous() else destination.new_empty(destination.shape)
         flat = filled.view(-1)
@@ -61,6 +65,13 @@ class DummyWeights(FolderSource):
         key = (like.device, like.dtype)
         if key not in self._blocks:
             generator = torch.Generator(like.device).manual_seed(0)
-            block = torch.empty(_BLOCK_ELEMENTS, device=like.device, dtype=like.dtype)
-            self._blocks[key] = block.normal_(std=_STD, generator=generator)
+            is_float8 = like.dtype.is_floating_point and like.dtype.itemsize == 1
+            dtype = torch.float32 if is_float8 else like.dtype
+            block = torch.empty(_BLOCK_ELEMENTS, device=like.device, dtype=dtype)
+            if not dtype.is_floating_point:
+                info = torch.iinfo(dtype)
+                block.random_(info.min, info.max, generator=generator)
+            else:
+                block.normal_(std=1.0 if is_float8 else _STD, generator=generator)
+            self._blocks[key] = block.to(like.dtype)
         return self._blocks[key]

@@ -1,23 +1,24 @@
-"""Checkpoints with matrices in float8: each becomes plain numbers when it is read, whatever its scales are of.
+"""Checkpoints with weights in float8: read as they are stored, or dequantized, whatever their scales are of.
 
-A matrix ``X.weight`` in float8 has its scales in ``X.weight_scale`` or, as DeepSeek and Qwen write it, ``X.weight_scale_inv``:
-one, one a row, or one a block. Scales of activations are not used, since ``--quantization fp8`` finds them for each token.
+A weight ``X.weight`` in float8 has its scales in ``X.weight_scale`` or, as DeepSeek and Qwen write it, ``X.weight_scale_inv``:
+one, one per row, or one per block. Scales of activations are not used, since ``--quantization fp8`` finds them for each token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 
 _SCALES = (".weight_scale", ".weight_scale_inv")
 _UNUSED = (".input_scale", ".activation_scale")
 METHODS = ("fp8", "compressed-tensors")
-"""Values of quant_method that are read."""
+"""Values of quant_method that are dequantized."""
 
 
 class TypedTensor(LazyTensor, Protocol):
@@ -28,36 +29,44 @@ class TypedTensor(LazyTensor, Protocol):
 
 
 def unreadable(config: Mapping[str, Any]) -> list[str]:
-    """Why a ``config.json``'s quantization cannot be read, one sentence a reason; empty if it can or there is none."""
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-    if not quantization or method == "fp8":
+    """Say why the weights of a ``config.json`` cannot be dequantized, one sentence per reason.
+
+    Empty if they can, or are not quantized.
+    """
+    try:
+        quantization = CheckpointQuantization.of(config)
+    except ModelFormatError as error:
+        return [str(error)]
+    if quantization is None or quantization.method == "fp8":
         return []
-    if method != "compressed-tensors":
-        return [f"its config has quant_method {method!r}, and {' and '.join(METHODS)} are read"]
-    groups = quantization.get("config_groups") or {}
-    weights = [group.get("weights") or {} for group in groups.values()]
-    odd = [each for each in weights if (each.get("type"), each.get("num_bits")) != ("float", 8)]
-    if not odd and weights:
+    if quantization.method not in METHODS:
+        return [f"its config has quant_method {quantization.method!r}, and {' and '.join(METHODS)} are dequantized"]
+    odd = [each for each in quantization.groups if (each.get("type"), each.get("num_bits")) != ("float", 8)]
+    if not odd and quantization.groups:
         return []
     shown = ", ".join(f"{each.get('type')} of {each.get('num_bits')} bits" for each in odd) or "no groups"
-    return [f"its config has quant_method 'compressed-tensors' with {shown}, of which float of 8 bits is read"]
+    return [f"its config has quant_method 'compressed-tensors' with {shown}, of which float of 8 bits is dequantized"]
 
 
-def dequantized(
-    tensors: Iterator[tuple[str, TypedTensor]], config: Mapping[str, Any]
+def joined(
+    tensors: Iterator[tuple[str, TypedTensor]], config: Mapping[str, Any], wanted: Container[str] = ()
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Join matrices and their scales, in whatever order they come; everything else passes.
+    """Join weights and their scales, in whatever order they come; everything else passes.
+
+    A weight ``X.weight`` whose ``X.weight_scale`` is wanted stays as it is, and its scales come beside it under that name. They
+    have the shape of the blocks then: [1, 1], [rows, 1], or [blocks of rows, blocks of columns]. Other weights are dequantized.
 
     Args:
         tensors: of the checkpoint.
         config: the ``config.json``; has the size of blocks.
+        wanted: names of tensors, see `WeightSource.stored_tensors`.
 
     Raises:
-        ModelFormatError: a matrix in float8 has no scales, scales have no such matrix, or their shapes do not match.
+        ModelFormatError: a weight in float8 has no scales, scales have no such weight, or their shapes do not match.
     """
-    quantization = config.get("quantization_config") or config.get("compression_config") or {}
-    block = _block(quantization)
+    quantization = CheckpointQuantization.of(config)
+    blocks = [block_shape(weights) for weights in quantization.groups] if quantization else []
+    block = next((each for each in blocks if each is not None), None)
     weights: dict[str, LazyTensor] = {}
     scales: dict[str, LazyTensor] = {}
     for name, tensor in tensors:
@@ -71,7 +80,12 @@ def dequantized(
             yield name, tensor
             continue
         if name in weights and name in scales:
-            yield name, ScaledTensor(name, weights.pop(name), scales.pop(name), block)
+            scaled = ScaledTensor(name, weights.pop(name), scales.pop(name), block)
+            if f"{name}_scale" in wanted:
+                yield name, scaled.codes
+                yield f"{name}_scale", scaled.scales()
+            else:
+                yield name, scaled
     for name in (*weights, *scales):
         lacks = (
             "has no scales (weight_scale, weight_scale_inv)" if name in weights else "is not in float8 but has scales"
@@ -79,15 +93,13 @@ def dequantized(
         raise ModelFormatError(f"{name} {lacks}")
 
 
-def _block(quantization: Mapping[str, Any]) -> tuple[int, int] | None:
-    sizes = quantization.get("weight_block_size")
-    for group in (quantization.get("config_groups") or {}).values():
-        sizes = sizes or (group.get("weights") or {}).get("block_structure")
-    return None if not sizes else (int(sizes[0]), int(sizes[1]))
-
-
 class ScaledTensor:
-    """A matrix in float8 that is multiplied by its scales as it is read: float32."""
+    """A weight in float8 that is multiplied by its scales as it is read: float32.
+
+    Attributes:
+        shape: of the weight.
+        codes: the weight as it is stored.
+    """
 
     def __init__(self, name: str, weight: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None) -> None:
         """`block`: rows and columns that share a scale, where the scales are of blocks.
@@ -96,7 +108,7 @@ class ScaledTensor:
             ModelFormatError: the shape of the scales does not match.
         """
         self.shape = tuple(weight.shape)
-        self._weight, self._scales = weight, scales
+        self.codes, self._scales = weight, scales
         shape = tuple(scales.shape)
         if len(self.shape) == 2 and shape in ((), (1,), (1, 1)):
             self._sizes = self.shape
@@ -112,12 +124,16 @@ class ScaledTensor:
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         index = (*index, *(slice(None),) * (2 - len(index)))
-        values = self._weight[index].float()
-        scales = self._scales[()].float().view(_num_blocks(self.shape, self._sizes))
+        values = self.codes[index].float()
+        scales = self.scales()
         for dim, part in enumerate(index):
             places = torch.arange(self.shape[dim])[part] // self._sizes[dim]
             scales = scales.index_select(dim, places)
         return values.mul_(scales)
+
+    def scales(self) -> torch.Tensor:
+        """Return the scales, float32 [blocks of rows, blocks of columns]."""
+        return self._scales[()].float().view(_num_blocks(self.shape, self._sizes))
 
 
 def _num_blocks(shape: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:

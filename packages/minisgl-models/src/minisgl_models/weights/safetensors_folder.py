@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
-from minisgl_models.weights.float8 import dequantized, unreadable
+from minisgl_models.weights.float8 import joined, unreadable
 from minisgl_models.weights.folder import FolderSource, read_json
 
 _INDEX = "model.safetensors.index.json"
@@ -22,7 +22,7 @@ _SINGLE = "model.safetensors"
 class SafetensorsWeights(FolderSource):
     """A folder with ``config.json`` and ``*.safetensors``, of whose tensors only the requested slices are read.
 
-    Matrices in float8 are read as what they stand for; see `minisgl_models.weights.float8`.
+    Weights in float8 are dequantized, or read as they are stored; see `minisgl_models.weights.float8`.
     """
 
     @classmethod
@@ -33,7 +33,7 @@ class SafetensorsWeights(FolderSource):
         reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
         if not (path / _INDEX).is_file() and next(path.glob("*.safetensors"), None) is None:
             reasons.append("the folder has no *.safetensors file")
-        return reasons or unreadable(read_json(path / "config.json"))
+        return reasons
 
     def _files(self) -> Mapping[Path, set[str] | None]:
         """Return the files, each with the names of its tensors in the index; None for all tensors."""
@@ -54,9 +54,32 @@ class SafetensorsWeights(FolderSource):
         """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
 
         Raises:
-            ModelFormatError: a file of the index is missing or damaged, or an FP8 matrix has no scales.
+            ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
+                quantized in another way.
         """
-        return dequantized(self._stored(), self.config)
+        if reasons := unreadable(self.config):
+            raise self._unreadable(reasons)
+        return joined(self._stored(), self.config)
+
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
+
+        Weights that are quantized in another way always come as they are stored.
+
+        Raises:
+            ModelFormatError: they are, and the layers take nothing but weights and biases.
+        """
+        if reasons := unreadable(self.config):
+            if not any(name in wanted and not name.endswith((".weight", ".bias")) for name, _ in self._stored()):
+                raise self._unreadable(reasons)
+            return self._stored()
+        return joined(self._stored(), self.config, wanted)
+
+    def _unreadable(self, reasons: list[str]) -> ModelFormatError:
+        remedy = (
+            "name a provider that multiplies by its packed weights (--quantization NAME), or use another checkpoint"
+        )
+        return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
 
     def _stored(self) -> Iterator[tuple[str, _Slice]]:
         for path, wanted in self._files().items():

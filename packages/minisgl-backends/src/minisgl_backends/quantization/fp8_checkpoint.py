@@ -1,0 +1,173 @@
+"""Weights of FP8 checkpoints, loaded from the checkpoint's codes and scales.
+
+The kernels take one scale per row. Scales per channel are that. A scale per tensor is copied to the tensor's rows, so that
+parts of a fused weight keep scales of their own. Both give the checkpoint's weights exactly.
+
+Scales of blocks (128 by 128 in DeepSeek's and Qwen's checkpoints) are converted. Each row takes the largest scale of its
+blocks. The codes of its other blocks are rescaled and rounded again. A weight is off by at most 2^-4 of itself then, or by
+2^-10 of its row's scale where that is more. Nothing is lost in the block with the largest scale, nor where scales are powers of
+two and codes stay normal numbers. Two megabytes are converted at a time, in place: the weight is never held at full width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+
+from minisgl_core.contracts.layer import Targets
+from minisgl_core.contracts.layer_methods import (
+    ExpertsMethod,
+    ExpertsOp,
+    ExpertsSpec,
+    LinearMethod,
+    LinearPart,
+    LinearSpec,
+)
+from minisgl_core.contracts.moe import MoeKernel
+from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.shard import Shard, sharded_target
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.fp8 import FP8, LEAST_SCALE
+
+Block = tuple[int, int]
+"""Rows and columns that share a scale."""
+_CHUNK = 2**18
+"""Weights that are converted at once: about 2 MB besides the weight."""
+
+
+class StoredMatrix:
+    """Codes and scales of one weight on this rank.
+
+    Attributes:
+        codes: float8_e4m3fn [out, in]; rows and columns that are padding are zero.
+        scales: one per row, float32 [out].
+    """
+
+    def __init__(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        parts: Sequence[LinearPart],
+        columns: Shard,
+        block: Block | None,
+    ) -> None:
+        """Load into `codes` and `scales`.
+
+        Args:
+            codes: zeros where nothing is loaded.
+            scales: likewise.
+            parts: rows of the weight.
+            columns: this rank's part of them.
+            block: None for a scale per tensor or per row.
+        """
+        self.codes, self.scales = codes, scales
+        self._columns, self._block, self._parts = columns, block, []
+        row = 0
+        for part in parts:
+            self._parts.append((part, slice(row, row + part.rows.num_real)))
+            row += part.rows.size
+        self._of_blocks = [self._empty_blocks(part, block) for part in parts] if block else []
+
+    def _empty_blocks(self, part: LinearPart, block: Block) -> torch.Tensor:
+        shards = part.rows.in_blocks(block[0]), self._columns.in_blocks(block[1])
+        return self.scales.new_empty([shard.size for shard in shards])
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.weight`` and ``NAME.weight_scale`` of every part."""
+        for index, (part, rows) in enumerate(self._parts):
+            held = self.codes[rows.start : rows.start + part.rows.size]
+            yield f"{part.name}.weight", sharded_target(held, part.rows, self._columns)
+            if self._block is None:
+                target = WeightTarget(
+                    self.scales[rows, None], (part.rows.index,), shape=(part.rows.total, 1), broadcast=True
+                )
+            else:
+                shards = part.rows.in_blocks(self._block[0]), self._columns.in_blocks(self._block[1])
+                of_blocks = sharded_target(self._of_blocks[index], *shards)
+                target = WeightTarget(of_blocks.destination, of_blocks.index, shape=of_blocks.shape, broadcast=True)
+            yield f"{part.name}.weight_scale", target
+
+    def convert(self) -> None:
+        """Give every row one scale, in place."""
+        if self._block is None or not self._columns.num_real:
+            return
+        height, width = self._block
+        column_blocks = _block_of_each(self._columns, width, self.codes.device)
+        num_rows = max(1, _CHUNK // len(column_blocks))
+        for (part, rows), of_blocks in zip(self._parts, self._of_blocks, strict=True):
+            row_blocks = _block_of_each(part.rows, height, self.codes.device)
+            largest = of_blocks.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
+            self.scales[rows] = largest[row_blocks, 0]
+            factors = of_blocks / largest
+            for start in range(0, part.rows.num_real, num_rows):
+                codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
+                wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)
+                codes.copy_(wide.mul_(codes.float()))  # no factor is above 1, so nothing saturates
+        self._of_blocks = []
+
+
+def _block_of_each(shard: Shard, size: int, device: torch.device) -> torch.Tensor:
+    """Return the block of each row or column, counted from the first block of this rank."""
+    return torch.arange(shard.start, shard.stop, device=device) // size - shard.start // size
+
+
+class StoredFp8Linear(LinearMethod):
+    """A linear layer of an FP8 checkpoint."""
+
+    def __init__(self, spec: LinearSpec, ops: Ops, block: Block | None) -> None:
+        super().__init__(spec)
+        self._ops = ops
+        codes = spec.empty(spec.out_features, spec.in_features, dtype=FP8)
+        scales = spec.empty(spec.out_features, dtype=torch.float32)
+        self._matrix = StoredMatrix(codes, scales, spec.parts, spec.columns, block)
+        self._bias = spec.empty(spec.out_features) if spec.bias else None
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.weight``, ``NAME.weight_scale`` and ``NAME.bias`` of every part."""
+        yield from self._matrix.targets()
+        if self._bias is not None:
+            yield from self.spec.row_targets("bias", self._bias)
+
+    def prepare(self) -> LinearOp:
+        """Convert the scales of blocks; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
+        self._matrix.convert()
+        kernels = self._ops.linear
+        make = kernels.prepare_fp8_gated if self.spec.gated else kernels.prepare_fp8_linear
+        return make(self._matrix.codes, self._matrix.scales, self._bias)
+
+
+class StoredFp8Experts(ExpertsMethod):
+    """The experts of a layer of an FP8 checkpoint."""
+
+    weight_dtype: ClassVar[torch.dtype | None] = FP8
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], block: Block | None) -> None:
+        super().__init__(spec, kernel)
+        moe = spec.moe
+        rows = 2 * moe.intermediate_size
+        self._gate_up = spec.empty(moe.num_experts, rows, moe.hidden_size, dtype=FP8)
+        self._down = spec.empty(moe.num_experts, moe.hidden_size, moe.intermediate_size, dtype=FP8)
+        self._gate_up_scales = spec.empty(moe.num_experts, rows, dtype=torch.float32)
+        self._down_scales = spec.empty(moe.num_experts, moe.hidden_size, dtype=torch.float32)
+        self._matrices = []
+        for expert in range(moe.num_experts):
+            gate_up, down = spec.gate_up_parts(expert), [spec.down_part(expert)]
+            whole = Shard.whole(moe.hidden_size)
+            self._matrices += [
+                StoredMatrix(self._gate_up[expert], self._gate_up_scales[expert], gate_up, whole, block),
+                StoredMatrix(self._down[expert], self._down_scales[expert], down, spec.inner, block),
+            ]
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.0.gate_proj.weight``, ``NAME.0.gate_proj.weight_scale`` and so on, and biases."""
+        for matrix in self._matrices:
+            yield from matrix.targets()
+        yield from self.bias_targets()
+
+    def prepare(self) -> ExpertsOp:
+        """Convert the scales of blocks."""
+        for matrix in self._matrices:
+            matrix.convert()
+        return self.operation(self._gate_up, self._down, self._gate_up_scales, self._down_scales)

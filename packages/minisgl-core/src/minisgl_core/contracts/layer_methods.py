@@ -1,0 +1,264 @@
+"""Weights of linear layers and experts, from the checkpoint's tensors to the GEMMs.
+
+A method belongs to one layer. It allocates the tensors that the checkpoint has for the layer, names them as `WeightTarget`s,
+and turns them into an operation once they are loaded. `PlainLinear` and `PlainExperts` are those of 16-bit checkpoints.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from minisgl_core.contracts.layer import Targets
+from minisgl_core.contracts.moe import ExpertWeights, MoeKernel, MoeSpec
+from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.shard import Shard, sharded_target
+from minisgl_core.errors import ProviderUnsupportedError
+
+ExpertsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""x, topk_weights and topk_ids to what `MoeKernel.forward` returns."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearPart:
+    """Rows of a linear layer that come from one module of the checkpoint.
+
+    Attributes:
+        name: of the module, such as ``model.layers.0.self_attn.q_proj``. Parts share a name where the checkpoint stores them
+            fused, as Phi-3's does.
+        rows: this rank's part of the rows of that module's tensors.
+    """
+
+    name: str
+    rows: Shard
+
+
+@dataclass(frozen=True, slots=True)
+class LinearSpec:
+    """One linear layer on this rank: ``x -> x @ weight.T + bias``, or ``silu_and_mul`` of it.
+
+    Attributes:
+        name: of the layer, such as ``model.layers.0.self_attn.qkv_proj``.
+        parts: what its rows are, from the first to the last.
+        columns: this rank's part of the inputs.
+        bias: there is a bias.
+        gated: gate rows stand above up rows, and the output is ``silu(gate) * up``.
+        dtype: of activations, and of weights that are not quantized.
+        device: of all tensors.
+    """
+
+    name: str
+    parts: tuple[LinearPart, ...]
+    columns: Shard
+    bias: bool
+    gated: bool
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the weight on this rank, padding included."""
+        return sum(part.rows.size for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        """Columns of the weight on this rank, padding included."""
+        return self.columns.size
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor, of zeros where not every value comes from the checkpoint."""
+        padded = self.columns.is_padded or any(part.rows.is_padded for part in self.parts)
+        return (torch.zeros if padded else torch.empty)(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def matrix_targets(self, kind: str, held: torch.Tensor) -> Targets:
+        """Yield the targets of ``NAME.kind`` of every part, for a tensor of [out_features, in_features]."""
+        row = 0
+        for part in self.parts:
+            yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows, self.columns)
+            row += part.rows.size
+
+    def row_targets(self, kind: str, held: torch.Tensor) -> Targets:
+        """Yield the targets of ``NAME.kind`` of every part, for a tensor of [out_features, ...] such as the bias."""
+        row = 0
+        for part in self.parts:
+            yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows)
+            row += part.rows.size
+
+
+class LinearMethod(ABC):
+    """The weights of one linear layer.
+
+    Attributes:
+        spec: the layer.
+    """
+
+    def __init__(self, spec: LinearSpec) -> None:
+        """Allocate what `targets` yields, on ``spec.device``."""
+        self.spec = spec
+
+    @abstractmethod
+    def targets(self) -> Targets:
+        """Yield the name of every tensor that the checkpoint has for the layer, and where this rank's part of it goes."""
+
+    @abstractmethod
+    def prepare(self) -> LinearOp:
+        """Return the layer's operation. Called once, after loading; the method is dropped afterwards.
+
+        A row of the result depends on that row of the input alone. The operation keeps the tensors that it needs, in the form
+        that it needs. It must not keep a copy at full width besides.
+        """
+
+
+class PlainLinear(LinearMethod):
+    """Weight and bias in the model's dtype.
+
+    Attributes:
+        ops: multiply by the weight.
+        weight: [out_features, in_features]; rows and columns that are padding are zero.
+        bias: [out_features], or None.
+    """
+
+    def __init__(self, spec: LinearSpec, ops: Ops) -> None:
+        super().__init__(spec)
+        self.ops = ops
+        self.weight = spec.empty(spec.out_features, spec.in_features)
+        self.bias = spec.empty(spec.out_features) if spec.bias else None
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.weight`` and ``NAME.bias`` of every part."""
+        yield from self.spec.matrix_targets("weight", self.weight)
+        if self.bias is not None:
+            yield from self.spec.row_targets("bias", self.bias)
+
+    def prepare(self) -> LinearOp:
+        """Hand the weight to the kernels, which may pack it."""
+        make = self.ops.linear.prepare_gated if self.spec.gated else self.ops.linear.prepare_linear
+        return make(self.weight, self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """The experts of one layer on this rank.
+
+    Attributes:
+        name: of the layer, such as ``model.layers.0.mlp.experts``; expert 3's modules are ``NAME.3.gate_proj`` and so on.
+        moe: sizes on this rank, in the model's dtype.
+        inner: this rank's part of an expert's hidden dimension.
+        projections: the checkpoint's names of gate, up and down projection.
+        adds_bias: this rank adds the biases of the down projections; the others' are zeros, since the results are added up.
+    """
+
+    name: str
+    moe: MoeSpec
+    inner: Shard
+    projections: tuple[str, str, str]
+    adds_bias: bool = True
+
+    def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
+        """Return the rows of an expert's gate and up projection, [2 * I, H]."""
+        gate, up, _ = self.projections
+        return LinearPart(f"{self.name}.{expert}.{gate}", self.inner), LinearPart(
+            f"{self.name}.{expert}.{up}", self.inner
+        )
+
+    def down_part(self, expert: int) -> LinearPart:
+        """Return the rows of an expert's down projection, [H, I]; its columns are `inner`."""
+        return LinearPart(f"{self.name}.{expert}.{self.projections[2]}", Shard.whole(self.moe.hidden_size))
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a tensor, of zeros where not every value comes from the checkpoint."""
+        make = torch.zeros if self.inner.is_padded else torch.empty
+        return make(shape, dtype=dtype or self.moe.dtype, device=self.moe.device)
+
+
+class ExpertsMethod(ABC):
+    """The weights of one layer's experts.
+
+    Attributes:
+        weight_dtype: of the matrices that the kernel is given; None for the model's.
+        spec: the layer.
+        kernel: runs the experts, of `weight_dtype`.
+        gate_up_bias: [E, 2 * I]; None without biases.
+        down_bias: [E, H]; None without biases.
+    """
+
+    weight_dtype: ClassVar[torch.dtype | None] = None
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
+        """Allocate what `targets` yields, on ``spec.moe.device``.
+
+        Raises:
+            ProviderUnsupportedError: the kernel cannot serve these experts.
+        """
+        moe = replace(spec.moe, weight_dtype=self.weight_dtype)
+        if reasons := kernel.unsupported(moe):
+            raise ProviderUnsupportedError("moe", kernel.__name__, reasons)
+        self.spec, self.kernel = spec, kernel(moe)
+        has_bias = moe.has_bias
+        self.gate_up_bias = spec.empty(moe.num_experts, 2 * moe.intermediate_size) if has_bias else None
+        self.down_bias = spec.empty(moe.num_experts, moe.hidden_size) if has_bias else None
+
+    @abstractmethod
+    def targets(self) -> Targets:
+        """Yield the name of every tensor that the checkpoint has for the experts, and where this rank's part of it goes."""
+
+    @abstractmethod
+    def prepare(self) -> ExpertsOp:
+        """Return the layer's operation; see `LinearMethod.prepare`."""
+
+    def bias_targets(self) -> Targets:
+        """Yield ``NAME.0.gate_proj.bias`` and so on, if there are biases."""
+        if self.gate_up_bias is None or self.down_bias is None:
+            return
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
+            for part, rows in zip(self.spec.gate_up_parts(expert), gate_up.split(self.spec.inner.size), strict=True):
+                yield f"{part.name}.bias", sharded_target(rows, part.rows)
+            part = self.spec.down_part(expert)
+            yield f"{part.name}.bias", sharded_target(down, part.rows)
+
+    def operation(
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        gate_up_scales: torch.Tensor | None = None,
+        down_scales: torch.Tensor | None = None,
+    ) -> ExpertsOp:
+        """Return the kernel's call with these weights and the biases; see `ExpertWeights`."""
+        if self.down_bias is not None and not self.spec.adds_bias:
+            self.down_bias.zero_()
+        weights = ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, gate_up_scales, down_scales)
+        kernel = self.kernel
+        return lambda x, topk_weights, topk_ids: kernel.forward(x, weights, topk_weights, topk_ids)
+
+
+class PlainExperts(ExpertsMethod):
+    """Weights in the model's dtype.
+
+    Attributes:
+        gate_up: gate rows above up rows, [E, 2 * I, H]; rows that are padding are zero.
+        down: [E, H, I]; columns that are padding are zero.
+    """
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
+        super().__init__(spec, kernel)
+        moe = spec.moe
+        self.gate_up = spec.empty(moe.num_experts, 2 * moe.intermediate_size, moe.hidden_size)
+        self.down = spec.empty(moe.num_experts, moe.hidden_size, moe.intermediate_size)
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.0.gate_proj.weight`` and so on, and biases."""
+        inner = self.spec.inner
+        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+            for part, rows in zip(self.spec.gate_up_parts(expert), gate_up.split(inner.size), strict=True):
+                yield f"{part.name}.weight", sharded_target(rows, part.rows)
+            part = self.spec.down_part(expert)
+            yield f"{part.name}.weight", sharded_target(down, part.rows, inner)
+        yield from self.bias_targets()
+
+    def prepare(self) -> ExpertsOp:
+        """Hand the weights to the kernel."""
+        return self.operation(self.gate_up, self.down)
