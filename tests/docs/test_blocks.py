@@ -24,6 +24,10 @@ RUN_BY = {
     "docs/plugins/moe.md": "tests/docs/test_guides.py",
     "docs/plugins/ops.md": "tests/docs/test_guides.py",
     "docs/plugins/prefix_cache.md": "tests/docs/test_guides.py",
+    **{
+        f"docs/plugins/{guide}.md": "tests/docs/test_guides.py"
+        for guide in ("commands", "communicator", "executor", "grammar", "hooks", "platform", "weights")
+    },
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",
     "docs/fp8.md": "tests/server/bench/test_accuracy.py",

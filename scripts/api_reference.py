@@ -1,0 +1,44 @@
+"""Insert a section per module into the pages of the API reference, for mkdocstrings to fill from docstrings.
+
+mkdocs.yml names this file as a hook. A page has a line ``<!-- modules: minisgl_core.contracts.* -->``; every module that
+matches the pattern gets a heading and mkdocstrings' directive, so that the pages follow the packages.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+SOURCES = Path(__file__).parents[1] / "packages"
+PATTERN = re.compile(r"<!-- modules: (\S+) -->")
+DIRECTIVE = """\
+## {title}
+
+::: {module}
+    options:
+      show_root_heading: false
+      show_root_toc_entry: false
+"""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Replace the placeholders of a page; called by mkdocs."""
+    return PATTERN.sub(lambda match: "\n".join(map(_section, modules(match[1]))), markdown)
+
+
+def modules(pattern: str) -> list[str]:
+    """Return the dotted names of the packages' modules that match a glob pattern, sorted."""
+    found = []
+    for src in SOURCES.glob("*/src"):
+        for path in src.rglob("*.py"):
+            name = ".".join(path.relative_to(src).with_suffix("").parts)
+            if path.stem != "__init__" and fnmatchcase(name, pattern):
+                found.append(name)
+    return sorted(found)
+
+
+def _section(module: str) -> str:
+    title = module.rpartition(".")[2].removesuffix("_kit").replace("_", " ")
+    return DIRECTIVE.format(title=title[0].upper() + title[1:], module=module)
