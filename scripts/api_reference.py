@@ -25,7 +25,7 @@ DIRECTIVE = """\
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replace the placeholders of a page; called by mkdocs."""
-    return PATTERN.sub(lambda match: "\n".join(map(_section, modules(match[1]))), markdown)
+    return PATTERN.sub(lambda match: _sections(match[1]), markdown)
 
 
 def modules(pattern: str) -> list[str]:
@@ -39,6 +39,12 @@ def modules(pattern: str) -> list[str]:
     return sorted(found)
 
 
-def _section(module: str) -> str:
-    title = module.rpartition(".")[2].removesuffix("_kit").replace("_", " ")
-    return DIRECTIVE.format(title=title[0].upper() + title[1:], module=module)
+def _sections(pattern: str) -> str:
+    package = pattern.rpartition(".")[0]
+    return "\n".join(DIRECTIVE.format(title=_title(name, package), module=name) for name in modules(pattern))
+
+
+def _title(module: str, package: str) -> str:
+    """Return "Ops: linear" for the module ops.linear of the package."""
+    words = module.removeprefix(f"{package}.").removesuffix("_kit").replace(".", ": ").replace("_", " ")
+    return words[0].upper() + words[1:]
