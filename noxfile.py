@@ -1,7 +1,7 @@
-"""Everything that one does with a checkout. `nox` alone runs all the checks; `nox --list` says what each session does.
+"""Sessions for work on a checkout. `nox` alone runs all the checks; `nox --list` describes the sessions.
 
-Two environments serve all sessions: `.nox/dev` holds the packages editable, with every tool; `.nox/wheels` holds them
-as a user gets them. Every install is bound by constraints.txt.
+Two environments serve all sessions: `.nox/dev` has the packages editable, with every tool; `.nox/wheels` has them as users
+install them. constraints.txt pins every install.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ THREADS = {"TOKENIZERS_PARALLELISM": "false", "GOMP_SPINCOUNT": "2000"}
 
 
 def install_torch_and_model(session: nox.Session) -> None:
-    """Install what takes a command of its own.
+    """Install torch and the default model, which need commands of their own.
 
-    torch comes by pip even into an environment of uv's, because only pip knows pip's own find-links, where a site may
-    keep its build of torch. The embedded model's package declares dependencies that minisgl does not need.
+    torch is installed by pip even into an environment of uv's: only pip reads pip's own find-links, where a site may keep its
+    build of torch. The default model's package declares dependencies that minisgl does not need.
     """
     if session.venv_backend == "uv":
         session.install("pip")
@@ -87,6 +87,17 @@ def lint(session: nox.Session) -> None:
 def types(session: nox.Session) -> None:
     """Mypy: strict on the core (pyproject.toml says so), normal on the rest."""
     run_in("dev", session, "mypy", *(f"{project}/src" for project in PROJECTS))
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def quick(session: nox.Session) -> None:
+    """Lint, types and the tests that cover most per second, in under 2 minutes on two cores; arguments go to pytest."""
+    lint(session)
+    types(session)
+    session.env["OMP_NUM_THREADS"] = "1"
+    spread = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    selected = ["-m", "not gpu and not slow", *PYPROJECT["tool"]["minisgl"]["quick"]]
+    run_in("dev", session, "pytest", "-q", *spread, *selected, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

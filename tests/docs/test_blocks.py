@@ -26,6 +26,10 @@ RUN_BY = {
     "docs/plugins/policy.md": "tests/docs/test_guides.py",
     "docs/plugins/prefix_cache.md": "tests/docs/test_guides.py",
     "docs/plugins/quantization.md": "tests/docs/test_guides.py",
+    **{
+        f"docs/plugins/{guide}.md": "tests/docs/test_guides.py"
+        for guide in ("commands", "communicator", "executor", "grammar", "hooks", "platform", "weights")
+    },
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",
     "docs/fp8.md": "tests/server/bench/test_accuracy.py",

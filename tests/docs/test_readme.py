@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,18 @@ def test_the_two_commands() -> None:
     assert "\ndef serve(" in (ROOT / "noxfile.py").read_text()
 
 
+def test_the_paths_of_the_quick_session_exist() -> None:
+    """pytest refuses a path that is missing, and says nothing of an ignored one that is."""
+    quick = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["minisgl"]["quick"]
+    for argument in quick:
+        option, _, pattern = argument.rpartition("=")
+        if option == "--ignore-glob":
+            assert any(fnmatchcase(str(path), pattern) for path in ROOT.glob("tests/**/test_*.py")), argument
+        else:
+            assert (ROOT / pattern).exists(), argument
+    assert "\ndef quick(" in (ROOT / "noxfile.py").read_text()
+
+
 def test_in_process() -> None:
     [code] = blocks("run")
     assert "Paris" in run_python(code)
@@ -87,9 +101,9 @@ def test_plugin(plugin_site: Path) -> None:
         assert "Paris" in ask(url, "What is the capital of France?")
 
 
-def test_table_of_seams() -> None:
+def test_table_of_extension_points() -> None:
     """Groups, contracts, flags and names are those of the installed packages."""
-    rows = README.partition("<!-- test: seams -->\n")[2].partition("\n\n")[0].splitlines()[2:]
+    rows = README.partition("<!-- test: extension points -->\n")[2].partition("\n\n")[0].splitlines()[2:]
     shown = {}
     for row in rows:
         group, contract, chosen, shipped = (re.findall(r"`([^`]+)`", cell) for cell in row.split("|")[1:-1])

@@ -1,4 +1,4 @@
-"""The docs site builds, and what it says of commands, fields, seams and messages is what the code has."""
+"""The docs site builds, and what it says of commands, fields, extension points and messages is what the code has."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from pkgutil import resolve_name
 
 import click
 import pytest
@@ -21,6 +22,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 from pydantic import BaseModel, ValidationError
 
+import api_reference
 import cli_reference
 from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
@@ -82,6 +84,13 @@ def test_it_builds(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "--max-prefill-length" in (tmp_path / "site/cli/index.html").read_text()
+    for page, name in (
+        ("contracts", "AttentionBackend.forward"),
+        ("layers", "RowParallelLinear"),
+        ("hooks", "request_finished"),
+        ("kits", "PolicyTests"),
+    ):
+        assert re.search(rf'id="[\w.]*{name}"', (tmp_path / f"site/reference/{page}/index.html").read_text()), name
     for page in (tmp_path / "site").rglob("*.html"):
         assert not re.findall(r"<(?:script|link|img)[^>]*(?:src|href)=.?(?:https?:)?//[^>]*>", page.read_text()), page
 
@@ -252,13 +261,13 @@ def test_errors() -> None:
     assert shown == real
 
 
-# Seams.
+# Extension points.
 
 
-def test_seams() -> None:
+def test_extension_points() -> None:
     registry = Registry.from_environment({})
     ours = re.compile(r"minisgl-(core|backends|models|server)")
-    table = rows("seams.md", "seams")
+    table = rows("extension_points.md", "extension points")
     assert [names(row[0]) for row in table] == [[kind.group] for kind in KINDS.values()]
     kits = set()
     for kind, row in zip(KINDS.values(), table, strict=True):
@@ -279,13 +288,28 @@ def test_seams() -> None:
 def test_hooks() -> None:
     tree = ast.parse(Path(hookspecs.__file__).read_text())
     real = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.decorator_list]
-    assert [names(row[0])[0] for row in rows("seams.md", "hooks")] == real
+    assert [names(row[0])[0] for row in rows("extension_points.md", "hooks")] == real
 
 
-@pytest.mark.parametrize("page", ["life_of_a_request.md", "overlap.md"])
+@pytest.mark.parametrize("page", ["reading.md", "overlap.md", "architecture.md"])
 def test_files_exist(page: str) -> None:
     for name in re.findall(r"`([\w/]+\.py)`", (DOCS / page).read_text()):
         assert any(path.match(name) for path in SOURCES), name
+
+
+def test_reading_lists_twelve_files_and_describes_each() -> None:
+    text = (DOCS / "reading.md").read_text()
+    listed = [names(row[1])[0] for row in rows("reading.md", "files")]
+    assert len(listed) == 12
+    assert re.findall(r"^\*\*(\d+)\. `([^`]+)`", text, re.M) == [(str(n), name) for n, name in enumerate(listed, 1)]
+
+
+def test_the_reference_has_every_contract() -> None:
+    found = {resolve_name(kind.contract).__module__ for kind in KINDS.values() if kind.contract}
+    assert found <= {*api_reference.modules("minisgl_core.contracts.*")}
+    assert "::: minisgl_core.contracts.policy\n" in api_reference.on_page_markdown(
+        (DOCS / "reference/contracts.md").read_text()
+    )
 
 
 # Messages.
