@@ -55,7 +55,7 @@ REFUSED = {
     ),
     "an invalid schema in a structural tag": (
         tool_call({"$ref": "#/$defs/a", "$defs": {"a": {"type": "no"}}}),
-        "llguidance takes",
+        "llguidance supports",
     ),
 }
 
