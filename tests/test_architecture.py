@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -100,6 +101,39 @@ def test_contracts_import_no_part_that_keeps_them() -> None:
         if ".".join(name.split(".")[:2]) in parts
     ]
     assert not wrong, "\n".join(wrong)
+
+
+CORE_LAYERS = [
+    *("utils", "errors", "contracts", "sampling_params", "protocol", "text", "kv", "layers", "plugins", "config"),
+    *("platforms", "weights", "scheduler", "engine", "runtime", "llm", "cli", "testing"),
+]
+"""Rooms and loose modules of minisgl_core: each may import those before it."""
+
+
+def test_core_imports_only_lower_layers() -> None:
+    rank = {f"minisgl_core.{name}": number for number, name in enumerate(CORE_LAYERS)}
+    rooms = {".".join(module.split(".")[:2]) for module in modules() if module.startswith("minisgl_core.")}
+    assert rooms == set(rank)
+    wrong = [
+        f"{module} imports {name}"
+        for module in modules()
+        if module.startswith("minisgl_core.")
+        for name in imported(module)
+        if rank.get(".".join(name.split(".")[:2]), -1) > rank[".".join(module.split(".")[:2])]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", sorted(OURS))
+def test_no_two_rooms_import_each_other(package: str) -> None:
+    """Rooms are the folders and loose modules at the top of a package; a cycle may have any length."""
+    edges: dict[str, set[str]] = {}
+    for module in modules():
+        room = ".".join(module.split(".")[:2])
+        if module.startswith(f"{package}."):
+            others = {".".join(name.split(".")[:2]) for name in imported(module) if name.startswith(f"{package}.")}
+            edges.setdefault(room, set()).update(others - {room})
+    TopologicalSorter(edges).prepare()  # raises CycleError
 
 
 def test_only_the_conformance_kit_imports_test_tools() -> None:
