@@ -86,14 +86,20 @@ def test_where_it_is_read_from() -> None:
     [
         ({"bits": 4}, "has no quant_method"),
         ("fp8", "has no quant_method"),
-        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be a list of names"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert must be a list of names",
+        ),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["a("]},
             "modules_to_not_convert has an invalid regular expression",
         ),
         ({"quant_method": "compressed-tensors", "ignore": [3]}, "ignore must be a list of names"),
         ({"quant_method": "compressed-tensors", "config_groups": [3]}, "config_groups must map"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "weights of a group must be a mapping"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
+            "weights of a group must be a mapping",
+        ),
     ],
 )
 def test_what_cannot_be_read(config: Any, message: str) -> None:

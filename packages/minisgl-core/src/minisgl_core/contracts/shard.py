@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from minisgl_core.contracts.weights import WeightTarget
 
-if TYPE_CHECKING:
-    from minisgl_core.contracts.model import BuildContext
+
+class TensorParallelRank(Protocol):
+    """Rank and size of a tensor-parallel group, as `minisgl_core.contracts.model.BuildContext` has them."""
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank in the group."""
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks in the group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +38,7 @@ class Shard:
     total: int
 
     @classmethod
-    def of(cls, total: int, build: BuildContext) -> Shard:
+    def of(cls, total: int, build: TensorParallelRank) -> Shard:
         """Return the shard of an even split over the tensor-parallel ranks, rounded up."""
         size = -(-total // build.tp_size)
         start = min(build.tp_rank * size, total)
