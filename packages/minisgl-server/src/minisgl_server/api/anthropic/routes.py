@@ -27,12 +27,12 @@ async def messages(request: Request) -> Response:
     body = await parse_request(MessagesRequest, request)
     chat, field_names = to_chat_request(body)
     with field_names.errors():
-        run = await start_chat(request, chat, "msg", template_hints(body))
-    message = MessageObject(model, run.choices)
+        choices = await start_chat(request, chat, "msg", template_hints(body))
+    message = MessageObject(model, choices)
     if body.stream:
-        response: Response = EventStreamResponse(*run, MessageEvents(message))
+        response: Response = EventStreamResponse(choices, MessageEvents(message))
     else:
-        await run.collect(lambda _, text: message.segments.push(text))
+        await choices.collect(lambda _, text: message.segments.push(text))
         response = json_response(message.finished())
     return _with_request_id(response)
 

@@ -50,8 +50,8 @@ async def create(request: Request) -> Response:
     is_stored = store.is_enabled and body.store is not False
     chat, conversation, field_names = to_chat_request(body, _history(store, body))
     with field_names.errors():
-        run = await start_chat(request, chat, "resp", template_hints(body))
-    response = ResponseObject(body, model, is_stored, run.choices)
+        choices = await start_chat(request, chat, "resp", template_hints(body))
+    response = ResponseObject(body, model, is_stored, choices)
 
     def finish() -> dict[str, Any]:
         finished = response.finished(is_stored)
@@ -61,8 +61,8 @@ async def create(request: Request) -> Response:
         return finished
 
     if body.stream:
-        return EventStreamResponse(*run, ResponseEvents(response, finish))
-    await run.collect(lambda _, text: response.segments.push(text))
+        return EventStreamResponse(choices, ResponseEvents(response, finish))
+    await choices.collect(lambda _, text: response.segments.push(text))
     return json_response(finish())
 
 
