@@ -219,7 +219,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
             raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a text or a list of texts")
         return tuple(values)
-    kind = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
+    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
     if isinstance(value, os.PathLike) and "str" in words:
         value = os.fspath(value)
     if isinstance(value, str) and kind is not str:
@@ -233,7 +233,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         raise InvalidValueError(name, value, _expected(words))
     if meta.choices and value not in meta.choices:
         raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
-    if kind is int or kind is float:
+    if kind in (int, float):
         value = kind(value)
         _check_bounds(name, value, meta)
     return value

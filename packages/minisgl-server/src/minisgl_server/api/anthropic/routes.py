@@ -40,7 +40,6 @@ async def messages(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", **route_docs(CountTokensRequest, TokenCount, errors=(400, 404)))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
-    served_model(request.app)
     body = await parse_request(CountTokensRequest, request)
     chat, field_names = to_chat_request(body)
     with field_names.errors():

@@ -83,7 +83,6 @@ async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hint
 )
 async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation."""
-    served_model(request.app)
     chat = await parse_request(ChatRequest, request)
     choices = await start_chat(request, chat, "chatcmpl")
     if chat.stream:

@@ -69,7 +69,6 @@ async def create(request: Request) -> Response:
 @router.post("/v1/responses/input_tokens", **route_docs(InputTokensRequest, InputTokensResponse, errors=(400, 404)))
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
-    served_model(request.app)
     body = await parse_request(InputTokensRequest, request)
     chat, _, field_names = to_chat_request(body, _history(_store(request), body))
     with field_names.errors():
