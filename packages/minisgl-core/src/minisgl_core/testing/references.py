@@ -18,9 +18,9 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
+from minisgl_core.utils.fp8 import FP8
 
 
 class DenseAttention:

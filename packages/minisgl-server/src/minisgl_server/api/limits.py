@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from minisgl_core.errors import beyond_context
-from minisgl_core.messages import EngineInfo, Tokenize
+from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_server.api.errors import ApiError
 
 MIB = 2**20
