@@ -28,7 +28,6 @@ from minisgl_core.contracts.kv_cache import KVPages
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
-_INT_WORKSPACE_BYTES = 8 * 2**20  # FlashInfer's own default
 
 Wrappers = dict[int | None, Any]
 """FlashInfer's wrappers by sliding window, since a wrapper's plan is made for one window."""

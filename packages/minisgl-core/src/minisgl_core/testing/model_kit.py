@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
@@ -61,14 +62,12 @@ class ModelTests:
 
     def test_logits_equal_the_reference(self) -> None:
         """Of every position of a prompt."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             assert self._difference(reference, self._load(source), self._prompt(reference)) < self.tolerance
 
     def test_steps_equal_the_whole(self) -> None:
         """Chunks of a prompt, then single tokens, attend to what came before them."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             ids, model, attend = self._prompt(reference), self._load(source), DenseAttention()
             expected = _reference_logits(reference, ids)
             edges = [0, len(ids) // 2, len(ids) - 3, len(ids) - 2, len(ids) - 1, len(ids)]
@@ -78,8 +77,7 @@ class ModelTests:
 
     def test_sequences_of_a_batch_stand_alone(self) -> None:
         """Prompts of several requests in one step, then decodes beside the rest of a prompt: each at its own positions."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
             size = len(ids)
             sequences = ids, ids.flip(0)[: size // 2 + 1], ids.roll(size // 3)[: size - 1]
@@ -99,8 +97,7 @@ class ModelTests:
 
     def test_hidden_states_of_some_tokens(self) -> None:
         """Of one, of several, of all, in a prompt's first part and in its second."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
             expected, half, size = _reference_logits(reference, ids), len(ids) // 2, len(ids)
             for wanted in ([half - 1], [0, 3, half - 2], list(range(half))):
@@ -115,8 +112,7 @@ class ModelTests:
 
     def test_greedy_tokens_equal_the_reference(self) -> None:
         """Token after token."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             size, num_generated = self.num_greedy_tokens
             prompt, model, attend = self._prompt(reference)[:size], self._load(source), DenseAttention()
             made = reference.generate(
@@ -136,8 +132,7 @@ class ModelTests:
 
     def test_nothing_is_read_on_the_host(self) -> None:
         """CUDA graphs replay kernels whatever the values of tensors: `forward` and `compute_logits` must not look at them."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             reads = HostReads()
             kernel = reads.excluding(self.moe_kernel, "forward")
             model, ids = self._load(source, moe_kernel=kernel), self._prompt(reference)
@@ -150,8 +145,7 @@ class ModelTests:
 
     def test_unknown_tensors_are_refused(self) -> None:
         """`ignored_weights` ignores what the model has no use for, and nothing else."""
-        with TemporaryDirectory() as folder:
-            _, source = self._saved(folder)
+        with self._saved() as (_, source):
             names = [name for name, _ in source.tensors(self._config(source))]
             layer = next(name for name in names if ".0." in name).rpartition(".0.")[0]
             for unknown in (f"{layer}.0.unknown.weight", f"{layer}.0.self_attn.unknown.bias", "unknown.weight"):
@@ -161,8 +155,7 @@ class ModelTests:
     @pytest.mark.parametrize("tp_size", [2, 4])
     def test_ranks_together_equal_one(self, tp_size: int) -> None:
         """Each rank loads its part and computes its part of the logits; skipped where the heads do not split."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             ids = self._prompt(reference)
             expected = _reference_logits(reference, ids)
 
@@ -186,8 +179,7 @@ class ModelTests:
 
     def test_it_runs_in_bfloat16(self) -> None:
         """The dtype of most checkpoints: hidden states and logits have it."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source, dtype=torch.bfloat16)
             with torch.inference_mode():
                 hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())
@@ -199,8 +191,7 @@ class ModelTests:
 
     def test_missing_keys_have_their_defaults(self) -> None:
         """A ``config.json`` without the keys that equal the defaults of transformers' config class means the same."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        with self._saved() as (reference, source):
             defaults = type(reference.config)().to_dict()
             told = {key: value for key, value in source.config.items() if key not in defaults or value != defaults[key]}
             whole, sparse = self._config(source), model_config(self.provider.standard_config(told))
@@ -214,8 +205,8 @@ class ModelTests:
 
     def test_attention_layers_are_in_order(self) -> None:
         """One for each layer of the config, with its window."""
-        with TemporaryDirectory() as folder:
-            model = self._load(self._saved(folder)[1])
+        with self._saved() as (_, source):
+            model = self._load(source)
             layers = model.attention_layers()
             assert [layer.index for layer in layers] == list(range(model.config.num_layers))
             assert tuple(layer.sliding_window for layer in layers) == model.config.sliding_windows
@@ -226,8 +217,7 @@ class ModelTests:
         Of two stages, the first has the embedding, the last the final norm and the LM head, and every tensor is in one of them;
         a tied embedding is in both.
         """
-        with TemporaryDirectory() as folder:
-            source = self._saved(folder)[1]
+        with self._saved() as (_, source):
             whole = self._load(source)
             num_layers, windows = whole.config.num_layers, whole.config.sliding_windows
             names, stages = set(_loaded(self._built(source))), []
@@ -243,10 +233,13 @@ class ModelTests:
             both = stages[0] & stages[1]
             assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
 
-    def _saved(self, folder: str) -> tuple[Any, SavedReference]:
+    @contextmanager
+    def _saved(self) -> Iterator[tuple[Any, SavedReference]]:
+        """Yield the reference, and its checkpoint in a temporary folder."""
         reference = self.make_reference()
-        reference.save_pretrained(folder)
-        return reference, SavedReference(Path(folder))
+        with TemporaryDirectory() as folder:
+            reference.save_pretrained(folder)
+            yield reference, SavedReference(Path(folder))
 
     def _config(self, source: WeightSource) -> ModelConfig:
         return model_config(self.provider.standard_config(source.config))

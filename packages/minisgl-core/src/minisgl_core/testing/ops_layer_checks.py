@@ -18,33 +18,31 @@ from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 class LinearChecks(OpsChecks):
     """Tests of `LinearOps`."""
 
+    @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("has_bias", [False, True])
-    def test_gemms(self, has_bias: bool) -> None:
-        """One token and many, twice each, over shapes; plain and gated."""
-        for ops in self.providers(LinearOps):
-            for shape in self.shapes:
-                for op, expected in self.gemms(ops, shape, has_bias):
-                    for num_rows in sorted(self.num_rows * 2):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape}", roundings=2)
+    def test_gemms(self, has_bias: bool, in_fp8: bool) -> None:
+        """One token and many, twice each, over shapes; plain and gated, also of inputs that `quantize_rows` quantizes."""
+        for ops, shape in self.weights(in_fp8):
+            for op, expected in self.gemms(ops, shape, has_bias, in_fp8):
+                for num_rows in sorted(self.num_rows * 2):
+                    x = self.random(num_rows, shape[1], dtype=ops.dtype)
+                    self.check(op, expected, x, f"{num_rows} rows by {shape}{' in float8' * in_fp8}", roundings=2)
 
     def test_every_number_of_tokens(self) -> None:
         """Kernels take a few at a time; the rest must not be lost."""
-        for ops in self.providers(LinearOps):
-            for shape in self.shapes:
-                for op, expected in self.gemms(ops, shape, False):
-                    for num_rows in range(19):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape}", roundings=2)
+        for ops, shape in self.weights(in_fp8=False):
+            for op, expected in self.gemms(ops, shape, False):
+                for num_rows in range(19):
+                    x = self.random(num_rows, shape[1], dtype=ops.dtype)
+                    self.check(op, expected, x, f"{num_rows} rows by {shape}", roundings=2)
 
     @pytest.mark.parametrize("in_fp8", [False, True])
     def test_gemms_of_strided_inputs(self, in_fp8: bool) -> None:
         """Inputs have any number of dimensions, or are parts of wider tensors."""
-        for ops in self.providers(LinearOps, self.fp8_dtypes if in_fp8 else None):
-            for shape in self.fp8_shapes() if in_fp8 else self.shapes:
-                for op, expected in self.gemms(ops, shape, False, in_fp8):
-                    for x in views(shape[1], ops.dtype, self.device):
-                        self.check(op, expected, x, f"{list(x.shape)} by {shape}", roundings=2)
+        for ops, shape in self.weights(in_fp8):
+            for op, expected in self.gemms(ops, shape, False, in_fp8):
+                for x in views(shape[1], ops.dtype, self.device):
+                    self.check(op, expected, x, f"{list(x.shape)} by {shape}", roundings=2)
 
     @pytest.mark.parametrize("size", [16, 80, 1536])
     def test_quantized_rows(self, size: int) -> None:
@@ -64,19 +62,12 @@ class LinearChecks(OpsChecks):
                 torch.testing.assert_close(codes.float(), wanted, rtol=2**-4 + 1e-5, atol=2**-10 + 1e-5)
                 assert (codes.float().abs().amax(-1) == FP8_MAX).tolist() == [row != 4 for row in range(9)]
 
-    @pytest.mark.parametrize("has_bias", [False, True])
-    def test_fp8_gemms(self, has_bias: bool) -> None:
-        """The input is what `quantize_rows` makes of x; plain and gated."""
-        for ops in self.providers(LinearOps, self.fp8_dtypes):
-            for shape in self.fp8_shapes():
-                for op, expected in self.gemms(ops, shape, has_bias, in_fp8=True):
-                    for num_rows in sorted(self.num_rows * 2):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape} in float8", roundings=2)
-
-    def fp8_shapes(self) -> list[Shape]:
-        """Return the shapes that an FP8 weight may have, gated or not."""
-        return [shape for shape in self.shapes if shape[0] % 32 == 0 and shape[1] % 16 == 0]
+    def weights(self, in_fp8: bool) -> Iterator[tuple[LinearOps, Shape]]:
+        """Yield an instance per dtype with each shape that a weight may have, gated or not."""
+        for ops in self.providers(LinearOps, self.fp8_dtypes if in_fp8 else None):
+            for shape in self.shapes:
+                if not in_fp8 or (shape[0] % 32 == 0 and shape[1] % 16 == 0):
+                    yield ops, shape
 
     def gemms(
         self, ops: LinearOps, shape: Shape, has_bias: bool, in_fp8: bool = False, dtype: torch.dtype | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +18,13 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
 from minisgl_core.utils.fp8 import FP8
 
-_KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
-"""Of a layer; a field that is added there must change the references too."""
-
-
-def check_known(layer: AttentionLayer) -> None:
-    """Raise AssertionError where a reference would ignore a field of the layer, such as one of a subclass."""
-    names = {each.name for each in fields(layer)}
-    assert names == _KNOWN_FIELDS, (
-        f"the kits' references do not know {sorted(names - _KNOWN_FIELDS)} of attention layers"
-    )
-
 
 class DenseAttention:
-    """An `Attend` for one sequence that keeps all keys and values; float32, causal, with windows, soft caps and sinks."""
+    """`Attend` of one sequence, which keeps all keys and values and computes `dense_attention`."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -48,26 +38,13 @@ class DenseAttention:
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
-        check_known(layer)
         if rotation is not None:
             q, k = RotaryOps(q.device, q.dtype).rotate(q, k, rotation)
         if layer.index in self._past:
             past_k, past_v = self._past[layer.index]
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
         self._past[layer.index] = (k.clone(), v.clone())
-        num_new, num_all, group = len(q), len(k), q.shape[1] // k.shape[1]
-        keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
-        age = torch.arange(num_all - num_new, num_all)[:, None] - torch.arange(num_all)
-        hidden = age < 0 if layer.sliding_window is None else (age < 0) | (age >= layer.sliding_window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if layer.sinks is not None:
-            sinks = layer.sinks.float()[:, None, None].expand(-1, num_new, 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = scores.softmax(dim=-1)[..., :num_all]
-        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return dense_attention(q, k, v, layer).to(q.dtype)
 
 
 def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.types import Scope
 
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.openai.requests import json_response
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.page.engine_feed import EngineFeed
-from minisgl_server.page.response_models import EngineState
 
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
@@ -30,6 +31,22 @@ SINCE = {
     "description": "Number of a step; only later steps are returned.",
     "schema": {"type": "integer", "minimum": 0, "default": 0},
 }
+
+
+class EngineState(BaseModel):
+    """Response of ``GET /engine/state``; the docstrings of `minisgl_core.protocol.engine_snapshot.State` describe the fields."""
+
+    engine: dict[str, Any]
+    time_s: float
+    step: int
+    has_text: bool
+    num_waiting: int
+    num_running: int
+    totals: dict[str, int]
+    pages: dict[str, Any]
+    requests: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
 
 
 def add_routes(app: FastAPI) -> None:
