@@ -97,12 +97,12 @@ class ComparesByTheCache(Policy):
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
-        (LeavesOneOut, "test_orders_all_that_wait"),
-        (TakesOneTwice, "test_orders_all_that_wait"),
+        (LeavesOneOut, "test_order_has_each_waiting_request_once"),
+        (TakesOneTwice, "test_order_has_each_waiting_request_once"),
         (ForgetsPriorities, "test_lower_priorities_run_first"),
-        (ThrowsDice, "test_is_the_same_every_time"),
-        (RemembersCalls, "test_is_the_same_every_time"),
-        (ComparesByTheCache, "test_asks_about_a_request_once"),
+        (ThrowsDice, "test_order_is_deterministic"),
+        (RemembersCalls, "test_order_is_deterministic"),
+        (ComparesByTheCache, "test_num_cached_is_called_once_per_request"),
     ],
 )
 def test_the_kit_catches_broken_policies(broken: type[Policy], caught_by: str) -> None:

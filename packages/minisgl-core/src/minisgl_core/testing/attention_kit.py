@@ -57,7 +57,7 @@ class AttentionBackendTests:
     head_shapes: ClassVar[tuple[HeadShape, ...]] = ((4, 2, 64), (2, 2, 128), (6, 2, 64), (8, 1, 64))
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
-    def test_says_why_it_cannot(self) -> None:
+    def test_unsupported_returns_reasons(self) -> None:
         """`unsupported` returns sentences for any spec, and uses no tensor."""
         known = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
         odd: list[dict[str, Any]] = [
@@ -81,7 +81,7 @@ class AttentionBackendTests:
             assert isinstance(reasons, list), f"{change}: {reasons!r} is not a list"
             assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
 
-    def test_what_it_accepts_works(self) -> None:
+    def test_accepted_specs_are_computed_correctly(self) -> None:
         """The backend refuses undeclared specs, or computes them correctly."""
         odd: list[dict[str, Any]] = [
             {"page_size": 3},
@@ -109,7 +109,7 @@ class AttentionBackendTests:
 
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
-    def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
+    def test_fused_rope_of_decodes(self, has_norms: bool, share: float) -> None:
         """A fused decode kernel applies QK norms, then RoPE by position, and leaves the rest of each head unchanged."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
@@ -147,7 +147,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             windowed = replace(spec, sliding_windows=(1, 5, 64))
             if self.provider.unsupported(windowed):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             self.run(
                 windowed,
                 decodes=[1, 4, 5, 6, 70, 200],
@@ -160,7 +160,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             size, scale = spec.page_size, spec.head_dim**-0.5
             layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
             rig = self.rig(spec, num_requests=3, max_seq_len=3 * size + 70, layers=layers)
@@ -181,7 +181,7 @@ class AttentionBackendTests:
             rig.step([(b, 1), (a, 50)], num_decodes=1)
 
     @pytest.mark.parametrize("feature", list(_FEATURES))
-    def test_what_it_lacks_is_refused(self, feature: str) -> None:
+    def test_undeclared_features_are_refused(self, feature: str) -> None:
         """The backend refuses exactly the features that its `capabilities` do not declare."""
         for spec in self.specs():
             reasons = self.provider.unsupported(replace(spec, **_FEATURES[feature]))
@@ -198,7 +198,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             caps = (2.0, None, 12.0)
             layers = [AttentionLayer(index, scale, soft_cap=cap) for index, cap in enumerate(caps)]
             rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
@@ -215,7 +215,7 @@ class AttentionBackendTests:
                 spec.head_dim**-0.5,
             )
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
             layers = [
                 AttentionLayer(0, scale, sinks=sinks),
@@ -232,13 +232,13 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec = replace(spec, max_decode_query_len=2)
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             rig = self.rig(spec, num_requests=3, max_seq_len=120)
             a, b, c = rig.request(7, 40), rig.request(64, 120), rig.request(0, 30)
             rig.step([(a, 2), (b, 2)], decode_query_len=2)
             rig.step([(b, 2), (a, 2), (c, 30)], num_decodes=2, decode_query_len=2)
 
-    def test_rows_are_used_again(self) -> None:
+    def test_page_table_rows_are_reused(self) -> None:
         """A new request in the row of a finished one has other pages at the same lengths."""
         for spec in self.specs():
             size = spec.page_size
@@ -280,7 +280,7 @@ class AttentionBackendTests:
                 prefills: Work = [writing, *reading] if writer_first else [*reading, writing]
                 rig.step([(decode, 1), *prefills], num_decodes=1)
 
-    def test_steps_follow_each_other(self) -> None:
+    def test_consecutive_steps(self) -> None:
         """One instance plans step after step, while requests start, decode and end."""
         for spec in self.specs():
             size = spec.page_size

@@ -78,7 +78,7 @@ def check_rank_and_size(me: Rank) -> None:
     group.close()
 
 
-def check_sums(me: Rank) -> None:
+def check_all_reduce(me: Rank) -> None:
     """All-reduce sums tensors of any shape, contiguous or not."""
     group = me.join("sums")
     for dtype in DTYPES:
@@ -90,7 +90,7 @@ def check_sums(me: Rank) -> None:
     group.close()
 
 
-def check_gathers(me: Rank) -> None:
+def check_all_gather(me: Rank) -> None:
     """All-gather concatenates in rank order along any dimension, contiguous or not, and keeps its input."""
     group = me.join("gathers")
     for dtype in DTYPES:
@@ -106,7 +106,7 @@ def check_gathers(me: Rank) -> None:
     group.close()
 
 
-def check_same_bits(me: Rank) -> None:
+def check_all_reduce_is_bitwise_equal(me: Rank) -> None:
     """All-reduced sums are bitwise equal on all ranks; otherwise ranks would sample different tokens."""
     group = me.join("same_bits")
     for dtype in DTYPES:
@@ -116,7 +116,7 @@ def check_same_bits(me: Rank) -> None:
     group.close()
 
 
-def check_sums_with_norms(me: Rank) -> None:
+def check_all_reduce_add_norm(me: Rank) -> None:
     """Fused all-reduce and RMSNorm of three layers: the residual goes from layer to layer, and norms are equal on all ranks."""
     group = me.join("sums_with_norms")
     ops = NormOps(me.device, torch.bfloat16)
@@ -142,7 +142,7 @@ def check_sums_with_norms(me: Rank) -> None:
     group.close()
 
 
-def check_order(me: Rank) -> None:
+def check_consecutive_collectives(me: Rank) -> None:
     """Many collectives of all kinds run one after another, without waits between them."""
     group = me.join("order")
     for step in range(40):
@@ -153,7 +153,7 @@ def check_order(me: Rank) -> None:
     group.close()
 
 
-def check_messages(me: Rank) -> None:
+def check_send_and_recv(me: Rank) -> None:
     """Tensors of any shape and dtype arrive in order, around the ring and back, and senders keep their input."""
     group = me.join("messages")
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
@@ -230,7 +230,7 @@ def _abort_soon(group: Communicator) -> None:
     group.abort()
 
 
-def check_missing_rank_at_start(me: Rank) -> None:
+def check_group_without_a_rank(me: Rank) -> None:
     """Joining a group fails if a rank does not join."""
     if me.rank == 0:
         with pytest.raises(RuntimeError):
@@ -238,7 +238,7 @@ def check_missing_rank_at_start(me: Rank) -> None:
     me.wait_for_all("missing")
 
 
-def check_rank_that_does_not_join_in(me: Rank) -> None:
+def check_collective_without_a_rank(me: Rank) -> None:
     """A collective fails if a rank does not join it."""
     group = me.join("silent", timeout_s=2)
     if me.rank != me.size - 1:
@@ -248,7 +248,7 @@ def check_rank_that_does_not_join_in(me: Rank) -> None:
     group.close()
 
 
-def check_rank_that_left(me: Rank) -> None:
+def check_collective_after_a_rank_left(me: Rank) -> None:
     """A collective fails if one of the ranks left the group before."""
     group = me.join("left", timeout_s=2)
     if me.rank == me.size - 1:
@@ -262,17 +262,17 @@ def check_rank_that_left(me: Rank) -> None:
 
 CHECKS = (
     check_rank_and_size,
-    check_sums,
-    check_gathers,
-    check_same_bits,
-    check_sums_with_norms,
-    check_order,
-    check_messages,
+    check_all_reduce,
+    check_all_gather,
+    check_all_reduce_is_bitwise_equal,
+    check_all_reduce_add_norm,
+    check_consecutive_collectives,
+    check_send_and_recv,
     check_objects,
     check_two_groups,
     check_abort,
 )
-FAULTS = (check_missing_rank_at_start, check_rank_that_does_not_join_in, check_rank_that_left)
+FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_collective_after_a_rank_left)
 """Checks after which an asynchronous device may end the process."""
 
 

@@ -41,7 +41,7 @@ class ExecutorTests:
         executor = self.provider(supervisor.start)
         return executor, list(executor.place(self.size, directory))
 
-    def test_placements_are_whole(self) -> None:
+    def test_placements_are_consistent(self) -> None:
         """Placements are in rank order, with one init_method, distinct addresses, and local ranks that count from 0."""
         with tempfile.TemporaryDirectory() as directory:
             _, placements = self.placements(Supervisor(), directory)
@@ -54,7 +54,7 @@ class ExecutorTests:
         assert local[0] == 0, "rank 0 must have local rank 0"
         assert all(each == 0 or each - 1 in local for each in local), "the local ranks of a host do not count from 0"
 
-    def test_ranks_start_meet_and_report(self) -> None:
+    def test_ranks_start_and_communicate(self) -> None:
         """Each rank gets its placement, joins the others at init_method, reports, and receives at its address."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()
@@ -78,7 +78,7 @@ class ExecutorTests:
             finally:
                 supervisor.terminate()
 
-    def test_the_end_of_a_rank_is_an_error(self) -> None:
+    def test_a_rank_that_exits_is_an_error(self) -> None:
         """The supervisor raises an error that names the rank."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()

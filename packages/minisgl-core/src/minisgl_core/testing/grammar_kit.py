@@ -177,7 +177,7 @@ class GrammarTests:
         return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_takes_what_fits(self, name: str) -> None:
+    def test_valid_outputs_are_accepted(self, name: str) -> None:
         """Valid outputs are accepted in any tokenization, and may then end with any EOS token."""
         for text in CASES[name][3]:
             for tokens in (_encode(text), _encode(text, one_byte_each=True)):
@@ -188,7 +188,7 @@ class GrammarTests:
                 assert set(EOS) <= _allowed(state), text
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_refuses_what_does_not(self, name: str) -> None:
+    def test_invalid_outputs_are_refused(self, name: str) -> None:
         """Invalid outputs are refused at the wrong byte, and the state does not change."""
         for text in CASES[name][4]:
             state = self.make(name)
@@ -213,7 +213,7 @@ class GrammarTests:
             assert state.accept(token)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_whatever_the_masks_lead_to_fits(self, name: str) -> None:
+    def test_outputs_that_follow_the_masks_are_valid(self, name: str) -> None:
         """Random outputs that follow the masks are valid if they end by themselves."""
         kind, text, fits = CASES[name][:3]
         provider, rng, num_ended = self.make_provider(), random.Random(name), 0
@@ -252,7 +252,7 @@ class GrammarTests:
                 assert state.accept(token)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_copies_go_their_own_way(self, name: str) -> None:
+    def test_copies_are_independent(self, name: str) -> None:
         """Copies of an initial and of a later state are independent."""
         tokens = _encode(CASES[name][3][0])
         state = self.make(name)
@@ -299,7 +299,7 @@ class GrammarTests:
             assert all(copied.accept(token) for token in first), output
             assert not copied.accept(last), output
 
-    def test_masks_of_several_at_once(self) -> None:
+    def test_batched_masks_equal_single_masks(self) -> None:
         """Masks filled together equal masks filled one by one, for any number and order."""
         provider = self.make_provider()
         states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
@@ -313,7 +313,7 @@ class GrammarTests:
             for state, mask in zip(chosen, masks, strict=True):
                 assert np.array_equal(mask, _mask(state))
 
-    def test_a_model_without_the_last_tokens(self) -> None:
+    def test_models_may_have_fewer_logits_than_tokens(self) -> None:
         """The model may have fewer logits than the tokenizer has tokens."""
         state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}

@@ -65,7 +65,7 @@ class ModelTests:
         with self._saved() as (reference, source):
             assert self._difference(reference, self._load(source), self._prompt(reference)) < self.tolerance
 
-    def test_steps_equal_the_whole(self) -> None:
+    def test_chunked_prefill_and_decode_equal_the_reference(self) -> None:
         """Chunks of a prompt, then single tokens, attend to what came before them."""
         with self._saved() as (reference, source):
             ids, model, attend = self._prompt(reference), self._load(source), DenseAttention()
@@ -75,7 +75,7 @@ class ModelTests:
                 logits = _logits(model, ids[start:stop], torch.arange(start, stop), attend)
                 assert (logits - expected[start:stop]).abs().max() < self.tolerance, f"tokens {start} to {stop}"
 
-    def test_sequences_of_a_batch_stand_alone(self) -> None:
+    def test_batched_sequences_are_independent(self) -> None:
         """Prompts of several requests in one step, then decodes beside the rest of a prompt: each at its own positions."""
         with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
@@ -95,7 +95,7 @@ class ModelTests:
                     difference = (found - expected[i][start:stop]).abs().max()
                     assert difference < self.tolerance, f"sequence {i}, tokens {start} to {stop}"
 
-    def test_hidden_states_of_some_tokens(self) -> None:
+    def test_logits_of_selected_tokens(self) -> None:
         """Of one, of several, of all, in a prompt's first part and in its second."""
         with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
@@ -130,7 +130,7 @@ class ModelTests:
                 tokens = logits[-1:].argmax(-1)
                 assert int(tokens) == expected, f"at position {position}"
 
-    def test_nothing_is_read_on_the_host(self) -> None:
+    def test_forward_reads_no_tensor_on_the_host(self) -> None:
         """CUDA graphs replay kernels whatever the values of tensors: `forward` and `compute_logits` must not look at them."""
         with self._saved() as (reference, source):
             reads = HostReads()
@@ -153,7 +153,7 @@ class ModelTests:
                     self._load(WithATensor(source, unknown))
 
     @pytest.mark.parametrize("tp_size", [2, 4])
-    def test_ranks_together_equal_one(self, tp_size: int) -> None:
+    def test_tensor_parallel_logits_equal_the_reference(self, tp_size: int) -> None:
         """Each rank loads its part and computes its part of the logits; skipped where the heads do not split."""
         with self._saved() as (reference, source):
             ids = self._prompt(reference)

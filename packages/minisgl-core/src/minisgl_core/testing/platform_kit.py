@@ -87,7 +87,7 @@ class PlatformTests:
                 assert (tensor == number).all().item()
                 assert (filled == number).all().item()
 
-    def test_many_short_copies_under_way(self) -> None:
+    def test_concurrent_copies_are_independent(self) -> None:
         """Concurrent copies do not overwrite each other's memory."""
         platform = self.make()
         with platform.stream():
@@ -148,7 +148,7 @@ class PlatformTests:
             assert (tensor == 3).all().item()
             assert (filled == 3).all().item()
 
-    def test_graphs_take_and_leave_what_is_shared(self) -> None:
+    def test_graphs_read_and_write_shared_memory(self) -> None:
         """Each replay uses its buffer while the host fills the next one."""
         platform = self.make()
         if not self.provider.supports_graphs:
@@ -185,7 +185,7 @@ class PlatformTests:
         platform.synchronize()
         assert (host == 1).all().item()
 
-    def test_the_peak_of_memory(self) -> None:
+    def test_measure_peak(self) -> None:
         """The peak covers all memory in use at once; None means that `run` was not called."""
         platform = self.make()
         calls = []
@@ -199,7 +199,7 @@ class PlatformTests:
         assert peak is None or peak >= 3 * 4 * _NUM_WORDS
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn])
-    def test_borrowed_memory(self, dtype: torch.dtype) -> None:
+    def test_weak_ref_shares_memory(self, dtype: torch.dtype) -> None:
         """A borrowed tensor has the same memory, shape, strides and dtype."""
         platform = self.make()
         whole = torch.arange(24, device=platform.device).view(2, 3, 4).to(dtype)
@@ -235,7 +235,7 @@ class PlatformTests:
         assert [copy.tolist() for copy in copies] == [[7.0] * 8, [9.0] * 8], "a replay overwrote a host tensor"
         graph.reset()
 
-    def test_graphs_in_pieces(self) -> None:
+    def test_piecewise_graphs(self) -> None:
         """Work between two graphs runs between their replays and sees their current values."""
         platform = self.make()
         if not self.provider.supports_graphs:

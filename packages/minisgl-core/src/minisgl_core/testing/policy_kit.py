@@ -73,7 +73,7 @@ class PolicyTests:
 
     @pytest.mark.parametrize("length", [0, 1, 2, 50, 1000])
     @pytest.mark.parametrize("num_priorities", [1, 3])
-    def test_orders_all_that_wait(self, length: int, num_priorities: int) -> None:
+    def test_order_has_each_waiting_request_once(self, length: int, num_priorities: int) -> None:
         """The order has each waiting request exactly once, as a missing one would wait forever."""
         for seed in range(5):
             queue = Queue(length, num_priorities, seed)
@@ -87,7 +87,7 @@ class PolicyTests:
             priorities = [request.priority for request in found]
             assert priorities == sorted(priorities), f"priorities in the order of admission: {priorities}"
 
-    def test_is_the_same_every_time(self) -> None:
+    def test_order_is_deterministic(self) -> None:
         """The order depends only on the queue and the cache, also for a new instance."""
         policy = self.provider()
         for seed in range(20):
@@ -95,7 +95,7 @@ class PolicyTests:
             orders = [list(queue.ordered_by(each)) for each in (policy, policy, self.provider())]
             assert orders[0] == orders[1] == orders[2], "the order differs from call to call"
 
-    def test_asks_about_a_request_once(self) -> None:
+    def test_num_cached_is_called_once_per_request(self) -> None:
         """The policy asks for cached tokens once per request, since each call matches the whole prompt."""
         queue = Queue(300, 2, seed=0)
         queue.ordered_by(self.provider())

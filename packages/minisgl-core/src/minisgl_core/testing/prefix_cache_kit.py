@@ -148,7 +148,7 @@ class PrefixCacheTests:
         assert [sorted(cache.evict(2).tolist()) for _ in range(3)] == [[30, 31], [20, 21], [10, 11]]
 
     @pytest.mark.parametrize("page_size", [1, 2, 16])
-    def test_similar_pages_are_told_apart(self, page_size: int) -> None:
+    def test_similar_pages_are_distinguished(self, page_size: int) -> None:
         """Pages that differ in single bits or have equal checksums are distinguished, among thousands of pages."""
         pages = similar_pages(page_size)
         for beginning in (np.empty(0, np.int32), np.arange(page_size, dtype=np.int32)):
@@ -192,7 +192,7 @@ class PrefixCacheTests:
         cache.check()
 
     @each_page_size
-    def test_reset_gives_everything_back(self, page_size: int) -> None:
+    def test_reset_returns_all_pages(self, page_size: int) -> None:
         """`reset` returns all pages, and the cache is usable afterwards."""
         cache = self.filled(page_size, (0, 0), (0, 1))
         assert sorted(cache.reset()) == [10, 11, 21]

@@ -34,7 +34,7 @@ class WeightSourceTests:
         raise NotImplementedError
         yield
 
-    def test_it_knows_its_files_and_no_others(self) -> None:
+    def test_only_paths_of_the_format_are_supported(self) -> None:
         """`unsupported` accepts the checkpoint and refuses an empty folder, an empty file and a missing path."""
         with self.make_checkpoint() as (path, _):
             assert self.provider.unsupported(path) == []
@@ -53,7 +53,7 @@ class WeightSourceTests:
             config = model_config(source.config, source.generation_config)
             assert model_config(source.config, source.generation_config) == config
 
-    def test_every_tensor_comes_once(self) -> None:
+    def test_each_tensor_is_listed_once(self) -> None:
         """Each tensor comes once, with its name, shape and values."""
         with self.make_checkpoint() as (path, expected):
             source = self.provider(path)
@@ -74,7 +74,7 @@ class WeightSourceTests:
             for _ in range(2):
                 assert {name for name, _ in source.tensors(config)} == set(expected)
 
-    def test_weights_that_nobody_takes_packed_are_dequantized(self) -> None:
+    def test_weights_are_dequantized_if_no_layer_loads_packed(self) -> None:
         """`stored_tensors` is `tensors` then."""
         with self.make_checkpoint() as (path, expected):
             source, seen = self.provider(path), set()
