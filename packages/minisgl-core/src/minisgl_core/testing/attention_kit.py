@@ -110,7 +110,7 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_fused_rope_of_decodes(self, has_norms: bool, share: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE by position, and leaves the rest of each head unchanged."""
+        """A fused decode kernel applies QK norms, then RoPE to a share of each head's dimensions."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
@@ -170,7 +170,7 @@ class AttentionBackendTests:
             rig.step([(a, 1), (b, 1), (c, 1)])
 
     def test_fp8_pool_of_too_small_scales(self) -> None:
-        """Values too large for FP8 saturate."""
+        """Values that are too large for FP8 after division by their scale saturate."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
@@ -207,7 +207,7 @@ class AttentionBackendTests:
             rig.step(work, num_decodes=1)
 
     def test_sinks(self) -> None:
-        """Two of three layers have attention sinks, one logit per head; one of them has a window where windows are served."""
+        """Two of three layers have attention sinks; one of them has a sliding window if the backend supports both."""
         for spec in self.specs():
             window = 9 if self.provider.capabilities.sliding_windows else None
             spec, scale = (
@@ -239,7 +239,7 @@ class AttentionBackendTests:
             rig.step([(b, 2), (a, 2), (c, 30)], num_decodes=2, decode_query_len=2)
 
     def test_page_table_rows_are_reused(self) -> None:
-        """A new request in the row of a finished one has other pages at the same lengths."""
+        """A request in the page-table row of a finished one has the same lengths, but other pages."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=8, max_seq_len=3 * size + 40)
@@ -281,7 +281,7 @@ class AttentionBackendTests:
                 rig.step([(decode, 1), *prefills], num_decodes=1)
 
     def test_consecutive_steps(self) -> None:
-        """One instance plans step after step, while requests start, decode and end."""
+        """One backend plans consecutive steps with prefills, chunks and decodes of changing requests."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=4, max_seq_len=2 * size + 60)
@@ -296,7 +296,7 @@ class AttentionBackendTests:
             rig.step([(a, 1)])
 
     def test_padded_decodes(self) -> None:
-        """Padding reads and writes only page 0."""
+        """Padding requests among decodes read and write only page 0."""
         for spec in self.specs():
             rig = self.rig(spec, num_requests=6, max_seq_len=90)
             a, b = rig.request(10, 90), rig.request(64, 90)
@@ -304,7 +304,7 @@ class AttentionBackendTests:
             rig.step([(None, 1), (a, 1)])
 
     def test_graph_replay(self) -> None:
-        """Graphs of two batch sizes are replayed for changing requests, with other steps between."""
+        """CUDA graphs of two batch sizes are replayed for changing requests, with other steps between the replays."""
         for spec in self.specs():
             windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
             spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))

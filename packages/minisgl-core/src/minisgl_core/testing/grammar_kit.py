@@ -36,7 +36,7 @@ TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": ";
 
 @lru_cache
 def byte_tokenizer() -> Any:
-    """Return a tokenizer with a token per byte, some longer tokens, two EOS tokens, and a special and a plain tag."""
+    """Return a tokenizer with a token per byte, some longer tokens, and three special tokens, of which two are EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ def _fits_structural(text: str) -> bool:
 
 
 Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
-"""Kind, text, check of an output, valid outputs, and outputs whose last byte is wrong."""
+"""Grammar kind, its text, check of an output, valid outputs, and outputs whose last byte is wrong."""
 
 CASES: dict[str, Case] = {
     "json_object": ("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
@@ -137,7 +137,7 @@ SPELLED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"const": "<|stop|>"}', '"<|stop|>"'),
     ("grammar", 'start: "<|call|>" "<|end|>"', "<|call|><|end|>"),
 ]
-"""Kind, text, and the only valid output."""
+"""Grammar kind, its text, and the only valid output, which contains the text of a special token."""
 
 INVALID: list[tuple[GrammarKind, str]] = [
     ("json_schema", '{"type": "no such type"}'),
@@ -264,7 +264,7 @@ class GrammarTests:
             assert np.array_equal(_mask(copied), _mask(state))
 
     def test_a_trigger_spelled_out(self) -> None:
-        """A trigger spelled out as text counts like the token."""
+        """A trigger that consists of several tokens starts the structure like the single token."""
         state = self.make("structural_tag")
         for letter in _letters("text <tool>"):
             assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
@@ -273,7 +273,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize(("kind", "text", "output"), SPELLED)
     def test_text_that_spells_special_tokens(self, kind: GrammarKind, text: str, output: str) -> None:
-        """Text that equals a special token is made of other tokens."""
+        """Output text that equals a special token is generated with other tokens."""
         tokenizer, state, tokens = byte_tokenizer(), self.make_provider().compile(kind, text, "it"), list[int]()
         while not state.is_complete:
             allowed = _allowed(state)
@@ -314,17 +314,17 @@ class GrammarTests:
                 assert np.array_equal(mask, _mask(state))
 
     def test_models_may_have_fewer_logits_than_tokens(self) -> None:
-        """The model may have fewer logits than the tokenizer has tokens."""
+        """Masks are right if the model has fewer logits than the tokenizer has tokens."""
         state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
 
     @pytest.mark.parametrize(("kind", "text"), INVALID)
     def test_invalid_texts(self, kind: GrammarKind, text: str) -> None:
-        """`check` and `compile` refuse invalid texts with the user's name."""
-        for find in (self.provider.check, self.make_provider().compile):
+        """`check` and `compile` raise errors for invalid texts that name the request field."""
+        for function in (self.provider.check, self.make_provider().compile):
             with pytest.raises(InvalidValueError) as raised:
-                find(kind, text, "field.of_the_user")
-            assert raised.value.name == "field.of_the_user"
+                function(kind, text, "request.field")
+            assert raised.value.name == "request.field"
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
@@ -337,11 +337,11 @@ def _encode(text: str, one_byte_each: bool = False) -> list[int]:
     if not one_byte_each:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-    found = []
-    for piece in re.split(r"(<[|a-z]+>)", text):
-        letters = [piece] if piece.startswith("<") else _letters(piece)
-        found += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
-    return found
+    tokens = []
+    for part in re.split(r"(<[|a-z]+>)", text):
+        letters = [part] if part.startswith("<") else _letters(part)
+        tokens += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+    return tokens
 
 
 def _letters(text: str) -> list[str]:

@@ -1,5 +1,4 @@
-"""Plain implementations that the kits compare with: attention without pages, experts one token at a time, a checkpoint
-written by transformers."""
+"""References of the kits: attention without pages, experts one token at a time, and checkpoints from transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from minisgl_core.utils.fp8 import FP8
 
 
 class DenseAttention:
-    """`Attend` of one sequence, which keeps all keys and values and computes `dense_attention`."""
+    """`Attend` of one sequence, which stores all keys and values and computes `dense_attention`."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -37,7 +36,7 @@ class DenseAttention:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
+        """Attend with q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, and return [T, Hq, D]."""
         if rotation is not None:
             q, k = RotaryOps(q.device, q.dtype).rotate(q, k, rotation)
         if layer.index in self._past:
@@ -52,7 +51,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
 
     Args:
         attends: one per sequence.
-        lengths: tokens of each in this step.
+        lengths: tokens of each sequence in this step.
     """
 
     def attend(
@@ -64,7 +63,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
     ) -> torch.Tensor:
         tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
         parts = zip(attends, *tensors, _split(rotation, lengths), strict=True)
-        return torch.cat([each(*qkv, layer, of_part) for each, *qkv, of_part in parts])
+        return torch.cat([each(*qkv, layer, part_rotation) for each, *qkv, part_rotation in parts])
 
     return attend
 
@@ -77,7 +76,7 @@ def _split(rotation: Rotation | None, lengths: Sequence[int]) -> list[Rotation |
 
 
 class NaiveMoe(MoeKernel):
-    """Each token through each of its experts in turn, in float32."""
+    """MoE kernel that computes each expert of each token in turn, in float32."""
 
     capabilities = MoeCapabilities(
         activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
@@ -93,34 +92,34 @@ class NaiveMoe(MoeKernel):
         down = weights.down, weights.down_scales, weights.down_bias
         for token, (factors, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
             for factor, expert in zip(factors, ids, strict=True):
-                gate, up = _of_expert(expert, x[token].float(), *gate_up).chunk(2)
-                out[token] += factor * _of_expert(expert, activated(gate, up, self.spec), *down)
+                gate, up = _expert_linear(expert, x[token].float(), *gate_up).chunk(2)
+                out[token] += factor * _expert_linear(expert, activated(gate, up, self.spec), *down)
         return out.to(x.dtype)
 
 
-def _of_expert(
+def _expert_linear(
     expert: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    matrix = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
-    return matrix @ x if bias is None else matrix @ x + bias[expert].float()
+    wide = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
+    return wide @ x if bias is None else wide @ x + bias[expert].float()
 
 
 def random_reference(config: Any, seed: int = 0) -> Any:
-    """A transformers model for causal language modelling with weights that make mistakes visible.
+    """Return a transformers model for causal language modelling with random weights that make mistakes visible.
 
-    transformers' own initialisation is so narrow that attention is nearly uniform and a wrong rotation goes unnoticed;
-    here activations keep their size through every layer, and norms and biases are not trivial.
+    With transformers' own initialisation, attention is nearly uniform, which hides wrong positions. Here activations keep their
+    size through all layers, and norms and biases are random.
 
     Args:
         config: a transformers config.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Returns:
-        The model in float32, with plain attention.
+        The model in float32, with eager attention.
     """
     from transformers import AutoModelForCausalLM
 
@@ -141,11 +140,11 @@ def random_reference(config: Any, seed: int = 0) -> Any:
 
 
 class SavedReference(WeightSource):
-    """A folder that transformers' ``save_pretrained`` wrote; the whole checkpoint is read at once."""
+    """Weight source for a folder that transformers' ``save_pretrained`` wrote. It reads each file at once."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """A folder without a config."""
+        """Refuse folders without a config.json."""
         return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
 
     def __init__(self, path: Path) -> None:
@@ -153,41 +152,41 @@ class SavedReference(WeightSource):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``."""
+        """Content of ``config.json``."""
         config: dict[str, Any] = json.loads((self._path / "config.json").read_text())
         return config
 
     def tokenizer(self) -> Any:
-        """Not saved."""
+        """Raise NotImplementedError, as no tokenizer is saved."""
         raise NotImplementedError
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Every tensor of every file."""
+        """Yield all tensors of all files."""
         for file in sorted(self._path.glob("*.safetensors")):
             yield from load_file(file).items()
 
 
 class WithATensor(WeightSource):
-    """A source with one tensor more."""
+    """Weight source that adds a tensor to another source."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """It stands on another source."""
-        return ["it is no file"]
+        """Refuse any path, since the source is built from another source."""
+        return ["it is not read from a path"]
 
     def __init__(self, source: WeightSource, name: str) -> None:
         self._source, self._name = source, name
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The source's."""
+        """Config of the other source."""
         return self._source.config
 
     def tokenizer(self) -> Any:
-        """The source's."""
+        """Return the tokenizer of the other source."""
         return self._source.tokenizer()
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """The source's, then `name`."""
+        """Yield the tensors of the other source, then the added one."""
         yield from self._source.tensors(config)
         yield self._name, torch.zeros(1)
