@@ -126,7 +126,7 @@ class _Keys:
         return int(value)
 
     def numbers(self, key: str, count: int, is_needed: bool = False) -> tuple[float, ...]:
-        """A list of `count` numbers above 0; empty where it is not needed and missing."""
+        """Return a list of `count` numbers above 0; empty if the key is missing and not needed."""
         values = self.get(key, ())
         if not isinstance(values, (list, tuple)) or any(not isinstance(v, (int, float)) or v <= 0 for v in values):
             raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")

@@ -1,7 +1,7 @@
-"""Turns every ``auto`` into a choice, once, before anything is built.
+"""Resolution of all options with the value ``auto``, before anything is built.
 
-`resolve` is a pure function of the options, the hardware, the model and what providers say of themselves; so a choice can be
-tested without the hardware, printed with its reason, and repeated.
+`resolve` is a pure function of the options, the hardware, the model, and the requirements of the providers. So its choices can
+be tested without the hardware, and are printed with their reasons.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from minisgl_core.layers.base import check_tp_size
 from minisgl_core.utils.fp8 import FP8
 
 Unsupported = Callable[..., list[str]]
-"""``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
+"""Function ``unsupported(kind, name, *spec)`` that returns the reasons why a provider does not support a spec.
+
+It raises an error if a provider that the user named does not load.
+"""
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cuda"): ("fa,hopper", "fa,triton", "fi,hopper", "fi,triton", "hopper", "triton", "torch"),
@@ -43,18 +46,25 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
-"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them. Of ops, each role
-goes to the first provider that has it.
+"""Providers that ``auto`` tries, best first, by kind and platform. A hook may put another one before them. For ``ops``, each
+role is served by the first provider that has it.
 
-Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill, FlashInfer comes
-next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host, and the one for
-Hopper begins and ends faster. On four of them the one-shot sums take a third of NCCL's time for the messages of a decode.
+The order of attention backends on CUDA was measured on an H200 (docs/benchmarks.md). FlashAttention 3 is the fastest for
+prefill, then FlashInfer. For decodes of mixed lengths, the Triton kernel is as fast as theirs and needs no planning on the
+host; the Hopper kernel has less overhead at its start and end. On four H200s, the one-shot all-reduce takes a third of NCCL's
+time for the message sizes of decode steps.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One resolved option: what, value, and why."""
+    """One resolved option.
+
+    Attributes:
+        what: name of the option.
+        value: resolved value.
+        reason: reason for the value.
+    """
 
     what: str
     value: str
@@ -63,7 +73,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A config without any ``auto``, and the reasons."""
+    """Config in which no option is ``auto``, and the choices that were made."""
 
     config: EngineConfig
     choices: tuple[Choice, ...]
@@ -78,20 +88,20 @@ def resolve(
     preferred: Callable[[str], str | None],
     ops_roles: Callable[[str], Iterable[str]],
 ) -> Resolved:
-    """Choose.
+    """Resolve all options that are ``auto``, and check those that are not.
 
     Args:
-        config: the user's options; its platform is taken to be `hardware`'s.
-        hardware: what it runs on.
-        model: what it runs.
-        installed: names of the providers of a kind.
-        unsupported: asks a provider.
-        preferred: a plugin's preference for a kind, if any.
-        ops_roles: the roles that a provider of the kind ``ops`` has.
+        config: options of the user. Their platform is ignored in favour of that of `hardware`.
+        hardware: properties of the device.
+        model: config of the model.
+        installed: function that returns the names of the installed providers of a kind.
+        unsupported: function that returns the reasons why a provider does not support a spec.
+        preferred: function that returns the provider of a kind that a plugin prefers; None if there is none.
+        ops_roles: function that returns the roles of an ops provider.
 
     Raises:
-        ProviderUnsupportedError: a provider asked for by name does not apply.
-        InvalidValueError: an option does not fit the model or the hardware.
+        ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
+        InvalidValueError: the value of an option does not fit the model or the hardware.
     """
     picker = _Picker(hardware.platform, set(installed("platform")), installed, unsupported, preferred)
     choices = [Choice("platform", hardware.platform, hardware.device_name)]
@@ -199,7 +209,11 @@ class _Picker:
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
 
     def pick(self, kind: str, wanted: str, *spec: Any) -> tuple[str, str]:
-        """The provider's name and why it."""
+        """Return the name of the selected provider, and the reason.
+
+        Raises:
+            ProviderUnsupportedError: the provider that the user named does not support the spec, or no provider does.
+        """
         if wanted != AUTO:
             reasons = self._unsupported(kind, wanted, *spec)
             if reasons:
@@ -224,12 +238,12 @@ class _Picker:
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
 
     def automatic(self, kind: str) -> list[str]:
-        """Return the names that ``auto`` tries, best first: a plugin's preference, then the platform's that are installed."""
+        """Return the providers that ``auto`` tries, best first: that of a plugin, then the installed ones of the platform."""
         installed, hinted = set(self._installed(kind)), self._preferred(kind)
         return [*(hinted.split(",") if hinted else ()), *(x for x in self._preferences(kind) if x in installed)]
 
     def first(self, kind: str) -> str:
-        """The preferred provider's name, without a look at whether it applies or is installed."""
+        """Return the most preferred provider, which may be unsupported or not installed."""
         return self._preferred(kind) or self._preferences(kind)[0]
 
     def _preferences(self, kind: str) -> tuple[str, ...]:
@@ -253,7 +267,7 @@ def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
 def attention_spec(
     config: EngineConfig, model: ModelConfig, max_seq_len: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionSpec:
-    """What a rank asks of its attention backend."""
+    """Return the requirements of a rank on its attention backend."""
     tp = config.parallel.tp
     return AttentionSpec(
         num_q_heads=model.num_q_heads // tp,
@@ -273,7 +287,7 @@ def attention_spec(
 
 
 def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of the KV pool of a model that computes in `dtype`."""
+    """Return the dtype of the KV pool of a model whose dtype is `dtype`."""
     wanted = config.cache.kv_dtype
     if wanted == AUTO:
         return dtype
@@ -281,20 +295,20 @@ def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> QuantizationSpec:
-    """What a rank asks of the provider of quantised products."""
+    """Return the requirements of a rank on its quantization provider."""
     num_experts = model.moe.num_experts if model.moe is not None else 0
     return QuantizationSpec(dtype, device, num_experts, CheckpointQuantization.of(model.raw))
 
 
 def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
-    """Says where the checkpoint's matrices have been."""
+    """Return the reason, and how the checkpoint's quantized weights are used."""
     if not model.quantization:
         return why
     return f"{why}; the checkpoint's are {model.quantization}" + (", and become --dtype" if chosen == "none" else "")
 
 
 def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """What a rank asks of its MoE kernel."""
+    """Return the requirements of a rank on its MoE kernel."""
     from minisgl_core.contracts.moe import MoeSpec
 
     assert model.moe is not None

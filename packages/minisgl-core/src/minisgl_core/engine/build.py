@@ -1,7 +1,7 @@
-"""Builds an engine and its scheduler's limits from options: providers, weights, memory.
+"""Construction of an engine from options.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine --> graphs
+    --> communicator --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An opened model.
+    """Opened checkpoint of a model.
 
     Attributes:
-        name: what clients call it.
+        name: name of the model for clients.
         source: config, tokenizer and tensors.
-        config: normalised.
-        model_class: the provider of its architecture.
+        config: normalised config.
+        model_class: class of the architecture.
     """
 
     name: str
@@ -64,11 +64,16 @@ class Checkpoint:
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if need be, its class, and read its config; no tensors yet."""
+    """Find the model, on a hub if necessary, load its class, and read its config, but no tensors.
+
+    Raises:
+        MinisglError: the model is not found, or is not supported.
+    """
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
     architecture = architecture_of(source.config)
-    model_class: type[Model] = registry.load("models", architecture)  # without it, what the config lacks says nothing
+    # Loaded first: an unknown architecture is a clearer error than a missing key of its config.
+    model_class: type[Model] = registry.load("models", architecture)
     normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
     if reasons := registry.unsupported("models", architecture, normalised):
@@ -78,15 +83,15 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, ready to run.
+    """Engine that is ready to run.
 
     Attributes:
-        engine: of this rank.
-        config: the options, without auto.
-        checkpoint: the model; its tokenizer is made on demand.
-        num_pages: pages of the KV pool, the same on every rank.
-        max_seq_len: most tokens of a sequence, after the pool's size was known.
-        info: for the launch to report.
+        engine: engine of this rank.
+        config: resolved options.
+        checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
+        num_pages: pages of the KV pool, equal on all ranks.
+        max_seq_len: longest sequence in tokens, which the size of the pool may limit.
+        info: description of the engine, for reports.
     """
 
     engine: Engine
@@ -105,18 +110,18 @@ def build_engine(
     progress: bool = True,
     joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
-    """Build one rank's engine; every rank calls this with the same options.
+    """Build one rank's engine. Every rank calls this with the same options.
 
     Args:
-        config: the user's options.
-        registry: the installed providers.
-        hooks: the installed hook modules.
-        placement: this process's among ``config.parallel.tp``.
-        progress: whether to draw a bar while weights load.
-        joined: is given the communicator as soon as there is one, to abort it where another rank fails meanwhile.
+        config: options of the user.
+        registry: installed providers.
+        hooks: installed hook modules.
+        placement: placement of this rank.
+        progress: True to show progress bars on rank 0.
+        joined: called with the communicator as soon as it exists, so that it can be aborted if another rank fails.
 
     Raises:
-        MinisglError: whatever does not fit, by name.
+        MinisglError: an option, the model or a provider is not supported.
     """
     phases = StartupTimer()
     check_providers(config.flat(), registry)
@@ -137,7 +142,9 @@ def build_engine(
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)
-    registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
+    registry.load(
+        "policy", config.scheduler.policy
+    )  # used later, but an error should be raised before the weights load
     phases.done("opened the checkpoint")
     with platform.stream():
         communicator = _join(config, registry, platform, placement)
@@ -153,7 +160,7 @@ def build_engine(
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
-            # A shorter context needs fewer positions, and LongRoPE has other frequencies for it.
+            # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
             served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
             model = checkpoint.model_class(served, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
@@ -176,9 +183,9 @@ def build_engine(
         except BaseException:
             if engine is not None:
                 engine.free_graphs()
-            # Without the first, kernels that wait for the other ranks would hold the device for good.
+            # Without the abort, kernels that wait for other ranks would occupy the device forever.
             for leave in (communicator.abort, communicator.close):
-                with suppress(Exception):  # the error that brought it here is the one to tell
+                with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
@@ -186,7 +193,7 @@ def build_engine(
 
 
 def _preferred(hooks: Hooks) -> Preferred:
-    """The hook `preferred_provider`, or None for every kind where no plugin has it."""
+    """Return a function that calls the hook `preferred_provider`; it returns None if no plugin implements the hook."""
 
     def ask(kind: str, hardware: Hardware) -> str | None:
         if hooks.preferred_provider is None:
@@ -200,7 +207,10 @@ def _preferred(hooks: Hooks) -> Preferred:
 
 
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
-    """Ask providers why they cannot serve. One that was not asked for by name and does not load is passed over."""
+    """Return a function that asks providers for the reasons why they do not support a spec.
+
+    If a provider does not load, that is an error if the user named it, and otherwise a reason and a warning.
+    """
     backends = config.backends
     named = {
         config.cache.cache,
@@ -228,7 +238,7 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
 
 
 def _join(config: EngineConfig, registry: Registry, platform: Platform, placement: RankPlacement) -> Communicator:
-    """Join the other ranks."""
+    """Join the communicator of the ranks."""
     if config.parallel.tp == 1:
         return SingleRank()
     spec = CommunicatorSpec(placement.rank, config.parallel.tp, platform.device, placement.init_method, timeout_s=600)
@@ -241,7 +251,11 @@ def _join(config: EngineConfig, registry: Registry, platform: Platform, placemen
 def _check_same_providers(
     config: EngineConfig, registry: Registry, communicator: Communicator, architecture: str
 ) -> None:
-    """See that all ranks resolved the same providers: a mismatch would be a hang later."""
+    """Check that all ranks resolved the same providers, since different ones could deadlock.
+
+    Raises:
+        PluginError: this rank resolved other providers than rank 0.
+    """
     if communicator.size == 1:
         return
     chosen = {
@@ -262,10 +276,10 @@ _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def default_sampling(generation_config: Any) -> dict[str, Any]:
-    """The sampling that a model's generation_config asks for, under `SamplingParams`' names.
+    """Return the sampling parameters in a model's generation_config, by the names of `SamplingParams`.
 
     Raises:
-        ModelFormatError: a value that is not allowed.
+        ModelFormatError: a value is not allowed.
     """
     if generation_config.get("do_sample") is False:
         return {}

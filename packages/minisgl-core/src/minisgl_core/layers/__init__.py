@@ -1,6 +1,6 @@
-"""The parts that models are built of, sharded over tensor-parallel ranks.
+"""Layers from which models are built, sharded over tensor-parallel ranks.
 
-Every layer takes a `BuildContext` and holds this rank's part of its weights. A model's file puts them together.
+Each layer is built with a `BuildContext` and has this rank's shard of its weights.
 """
 
 from minisgl_core.contracts.layer import Layer

@@ -1,4 +1,4 @@
-"""Root-mean-square norm (arXiv 1910.07467)."""
+"""RMSNorm (arXiv 1910.07467)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from minisgl_core.layers.base import empty_parameter
 
 
 class RMSNorm(Layer):
-    """Norm over the last dimension, replicated on every rank.
+    """RMSNorm over the last dimension, with a weight that is replicated on every rank.
 
     Attributes:
         eps: added to the mean square.
@@ -22,13 +22,13 @@ class RMSNorm(Layer):
         """Allocate the weight.
 
         Args:
-            size: of the last dimension.
+            size: size of the last dimension.
             eps: added to the mean square.
             build: ranks, kernels and dtype.
-            all_reduce: `add` is given this rank's part of a sum, from a layer with ``reduce=False``, and all-reduces it, in
-                one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
-                all-reduce may leave the residual spread over the ranks.
-            weight_offset: is added to the weight after loading, in the model's dtype: 1 where the checkpoint's norms multiply by
+            all_reduce: True if `add` all-reduces its input, the output of a layer with ``reduce=False``. Some communicators fuse
+                the all-reduce with the norm and leave the residual sharded over the ranks. So all norms that add to the same
+                residual must have the same value.
+            weight_offset: added to the weight after loading, in the model's dtype; 1 if the checkpoint's norms multiply by
                 ``1 + weight``, as Gemma's do.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
@@ -43,13 +43,13 @@ class RMSNorm(Layer):
             self.weight.add_(self._weight_offset)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size], any strides."""
+        """Return the norm of x, [..., size], which may have any strides."""
         return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of ``x + residual``, and the sum; both inputs may be overwritten.
+        """Return the norm of ``x + residual``, and the sum, which is the new residual. Both inputs may be overwritten.
 
-        Without a residual the stream begins here: `x` is the same on every rank, and becomes the residual.
+        If `residual` is None, `x` is the new residual. It must be equal on all ranks then, since it is not all-reduced.
         """
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x
