@@ -28,18 +28,18 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Apply RoPE to q and k, fused with the KV store if `slots` is given.
 
-    Returns:
-        q, k, and True if K and V are stored.
-
     Args:
         backend: attention backend with the KV pool.
-        rotary: ops that rotate.
+        rotary: kernels that apply RoPE.
         q: see `Attend`.
-        k: likewise.
-        v: likewise.
-        layer: likewise.
-        rotation: likewise.
+        k: see `Attend`.
+        v: see `Attend`.
+        layer: see `Attend`.
+        rotation: see `Attend`; None if the model applies no RoPE here.
         slots: slots to store K and V in; None if the backend stores them (see `separate_store`).
+
+    Returns:
+        q, k, and True if K and V are stored.
     """
     if rotation is None:
         return q, k, False

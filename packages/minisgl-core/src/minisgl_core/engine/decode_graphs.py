@@ -41,7 +41,7 @@ class DecodeResult:
         hidden: hidden states, [N, hidden_size].
         logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
         tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
-        left: the same tokens on their way to the host; these stay valid.
+        left: the same tokens, which are copied to the host; they stay valid after the next step.
     """
 
     rows: torch.Tensor

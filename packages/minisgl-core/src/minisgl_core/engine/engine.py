@@ -47,7 +47,7 @@ class BegunStep:
         logits: logits of these requests, [N, V]; None if N is 0. If `tokens` is set and the model has a `vocab_shard`, they are
             this rank's shard.
         tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
-        left: the same tokens on their way to the host.
+        left: the same tokens, which are copied to the host.
     """
 
     plan: BatchPlan
@@ -59,7 +59,7 @@ class BegunStep:
 
 
 class Engine:
-    """Model, attention backend with its KV pool, and sampler of one rank. `minisgl_core.engine.build` makes it."""
+    """Model, attention backend with its KV pool, and sampler of one rank, built by `minisgl_core.engine.build`."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Engine:
         ops: Ops,
         num_rows: int,
     ) -> None:
-        """`num_rows`: most requests in a batch."""
+        """Allocate the state of `num_rows` requests, the most in a batch."""
         self.platform, self.communicator, self.model, self.attention = platform, communicator, model, attention
         self._table = table
         self._ops = ops
@@ -181,8 +181,7 @@ class Engine:
     def free_graphs(self) -> None:
         """Free the CUDA graphs. Later steps run without them.
 
-        No graph may be running, since this frees the pinned host memory that it reads. After the last step that does not
-        matter.
+        No graph may be running, since this frees the pinned host memory that it reads.
         """
         recorded = self._graphs, self._pieces
         self._graphs = self._pieces = None

@@ -26,6 +26,7 @@ from minisgl_core.plugins.registry import Registry
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
 _LEAST_PIECES = 512
+"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps."""
 
 
 def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
@@ -41,7 +42,7 @@ class EngineFactory:
     """Factory of the engine for a KV pool of any size.
 
     Attributes:
-        attention: classes of the attention backends; the last one is that for decodes.
+        attention: classes of the attention backends; the last one serves decodes.
         longest: longest sequence by the options, in tokens.
         least_pool: spec of the smallest pool.
     """

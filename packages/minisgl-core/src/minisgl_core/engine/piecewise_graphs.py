@@ -53,7 +53,7 @@ class _Call:
 
 
 class _Capture:
-    """Attention during the capture of a size, which notes the calls; see `contracts.model.Attend`.
+    """`Attend` that records the attention calls while a size is captured; see `minisgl_core.contracts.model`.
 
     Steps of this size have more than `least` tokens.
     """

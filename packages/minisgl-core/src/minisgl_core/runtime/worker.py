@@ -169,7 +169,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
-    """Submit a request, or answer that it is refused. No client's request may stop the scheduler."""
+    """Submit a request, or send its worker the reason why it is refused. An invalid request must not end the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
     try:

@@ -1,6 +1,6 @@
-"""Snapshots of the scheduler for display, at no cost while nobody asks for them.
+"""Snapshots of the scheduler for display.
 
-Steps are kept from the first `SnapshotRequest` until `WATCH_S` seconds after the last one.
+Steps are recorded only from the first `SnapshotRequest` until `WATCH_S` seconds after the last one. Otherwise it costs nothing.
 """
 
 from __future__ import annotations

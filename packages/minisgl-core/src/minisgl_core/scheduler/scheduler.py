@@ -54,7 +54,7 @@ class Scheduler:
     """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.runtime.engine_loop`.
 
     Attributes:
-        step_planned: called with each step's chunks, decodes first, and the number of decodes; None while nobody watches.
+        step_planned: function called with each step's chunks, decodes first, and the number of decodes; None for no call.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Scheduler:
         Args:
             limits: limits of batches, queue, sequences and pages.
             cache: prefix cache of the engine's pages.
-            policy: orders the waiting requests.
-            hooks: called for finished requests and for pages that enter or leave the cache; may be None.
-            grammars: compiles grammars and fills token masks; may be None if no request needs them.
+            policy: policy that orders the waiting requests.
+            hooks: hooks for finished requests and for pages that enter or leave the cache; None for no hooks.
+            grammars: compiler of grammars and token masks; None if no request needs them.
         """
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
