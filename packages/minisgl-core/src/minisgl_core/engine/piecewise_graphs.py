@@ -39,7 +39,7 @@ def piecewise_sizes(max_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention call between two graphs: its inputs, its output, and a flag that tells if K and V are stored already.
+    """Attention call between two graphs: inputs, output, and a flag that is True if the graph has stored K and V.
 
     The tensors do not keep their memory alive, and later graphs overwrite it.
     """

@@ -26,8 +26,8 @@ class RMSNorm(Layer):
             eps: added to the mean square.
             build: ranks, kernels and dtype.
             all_reduce: True if `add` all-reduces its input, the output of a layer with ``reduce=False``. Some communicators fuse
-                the all-reduce with the norm and leave the residual sharded over the ranks. So all norms that add to the same
-                residual must have the same value.
+                the all-reduce with the norm and leave the residual sharded over the ranks. So either all or none of the norms
+                that add to one residual must set it.
             weight_offset: added to the weight after loading, in the model's dtype; 1 if the checkpoint's norms multiply by
                 ``1 + weight``, as Gemma's do.
         """

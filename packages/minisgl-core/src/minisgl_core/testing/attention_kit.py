@@ -60,7 +60,7 @@ class AttentionBackendTests:
     def test_unsupported_returns_reasons(self) -> None:
         """`unsupported` returns sentences for any spec, and uses no tensor."""
         known = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
-        odd: list[dict[str, Any]] = [
+        changes: list[dict[str, Any]] = [
             {},
             {"page_size": 3},
             {"page_size": 4096},
@@ -75,7 +75,7 @@ class AttentionBackendTests:
             {"device": torch.device("cuda")},
             {"max_seq_len": 1 << 20, "max_batch": 1 << 12},
         ]
-        for change in odd:
+        for change in changes:
             with _NoTensors():  # type: ignore[no-untyped-call]
                 reasons = self.provider.unsupported(replace(known, **change))
             assert isinstance(reasons, list), f"{change}: {reasons!r} is not a list"
@@ -83,14 +83,14 @@ class AttentionBackendTests:
 
     def test_accepted_specs_are_computed_correctly(self) -> None:
         """The backend refuses undeclared specs, or computes them correctly."""
-        odd: list[dict[str, Any]] = [
+        changes: list[dict[str, Any]] = [
             {"page_size": 3},
             {"head_dim": 40},
             {"num_q_heads": 7, "num_kv_heads": 1},
             {"kv_dtype": torch.float8_e4m3fn},
         ]
         spec = next(iter(self.specs()))
-        for change in odd:
+        for change in changes:
             if not self.provider.unsupported(replace(spec, **change)):
                 self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
 

@@ -196,15 +196,15 @@ class AttentionRig:
         size = self.spec.page_size
         shared = prefix_of.pages[:num_shared] if prefix_of else []
         own = [self._free_pages.pop() for _ in range(-(-capacity // size) - num_shared)]
-        made = Tokens(self._free_rows.pop(), shared + own, num_cached)
-        entries = torch.tensor(made.pages, dtype=torch.int32, device=self.spec.device)
-        self.table.data[made.row, : len(made.pages)] = entries
-        fresh = self.slots(made, num_shared * size, num_cached)
+        request = Tokens(self._free_rows.pop(), shared + own, num_cached)
+        entries = torch.tensor(request.pages, dtype=torch.int32, device=self.spec.device)
+        self.table.data[request.row, : len(request.pages)] = entries
+        fresh = self.slots(request, num_shared * size, num_cached)
         if len(fresh):
             self.known[:, :, fresh] = self._normal(*self.known.shape[:2], len(fresh), *self.known.shape[3:])
             self._given[:, :, fresh] = self.known[:, :, fresh] * self._scales
             self.pool.data.copy_(self._laid_out(self.known))
-        return made
+        return request
 
     def slots(self, request: Tokens, start: int, stop: int) -> torch.Tensor:
         """Return the slots of a request's tokens, int64 [stop - start], on the CPU."""

@@ -20,7 +20,7 @@ def failures(kit: object) -> dict[str, BaseException]:
         if not name.startswith("test_"):
             continue
         test = getattr(kit, name)
-        if test is None:  # removed by the subclass; pytest skips it too
+        if test is None:  # disabled by the subclass; pytest does not collect it either
             continue
         for arguments in _arguments(test):
             try:

@@ -160,8 +160,8 @@ class PrefixCacheTests:
                 assert len(cache.match(tokens).pages) <= num_before, "the cache found a page that was never inserted"
                 cache.insert(tokens, pages_array([1] * num_before + [ids[page.tobytes()]]))
             for page in pages:
-                found = cache.match(np.concatenate((beginning, page))).pages.tolist()
-                assert found == [1] * num_before + [ids[page.tobytes()]], (
+                matched = cache.match(np.concatenate((beginning, page))).pages.tolist()
+                assert matched == [1] * num_before + [ids[page.tobytes()]], (
                     "the cache found another page for these tokens"
                 )
             cache.check()

@@ -65,7 +65,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.surely_used: dict[Prefix, int] = {}
         """Time when a prefix was last inserted or unlocked."""
         self.maybe_used: dict[Prefix, int] = {}
-        """Time of the last use, including matches and locks, which a cache need not count."""
+        """Time of the last use, including matches and locks, which a cache may ignore."""
 
     def beginnings(self, prefix: Prefix) -> list[Prefix]:
         """Return all non-empty prefixes of `prefix`, shortest first."""

@@ -132,7 +132,7 @@ def random_reference(config: Any, seed: int = 0) -> Any:
             if weight.ndim == 1:
                 centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
             else:
-                # With tied embeddings of unit size, a token's own logit would be the largest whatever the layers do.
+                # With tied embeddings of unit size, the input token always has the largest logit, which hides mistakes.
                 embedding = 0.2 if config.tie_word_embeddings else 1.0
                 centre, spread = 0.0, embedding if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)

@@ -36,8 +36,8 @@ def similar_pages(page_size: int) -> list[TokenIds]:
         bits[number, position] ^= np.int32(1 << bit)
     drawn = draw.integers(2**31, dtype=np.int64, size=(_NUM_DRAWN, page_size)).astype(np.int32)
     top = np.full((1, page_size), 2**31 - 1, np.int32)
-    found = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
-    return list(np.unique(np.concatenate(found), axis=0))
+    pages = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
+    return list(np.unique(np.concatenate(pages), axis=0))
 
 
 def _swapped(pages: TokenIds) -> list[TokenIds]:
