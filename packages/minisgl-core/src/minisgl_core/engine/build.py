@@ -26,7 +26,7 @@ from minisgl_core.contracts.ops import Ops, roles_of
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.engine import Engine
-from minisgl_core.engine.loader import load_weights
+from minisgl_core.engine.loader import has_other_lm_head, load_weights
 from minisgl_core.engine.memory import size_pool
 from minisgl_core.engine.parts import EngineParts
 from minisgl_core.engine.phases import Phases
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if need be, its class, and read its config; no tensors yet."""
+    """Find the model, on a hub if need be, its class, and read its config; of the tensors, only a stored copy of the LM head."""
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
     architecture = architecture_of(source.config)
@@ -73,6 +73,11 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     name = config.model.model or path.stem.split(".")[0]
     if reasons := registry.unsupported("models", architecture, normalised):
         raise ProviderUnsupportedError("models", architecture, reasons)
+    if normalised.tie_embeddings and has_other_lm_head(source, normalised):
+        logger.warning(
+            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; it is used, as in transformers"
+        )
+        normalised = replace(normalised, tie_embeddings=False)
     return Checkpoint(name, source, normalised, model_class)
 
 

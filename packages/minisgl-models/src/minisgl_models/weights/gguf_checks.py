@@ -63,11 +63,15 @@ _ARCHITECTURE_KEYS: Mapping[str, _Check] = {
     "expert_count": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
     "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
     "rope.scaling.original_context_length": _POSITIVE,
+    "rope.dimension_count": _POSITIVE,
     "rope.scaling.type": _TEXT,
     "rope.freq_base": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
-    "rope.scaling.factor": (
-        lambda value: _is_finite(value) and 0 < value <= MAX_CONTEXT,
-        f"a number above 0 and at most {MAX_CONTEXT}",
+    **dict.fromkeys(
+        ("rope.scaling.factor", "rope.scale_linear"),
+        (
+            lambda value: _is_finite(value) and 0 <= value <= MAX_CONTEXT,
+            f"a number from 0 (no factor) to {MAX_CONTEXT}",
+        ),
     ),
     "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
     **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),

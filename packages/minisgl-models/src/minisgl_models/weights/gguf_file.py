@@ -126,17 +126,33 @@ class GgufWeights(WeightSource):
         return self._metadata.get("tokenizer.ggml.eos_token_id")
 
     def _rope(self) -> dict[str, Any]:
+        """Return the RoPE settings as a ``config.json`` has them. As in llama.cpp, a factor without a type is linear.
+
+        Raises:
+            ModelFormatError: only a part of each head is rotated.
+        """
         rope: dict[str, Any] = {"rope_theta": self._key("rope.freq_base", 10000.0), "rope_type": "default"}
-        kind = self._key("rope.scaling.type", "none")
-        if kind not in ("none", "default"):
+        kind = self._key("rope.scaling.type", "linear")
+        factor = self._key("rope.scaling.factor", 0.0) or self._key("rope.scale_linear", 0.0)
+        if kind == "linear" and factor:
+            rope |= {"rope_type": kind, "factor": factor}
+        elif kind not in ("none", "default", "linear"):
             rope |= {
                 "rope_type": kind,
-                "factor": self._key("rope.scaling.factor"),
+                "factor": factor or None,
                 "original_max_position_embeddings": self._key("rope.scaling.original_context_length"),
                 "attention_factor": self._key("rope.scaling.attn_factor"),
                 "beta_fast": self._key("rope.scaling.yarn_beta_fast"),
                 "beta_slow": self._key("rope.scaling.yarn_beta_slow"),
             }
+        heads = self._key("attention.head_count")
+        head_dim = self._key("attention.key_length") or (self._key("embedding_length") or 0) // (heads or 1)
+        rotary_dim = self._key("rope.dimension_count", head_dim)
+        if rotary_dim != head_dim:
+            raise ModelFormatError(
+                f"{self._files[0].path}: {self._kind}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
+                "heads of which only a part is rotated are not supported in GGUF files"
+            )
         if _ROPE_FACTORS in self._tensors:
             shape = self._tensors[_ROPE_FACTORS].shape
             if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
