@@ -203,7 +203,7 @@ def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(raw))
     save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
     save_file(weights, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
-    files = {name: "model-2.safetensors" for name in weights} | {"model.embed_tokens.weight": "model-1.safetensors"}
+    files = dict.fromkeys(weights, "model-2.safetensors") | {"model.embed_tokens.weight": "model-1.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
     config = EngineConfig.from_flat(model=str(tmp_path), platform="cpu", ops="torch", dtype="float32")
     built = build_engine(config, tiny.registry(), Hooks(), progress=False)

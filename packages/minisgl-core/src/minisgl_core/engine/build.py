@@ -75,7 +75,8 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
         raise ProviderUnsupportedError("models", architecture, reasons)
     if normalised.tie_embeddings and has_other_lm_head(source, normalised):
         logger.warning(
-            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; it is used, as in transformers"
+            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; as transformers does, "
+            "the engine uses it"
         )
         normalised = replace(normalised, tie_embeddings=False)
     return Checkpoint(name, source, normalised, model_class)

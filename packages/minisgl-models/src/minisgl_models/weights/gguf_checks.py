@@ -41,6 +41,10 @@ def _are_integers(value: Any) -> bool:
     return isinstance(value, list) and all(_is_integer(item) for item in value)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_finite(item) for item in value)
+
+
 _Check = tuple[Callable[[Any], bool], str]
 _INTEGER: _Check = (_is_integer, "an integer")
 _FLAG: _Check = (_is_flag, "true or false")
@@ -52,9 +56,11 @@ _NUMBER: _Check = (_is_finite, "a finite number")
 _KEYS: Mapping[str, _Check] = {
     **{f"tokenizer.ggml.{name}_token_id": _INTEGER for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
     **{f"tokenizer.ggml.add_{name}_token": _FLAG for name in ("bos", "eos")},
+    "tokenizer.ggml.add_space_prefix": _FLAG,
     **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), _TEXT),
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _TEXTS),
     "tokenizer.ggml.token_type": (_are_integers, "an array of integers"),
+    "tokenizer.ggml.scores": (_are_numbers, "an array of finite numbers"),
 }
 _ARCHITECTURE_KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "attention.head_count"), _POSITIVE),
