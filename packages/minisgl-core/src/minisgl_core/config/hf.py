@@ -278,8 +278,8 @@ def _original_max_position(keys: _Keys, rope: _Keys, kind: str, max_position: in
 def _stretched(max_position: int, rope: RopeConfig) -> int:
     """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``.
 
-    ``dynamic`` is not among them. Beyond the unscaled context, its rotation of every key depends on the length of the whole
-    sequence, and keys in the cache cannot be rotated again.
+    ``dynamic`` is not among them. Beyond the unscaled context, its rotation of every key depends on the length of the sequence,
+    and cached keys cannot be rotated again.
     """
     if rope.kind in ("linear", "yarn"):
         return max(max_position, int(rope.original_max_position * rope.factor))
@@ -316,6 +316,10 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
     if not count:
         return None
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
+    if keys.get("num_local_experts", count) != count:
+        raise ModelFormatError(
+            f"config: num_local_experts={keys.get('num_local_experts')!r} contradicts num_experts={count!r}"
+        )
     num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise ModelFormatError(f"config: num_experts_per_tok={top_k} is greater than {name}={num_experts}")

@@ -14,7 +14,7 @@ from tokenizers import Regex, pre_tokenizers
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a byte-level vocabulary is applied to text.
+    """Pre-tokenizer and options of a byte-level vocabulary.
 
     Attributes:
         patterns: regular expressions that split the text, in order; None for GPT-2's.
