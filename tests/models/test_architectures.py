@@ -21,6 +21,7 @@ from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.mistral import MistralForCausalLM
+from minisgl_models.mixtral import MixtralForCausalLM
 from minisgl_models.qwen2 import Qwen2ForCausalLM
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -220,6 +221,16 @@ class TestQwen3MoeWithDenseLayers(TestQwen3Moe):
         "num_hidden_layers": 5,
         "mlp_only_layers": [3],
     }
+
+
+class TestMixtral(Small):
+    __test__ = True
+    provider, model_type = MixtralForCausalLM, "mixtral"
+    changes: ClassVar = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 21}
+
+
+class TestMixtralWithWindow(TestMixtral):
+    changes: ClassVar = {**TestMixtral.changes, "sliding_window": 9, "head_dim": 16, "tie_word_embeddings": True}
 
 
 def test_experts_where_there_are_none_are_refused() -> None:
