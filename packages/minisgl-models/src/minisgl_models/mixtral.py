@@ -25,29 +25,23 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
+from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaAttention
 
 _DEFAULTS: Mapping[str, Any] = {
-    "max_position_embeddings": 131072,
-    "num_experts_per_tok": 2,
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "num_local_experts": 8,
+    "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1e6,
-}
-"""Values of missing keys, from transformers' config class."""
-
-_FIXED: Mapping[str, Any] = {
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "layer_types": None,
-    "mlp_only_layers": None,
-    "moe_intermediate_size": None,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "norm_topk_prob": True,
-    "num_experts": None,
-    "use_sliding_window": True,
 }
-"""Keys of other architectures. transformers' Mixtral does not read them, and always has these values."""
 
 
 class MixtralSparseMoeBlock(Layer):
@@ -134,12 +128,24 @@ class MixtralForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class."""
-        return {**_DEFAULTS, **raw, **_FIXED}
+        return {**_DEFAULTS, **raw}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts."""
-        return [] if config.moe else [f"{cls.__name__} needs experts (num_local_experts in the config)"]
+        """Refuse a config without experts, biases, a soft cap, windows in some layers, and experts of other kinds."""
+        return unsupported_keys(
+            config,
+            experts=True,
+            attention_bias=False,
+            attn_logit_softcapping=None,
+            decoder_sparse_step=1,
+            layer_types=None,
+            mlp_bias=False,
+            mlp_only_layers=[],
+            moe_intermediate_size=config.intermediate_size,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+        )
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
