@@ -70,7 +70,8 @@ def model_config(
         )
     head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
     max_position = keys.positive("max_position_embeddings")
-    rope = _rope(keys, head_dim, max_position, _FIXED.get(architecture, {}).get("partial_rotary_factor"))
+    whole = _FIXED.get(architecture, {}).get("partial_rotary_factor")
+    rope, sliding_rope = _ropes(keys, head_dim, max_position, whole)
     attention_bias = keys.flag("attention_bias")
     vocab_size = keys.positive("vocab_size")
     eos_token_ids = [
@@ -88,13 +89,14 @@ def model_config(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_stretched(max_position, rope),
+        # A config with a rope per kind of layer states the scaled context.
+        max_position=max_position if sliding_rope else _stretched(max_position, rope),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=rope,
         dtype=str(keys.get("dtype") or keys.get("torch_dtype") or "float32").removeprefix("torch."),
         tie_embeddings=keys.flag("tie_word_embeddings"),
         qkv_bias=attention_bias,
-        o_bias=bool(defaults.get("o_bias", attention_bias)),
+        o_bias=keys.flag("o_bias", attention_bias),
         mlp_bias=keys.flag("mlp_bias"),
         sliding_windows=_sliding_windows(keys, num_layers, architecture),
         moe=_moe(keys, num_layers, intermediate_size),
@@ -107,6 +109,7 @@ def model_config(
         soft_cap=keys.above("attn_logit_softcapping", 0.0) if keys.get("attn_logit_softcapping") else None,
         has_sinks=keys.flag("attention_sinks"),
         value_head_dim=keys.positive("v_head_dim") if keys.get("v_head_dim") else None,
+        sliding_rope=sliding_rope,
         raw=raw,
     )
 
@@ -116,6 +119,9 @@ class _Keys:
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
         self._raw, self._where = raw, where
+
+    def replaced(self, key: str, value: Any) -> _Keys:
+        return _Keys({**self._raw, key: value}, self._where)
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._raw.get(key)
@@ -216,6 +222,20 @@ def _rope_settings(keys: _Keys) -> tuple[str, Mapping[str, Any]]:
                 "drops rope_parameters where a config has both: move all settings into one of them"
             )
     return "rope_scaling", scaling
+
+
+def _ropes(
+    keys: _Keys, head_dim: int, max_position: int, fixed_fraction: float | None
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rope of all layers and None, or that of full-attention layers and that of layers with a window."""
+    by_kind = keys.get("rope_parameters")
+    if not isinstance(by_kind, Mapping) or set(by_kind) != {"full_attention", "sliding_attention"}:
+        return _rope(keys, head_dim, max_position, fixed_fraction), None
+    full, sliding = (
+        _rope(keys.replaced("rope_parameters", by_kind[kind]), head_dim, max_position, fixed_fraction)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full, sliding
 
 
 def _rope(keys: _Keys, head_dim: int, max_position: int, fixed_fraction: float | None) -> RopeConfig:

@@ -150,6 +150,7 @@ class ExpertsSpec:
         inner: this rank's part of an expert's hidden dimension.
         projections: the checkpoint's names of gate, up and down projection.
         adds_bias: this rank adds the biases of the down projections; the others' are zeros, since the results are added up.
+        interleaved: the checkpoint has all experts in one tensor, see `InterleavedExperts`.
     """
 
     name: str
@@ -157,6 +158,7 @@ class ExpertsSpec:
     inner: Shard
     projections: tuple[str, str, str]
     adds_bias: bool = True
+    interleaved: bool = False
 
     def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
         """Return the rows of an expert's gate and up projection, [2 * I, H]."""
@@ -262,3 +264,41 @@ class PlainExperts(ExpertsMethod):
     def prepare(self) -> ExpertsOp:
         """Hand the weights to the kernel."""
         return self.operation(self.gate_up, self.down)
+
+
+class InterleavedExperts(ExpertsMethod):
+    """Weights in the model's dtype from tensors that hold all experts, as in gpt-oss's checkpoints.
+
+    They are the transposes of the others', and the outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
+
+    Attributes:
+        gate_up: as in the checkpoint, [E, H, 2 * I]; columns that are padding are zero.
+        down: [E, H, I]; columns that are padding are zero.
+    """
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
+        super().__init__(spec, kernel)
+        moe = spec.moe
+        self.gate_up = spec.empty(moe.num_experts, moe.hidden_size, 2 * moe.intermediate_size)
+        self.down = spec.empty(moe.num_experts, moe.hidden_size, moe.intermediate_size)
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.gate_up_proj``, ``NAME.down_proj``, and with ``_bias`` the biases."""
+        moe, inner, name = self.spec.moe, self.spec.inner, self.spec.name
+        experts, hidden = Shard.whole(moe.num_experts), Shard.whole(moe.hidden_size)
+        both = Shard(2 * inner.start, 2 * inner.stop, 2 * inner.size, 2 * inner.total)
+        yield f"{name}.gate_up_proj", sharded_target(self.gate_up, experts, hidden, both)
+        yield f"{name}.down_proj", sharded_target(self.down.transpose(1, 2), experts, inner, hidden)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield f"{name}.gate_up_proj_bias", sharded_target(self.gate_up_bias, experts, both)
+            yield f"{name}.down_proj_bias", sharded_target(self.down_bias, experts, hidden)
+
+    def prepare(self) -> ExpertsOp:
+        """Put gate rows above up rows, one expert after another, and hand the weights to the kernel."""
+        gate_up = self.gate_up.new_empty(self.gate_up.transpose(1, 2).shape)
+        for expert, columns in zip(gate_up, self.gate_up, strict=True):
+            expert.copy_(columns.unflatten(1, (-1, 2)).permute(2, 1, 0).flatten(0, 1))
+        del self.gate_up
+        if self.gate_up_bias is not None:
+            self.gate_up_bias = self.gate_up_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+        return self.operation(gate_up, self.down)
