@@ -150,6 +150,7 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
     "residual_multiplier": values("residual_multiplier", 0.5),
     "attention_multiplier": values("attention_multiplier", 0.5),
     "logits_scaling": values("logits_scaling", 3.0),
+    "use_bidirectional_attention": values("use_bidirectional_attention", True),
     "v_head_dim": values("v_head_dim", 4),
     "use_qk_norm": values("use_qk_norm", True, False),
     "layernorm_epsilon": values("layernorm_epsilon", 0.1),
@@ -177,18 +178,96 @@ WITHOUT_EFFECT = frozenset(
 )
 """Keys of training, of transformers' own outputs, and of what is not the model's computation. Reviewed by hand."""
 
+BY_KIND: Sequence[Patch] = [
+    {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}, **extra}
+    for full, sliding, extra in (
+        ({"rope_type": "default", **THETA}, {"rope_type": "default", "rope_theta": 50.0}, {}),
+        ({"rope_type": "linear", "factor": 4.0, **THETA}, {"rope_type": "default", **THETA}, {}),
+        ({**YARN, **THETA}, {"rope_type": "default", **THETA}, {}),
+    )
+]
+"""A rotary embedding per kind of layer."""
+
+DENSE_LAYER: Mapping[str, Sequence[Patch]] = {"intermediate_size": [{"intermediate_size": 56, "mlp_only_layers": [0]}]}
+"""A width that only dense layers have."""
+
 ALIASES: Mapping[str, str] = {"hidden_activation": "hidden_act", "num_local_experts": "num_experts"}
 """Keys that are read as another one, which messages name."""
 
 CASES: Mapping[str, Case] = {
+    "Gemma2ForCausalLM": Case("gemma2", {**SIZES, "head_dim": 12, "query_pre_attn_scalar": 16}),
+    "Gemma3ForCausalLM": Case(
+        "gemma3_text",
+        {**SIZES, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
+        {
+            "rope_parameters": BY_KIND,
+            "max_position_embeddings": [{"max_position_embeddings": 128, **BY_KIND[2]}],
+            "layer_types": [{"layer_types": [*KINDS, "sliding_attention"], **WINDOW}],
+            "sliding_window_pattern": [{"sliding_window_pattern": 2, **WINDOW}],
+        },
+        # transformers has the first from sliding_window_pattern, and does not apply the second; the engine refuses it.
+        frozenset({"_sliding_window_pattern", "attn_logit_softcapping"}),
+    ),
+    "Glm4ForCausalLM": Case("glm4", {**SIZES, "head_dim": 16}),
+    "Glm4MoeForCausalLM": Case(
+        "glm4_moe",
+        {
+            **SIZES,
+            "head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "num_nextn_predict_layers": 0,
+        },
+        {
+            "n_routed_experts": values("n_routed_experts", 5),
+            "n_group": [{"n_group": 2, "topk_group": 1}],
+            "topk_group": [{"n_group": 2, "topk_group": 1}],
+            "first_k_dense_replace": values("first_k_dense_replace", 0, 2),
+            "n_shared_experts": values("n_shared_experts", 2),
+        },
+        frozenset({"num_nextn_predict_layers"}),  # layers that draft tokens, which transformers has not
+    ),
+    "GptOssForCausalLM": Case(
+        "gpt_oss",
+        {**SIZES, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 7},
+        {"swiglu_limit": values("swiglu_limit", 1.0), "swiglu_alpha": values("swiglu_alpha", 1.0)},
+        frozenset({"hidden_act"}),  # its experts have an activation of their own
+    ),
+    "GraniteForCausalLM": Case("granite", SIZES),
     "LlamaForCausalLM": Case("llama", SIZES, {"head_dim": values("head_dim", 16, None)}),
     "MistralForCausalLM": Case("mistral", SIZES),
+    "MixtralForCausalLM": Case("mixtral", {**SIZES, "num_local_experts": 4}),
+    "Olmo2ForCausalLM": Case("olmo2", SIZES),
+    "Olmo3ForCausalLM": Case(
+        "olmo3",
+        {**SIZES, "num_hidden_layers": 4, "sliding_window": 7},
+        {
+            "rope_parameters": BY_KIND,
+            "max_position_embeddings": [{"max_position_embeddings": 128, **BY_KIND[2]}],
+            "layer_types": [{"layer_types": KINDS * 2}, {"layer_types": ["full_attention"] * 4}],
+        },
+    ),
+    "Phi3ForCausalLM": Case("phi3", SIZES),
     "Qwen2ForCausalLM": Case("qwen2", SIZES),
+    "Qwen2MoeForCausalLM": Case(
+        "qwen2_moe",
+        {**SIZES, **EXPERTS, "shared_expert_intermediate_size": 20},
+        {
+            **DENSE_LAYER,
+            "qkv_bias": values("qkv_bias", False),
+            "sliding_window": [{"use_sliding_window": True, "max_window_layers": 2, **WINDOW}],
+            "use_sliding_window": [{"use_sliding_window": True, "max_window_layers": 2, **WINDOW}],
+        },
+    ),
     "Qwen3ForCausalLM": Case("qwen3", {**SIZES, "head_dim": 12}),
     "Qwen3MoeForCausalLM": Case(
         "qwen3_moe",
         {**SIZES, **EXPERTS, "head_dim": 12},
-        {"intermediate_size": [{"intermediate_size": 56, "mlp_only_layers": [0]}]},
+        DENSE_LAYER,
     ),
 }
 """By the name of the entry point."""
+
+WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
+"""Architectures whose ``text_config`` another one of `CASES` reads."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from config_cases import ALIASES, CASES, WITHOUT_EFFECT, Case, Patch
+from config_cases import ALIASES, CASES, WITHOUT_EFFECT, WRAPPERS, Case, Patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
@@ -122,7 +122,7 @@ def raw_config(case: Case, patch: Patch) -> dict[str, Any]:
 
 
 def test_every_registered_architecture_has_a_case() -> None:
-    assert sorted(CASES) == shipped()
+    assert sorted({*CASES, *WRAPPERS}) == shipped()
 
 
 @pytest.mark.parametrize("architecture", CASES)
