@@ -195,11 +195,16 @@ ALIASES: Mapping[str, str] = {"hidden_activation": "hidden_act", "num_local_expe
 """Keys that are read as another one, which messages name."""
 
 CASES: Mapping[str, Case] = {
-    "Gemma2ForCausalLM": Case("gemma2", {**SIZES, "head_dim": 12, "query_pre_attn_scalar": 16}),
+    "Gemma2ForCausalLM": Case(
+        "gemma2",
+        {**SIZES, "head_dim": 12, "query_pre_attn_scalar": 16},
+        without_effect=frozenset({"use_bidirectional_attention"}),
+    ),
     "Gemma3ForCausalLM": Case(
         "gemma3_text",
         {**SIZES, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
         {
+            "num_hidden_layers": values("num_hidden_layers", 4),
             "rope_parameters": BY_KIND,
             "max_position_embeddings": [{"max_position_embeddings": 128, **BY_KIND[2]}],
             "layer_types": [{"layer_types": [*KINDS, "sliding_attention"], **WINDOW}],
