@@ -13,11 +13,14 @@ from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
-from minisgl_core.testing.references import random_reference
+from minisgl_core.testing.references import NaiveMoe, WithATensor, random_reference
 from minisgl_models.gemma2 import Gemma2ForCausalLM
 from minisgl_models.gemma3 import Gemma3ForCausalLM
 from minisgl_models.glm4 import Glm4ForCausalLM
@@ -35,6 +38,7 @@ from minisgl_models.qwen2_moe import Qwen2MoeForCausalLM
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
+CPU = torch.device("cpu")
 IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 SMALL = {
@@ -484,3 +488,43 @@ class TestGlm4WithoutBiases(TestGlm4):
         "attention_bias": False,
         "partial_rotary_factor": 0.25,
     }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        (TestMixtral, "norm_topk_prob", False),
+        (TestMixtral, "layer_types", ["full_attention"] * 3),
+        (TestMixtral, "moe_intermediate_size", 7),
+        (TestMixtral, "num_local_experts", 0),
+        (TestQwen2Moe, "num_experts", 0),
+        (TestQwen2Moe, "shared_expert_intermediate_size", 0),
+        (TestGlm4Moe, "n_group", 3),
+        (TestGlm4Moe, "n_shared_experts", 0),
+        (TestGlm4Moe, "routed_scaling_factor", "1"),
+        (TestGlm4Moe, "scoring_func", "softmax"),
+        (TestGlm4Moe, "sliding_window", 9),
+        (TestGptOss, "swiglu_alpha", 1.5),
+        (TestGptOss, "swiglu_limit", None),
+    ],
+)
+def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: str, value: Any) -> None:
+    kit = architecture()
+    raw = {**kit.make_reference().config.to_dict(), "architectures": [kit.provider.__name__], key: value}
+    build = BuildContext(SingleRank(), Ops.of(CPU, torch.float32), CPU, torch.float32, NaiveMoe)
+    config = model_config(kit.provider.standard_config(raw))
+    reasons = kit.provider.unsupported(config)
+    if not reasons:
+        with pytest.raises(ModelFormatError) as raised:
+            kit.provider(config, build)
+        reasons = [str(raised.value)]
+    assert {"n_group": "num_groups=3", "num_local_experts": "num_experts"}.get(key, key) in reasons[0]
+
+
+def test_layers_for_multi_token_prediction_are_left_out() -> None:
+    class WithPrediction(TestGlm4Moe):
+        def _saved(self, folder: str) -> Any:
+            reference, source = super()._saved(folder)
+            return reference, WithATensor(source, "model.layers.3.eh_proj.weight")
+
+    WithPrediction().test_logits_equal_the_reference()
