@@ -19,7 +19,7 @@ from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLi
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_models.gemma2 import Gemma2ForCausalLM
-from minisgl_models.gemma3 import Gemma3ForCausalLM
+from minisgl_models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from minisgl_models.glm4 import Glm4ForCausalLM
 from minisgl_models.granite import GraniteForCausalLM
 from minisgl_models.llama import LlamaForCausalLM
@@ -340,6 +340,22 @@ class TestGemma3WithLogitSoftCap(TestGemma3):
         "tie_word_embeddings": False,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     }
+
+
+class TestGemma3WithImages(ModelTests):
+    """The text model of a multimodal checkpoint."""
+
+    provider = Gemma3ForConditionalGeneration
+
+    def make_reference(self) -> Any:
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = AutoConfig.for_model(
+            "gemma3",
+            text_config={**SMALL, **TestGemma3.changes},
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        return random_reference(config)
 
 
 class TestOlmo2(Small):
