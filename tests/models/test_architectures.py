@@ -275,8 +275,13 @@ class TestLongRopeOfTheOriginalContext(TestPhi3):
     changes: ClassVar = longrope(128, 1.0)
 
 
-class TestPhi4Mini(TestLongRope):
-    changes: ClassVar = {**longrope(16, 0.75), "tie_word_embeddings": True}
+class TestPhi4Mini(Small):
+    """A part of each head is rotated, and every sequence is longer than the original context."""
+
+    __test__ = True
+    num_greedy_tokens = (24, 12)
+    provider, model_type = Phi3ForCausalLM, "phi3"
+    changes: ClassVar = {**longrope(8, 0.75), "tie_word_embeddings": True}
 
 
 class TestGranite(Small):
@@ -342,15 +347,16 @@ class TestGemma3WithLogitSoftCap(TestGemma3):
     }
 
 
-class TestGemma3WithImages(ModelTests):
+class TestGemma3WithImages(Small):
     """The text model of a multimodal checkpoint."""
 
-    provider = Gemma3ForConditionalGeneration
+    __test__ = True
+    provider, model_type = Gemma3ForConditionalGeneration, "gemma3"
 
     def make_reference(self) -> Any:
         vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
         config = AutoConfig.for_model(
-            "gemma3",
+            self.model_type,
             text_config={**SMALL, **TestGemma3.changes},
             vision_config={**vision, "image_size": 28, "patch_size": 14},
             mm_tokens_per_image=4,

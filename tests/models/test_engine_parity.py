@@ -1,10 +1,8 @@
-"""Greedy tokens of the engine equal those of transformers: small pages, chunks, shared prefixes, few pages, two ranks."""
+"""The whole engine on every architecture: its greedy tokens are those of transformers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from tempfile import mkdtemp
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,75 +11,41 @@ import torch
 
 from minisgl_core import LLM, SamplingParams
 
-CASES = [
-    architectures.TestGemma2,
-    architectures.TestGemma3,
-    architectures.TestGemma3WithImages,
-    architectures.TestGlm4,
-    architectures.TestGranite,
-    architectures.TestOlmo2,
-    architectures.TestOlmo3,
-    architectures.TestPhi3,
-    architectures.TestPhi4Mini,
-]
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+RANDOM = torch.randint(3, 97, (3, 40), generator=torch.Generator().manual_seed(4)).tolist()
+PROMPTS = [RANDOM[0], RANDOM[0][:33] + RANDOM[1][:5], RANDOM[1][:1], RANDOM[2][:20]]
+"""The second begins as the first does, and reaches into its third page of 16."""
+
+ARCHITECTURES = architectures.Small.__subclasses__()
+"""The test class of each, whose config is that of this test."""
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "page-1": {"page_size": 1, "num_pages": 90, "max_prefill_length": 16, "disable_overlap": True},
+    "page-16": {"page_size": 16, "num_pages": 6, "max_prefill_length": 24},
+    "tp-2": {"page_size": 16, "num_pages": 6, "max_prefill_length": 24, "tp": 2},
+}
+"""The pool is too small for all requests at once, and prompts are split into chunks."""
 
 
-@lru_cache
-def saved(case: type[architectures.ModelTests]) -> tuple[Any, str]:
-    """The transformers model and its folder."""
-    folder = mkdtemp(prefix=f"{case.__name__}-")
-    reference = case().make_reference()
-    reference.save_pretrained(folder)
-    return reference, folder
-
-
-@lru_cache
-def prompts() -> list[list[int]]:
-    """Longer than the models' windows and than LongRoPE's original context; the first four begin alike."""
-    ids = torch.randint(3, 100, (80,), generator=torch.Generator().manual_seed(3)).tolist()
-    return [ids[:33], [*ids[:20], 7, 9], [*ids[:32], 5], ids[:17], ids[40:67]]
-
-
-@torch.inference_mode()
-def check(reference: Any, prompt: list[int], tokens: list[int]) -> None:
-    """Each token is the most likely one after the prompt and the tokens before it."""
-    logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-    assert tokens == logits.argmax(-1).tolist()
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+@pytest.mark.parametrize(
+    "options",
+    [*(OPTIONS[name] for name in ("page-1", "page-16")), pytest.param(OPTIONS["tp-2"], marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda each: each.model_type)
+def test_greedy_tokens(
+    architecture: type[architectures.Small], options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def new_llm(folder: str, **options: Any) -> LLM:
-    return LLM(folder, dtype="float32", platform="cpu", ops="torch", attn="torch", cache="radix", **options)
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("page_size", "num_pages", "chunk"), [(1, 60, 7), (16, 6, 24)])
-def test_greedy_tokens(case: type[architectures.ModelTests], page_size: int, num_pages: int, chunk: int) -> None:
-    """Too few pages for all requests at once, and prompts in chunks; the second round finds prefixes in the cache."""
-    reference, folder = saved(case)
-    with new_llm(folder, page_size=page_size, num_pages=num_pages, max_prefill_length=chunk) as llm:
-        for _ in range(2):
-            outputs = llm.generate(prompts(), GREEDY)
-            for prompt, output in zip(prompts(), outputs, strict=True):
-                check(reference, prompt, output.token_ids)
-        assert sum(output.cached_tokens for output in outputs) > 0
-        assert llm.stats.num_preemptions > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_of_two_ranks(case: type[architectures.ModelTests]) -> None:
-    reference, folder = saved(case)
-    with new_llm(folder, tp=2, page_size=16, num_pages=40, max_prefill_length=24) as llm:
-        for prompt, output in zip(prompts(), llm.generate(prompts(), GREEDY), strict=True):
-            check(reference, prompt, output.token_ids)
+    reference = architecture().make_reference()
+    reference.save_pretrained(tmp_path)
+    fixed: dict[str, Any] = {"dtype": "float32", "platform": "cpu", "cache": "radix", "max_seq_len_override": 64}
+    with LLM(str(tmp_path), **fixed, **options) as llm:
+        outputs = [llm.generate(PROMPTS, GREEDY), llm.generate(PROMPTS[:2], GREEDY)]
+        assert llm.stats.num_preemptions > 0, "the pool is large enough for all"
+    assert all(output.cached_tokens >= 16 for output in outputs[1]), "the second time, prefixes are cached"
+    for output in (output for batch in outputs for output in batch):
+        with torch.inference_mode():
+            ids = torch.tensor([output.prompt_token_ids + output.token_ids[:-1]])
+            logits = reference(ids, logits_to_keep=NUM_TOKENS).logits[0]
+        assert output.token_ids == logits.argmax(-1).tolist()

@@ -238,7 +238,8 @@ class Gemma3ForConditionalGeneration(Model):
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
         """Refuse what `Gemma3ForCausalLM` does, and a soft cap of the logits, which this class of transformers ignores."""
-        return [*Gemma3ForCausalLM.unsupported(config), *unsupported_keys(config, final_logit_softcapping=None)]
+        reasons = unsupported_keys(config, final_logit_softcapping=None)
+        return list(dict.fromkeys((*Gemma3ForCausalLM.unsupported(config), *reasons)))
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
