@@ -22,7 +22,7 @@ from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLi
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import NaiveMoe, WithATensor, random_reference
 from minisgl_models.gemma2 import Gemma2ForCausalLM
-from minisgl_models.gemma3 import Gemma3ForCausalLM
+from minisgl_models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from minisgl_models.glm4 import Glm4ForCausalLM
 from minisgl_models.glm4_moe import Glm4MoeForCausalLM
 from minisgl_models.gpt_oss import GptOssForCausalLM
@@ -375,8 +375,13 @@ class TestLongRopeOfTheOriginalContext(TestPhi3):
     changes: ClassVar = longrope(128, 1.0)
 
 
-class TestPhi4Mini(TestLongRope):
-    changes: ClassVar = {**longrope(16, 0.75), "tie_word_embeddings": True}
+class TestPhi4Mini(Small):
+    """A part of each head is rotated, and every sequence is longer than the original context."""
+
+    __test__ = True
+    num_greedy_tokens = (24, 12)
+    provider, model_type = Phi3ForCausalLM, "phi3"
+    changes: ClassVar = {**longrope(8, 0.75), "tie_word_embeddings": True}
 
 
 class TestGranite(Small):
@@ -440,6 +445,23 @@ class TestGemma3WithLogitSoftCap(TestGemma3):
         "tie_word_embeddings": False,
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     }
+
+
+class TestGemma3WithImages(Small):
+    """The text model of a multimodal checkpoint."""
+
+    __test__ = True
+    provider, model_type = Gemma3ForConditionalGeneration, "gemma3"
+
+    def make_reference(self) -> Any:
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = AutoConfig.for_model(
+            self.model_type,
+            text_config={**SMALL, **TestGemma3.changes},
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        return random_reference(config)
 
 
 class TestOlmo2(Small):
