@@ -13,13 +13,16 @@ from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
-from minisgl_core.testing.references import random_reference
+from minisgl_core.testing.references import NaiveMoe, WithATensor, random_reference
 from minisgl_models.gemma2 import Gemma2ForCausalLM
-from minisgl_models.gemma3 import Gemma3ForCausalLM
+from minisgl_models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from minisgl_models.glm4 import Glm4ForCausalLM
 from minisgl_models.glm4_moe import Glm4MoeForCausalLM
 from minisgl_models.gpt_oss import GptOssForCausalLM
@@ -35,6 +38,7 @@ from minisgl_models.qwen2_moe import Qwen2MoeForCausalLM
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
+CPU = torch.device("cpu")
 IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 SMALL = {
@@ -371,8 +375,13 @@ class TestLongRopeOfTheOriginalContext(TestPhi3):
     changes: ClassVar = longrope(128, 1.0)
 
 
-class TestPhi4Mini(TestLongRope):
-    changes: ClassVar = {**longrope(16, 0.75), "tie_word_embeddings": True}
+class TestPhi4Mini(Small):
+    """A part of each head is rotated, and every sequence is longer than the original context."""
+
+    __test__ = True
+    num_greedy_tokens = (24, 12)
+    provider, model_type = Phi3ForCausalLM, "phi3"
+    changes: ClassVar = {**longrope(8, 0.75), "tie_word_embeddings": True}
 
 
 class TestGranite(Small):
@@ -438,6 +447,23 @@ class TestGemma3WithLogitSoftCap(TestGemma3):
     }
 
 
+class TestGemma3WithImages(Small):
+    """The text model of a multimodal checkpoint."""
+
+    __test__ = True
+    provider, model_type = Gemma3ForConditionalGeneration, "gemma3"
+
+    def make_reference(self) -> Any:
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = AutoConfig.for_model(
+            self.model_type,
+            text_config={**SMALL, **TestGemma3.changes},
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        return random_reference(config)
+
+
 class TestOlmo2(Small):
     """With four ranks, two share a KV head, and the norm of all KV heads counts it once."""
 
@@ -484,3 +510,43 @@ class TestGlm4WithoutBiases(TestGlm4):
         "attention_bias": False,
         "partial_rotary_factor": 0.25,
     }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        (TestMixtral, "norm_topk_prob", False),
+        (TestMixtral, "layer_types", ["full_attention"] * 3),
+        (TestMixtral, "moe_intermediate_size", 7),
+        (TestMixtral, "num_local_experts", 0),
+        (TestQwen2Moe, "num_experts", 0),
+        (TestQwen2Moe, "shared_expert_intermediate_size", 0),
+        (TestGlm4Moe, "n_group", 3),
+        (TestGlm4Moe, "n_shared_experts", 0),
+        (TestGlm4Moe, "routed_scaling_factor", "1"),
+        (TestGlm4Moe, "scoring_func", "softmax"),
+        (TestGlm4Moe, "sliding_window", 9),
+        (TestGptOss, "swiglu_alpha", 1.5),
+        (TestGptOss, "swiglu_limit", None),
+    ],
+)
+def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: str, value: Any) -> None:
+    kit = architecture()
+    raw = {**kit.make_reference().config.to_dict(), "architectures": [kit.provider.__name__], key: value}
+    build = BuildContext(SingleRank(), Ops.of(CPU, torch.float32), CPU, torch.float32, NaiveMoe)
+    config = model_config(kit.provider.standard_config(raw))
+    reasons = kit.provider.unsupported(config)
+    if not reasons:
+        with pytest.raises(ModelFormatError) as raised:
+            kit.provider(config, build)
+        reasons = [str(raised.value)]
+    assert {"n_group": "num_groups=3", "num_local_experts": "num_experts"}.get(key, key) in reasons[0]
+
+
+def test_layers_for_multi_token_prediction_are_left_out() -> None:
+    class WithPrediction(TestGlm4Moe):
+        def _saved(self, folder: str) -> Any:
+            reference, source = super()._saved(folder)
+            return reference, WithATensor(source, "model.layers.3.eh_proj.weight")
+
+    WithPrediction().test_logits_equal_the_reference()

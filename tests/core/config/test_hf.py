@@ -136,9 +136,20 @@ def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
     assert gemma3.hidden_act == "gelu_pytorch_tanh", "Gemma 2 and 3 have another key"
     long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "su", "short_factor": [1.0]})
     assert (long.rope.kind, long.rope.theta, long.max_position) == ("su", 5e4, 1024)
-    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    gemma3 = read("Gemma3ForCausalLM", rope_parameters=kinds)
-    assert (gemma3.rope.kind, gemma3.rope.rotary_dim, gemma3.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+    kinds = {"full_attention": {"rope_theta": 1e6}, "chunked_attention": {"rope_theta": 1e4}}
+    other = read("OtherForCausalLM", rope_parameters=kinds)
+    assert (other.rope.kind, other.rope.rotary_dim, other.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own() -> None:
+    """The context is the scaled one where the config has a rope per kind of layer."""
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    config = read(rope_parameters={"full_attention": full, "sliding_attention": {"rope_theta": 1e4}})
+    assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
+    assert (config.sliding_rope.kind, config.sliding_rope.theta) == ("default", 1e4)
+    assert config.max_position == 1024
+    assert read(rope_parameters=full).sliding_rope is None
+    assert read(rope_parameters=full).max_position == 8192
 
 
 @pytest.mark.parametrize("is_own_key", [False, True])

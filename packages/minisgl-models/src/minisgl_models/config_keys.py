@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,30 @@ def unsupported_keys(
     if config.rope.rotary_dim < config.head_dim and not partial_rotary:
         reasons.append(f"{config.architecture} rotates whole heads; partial_rotary_factor in the config must be 1")
     return reasons
+
+
+def number(raw: Mapping[str, Any], key: str) -> float:
+    """Return a key's value, which must be a finite number.
+
+    Raises:
+        ModelFormatError: it is not; the message names the key.
+    """
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ModelFormatError(f"config: {key}={value!r} is not a number")
+    return value
+
+
+def whole_number(raw: Mapping[str, Any], key: str, least: int = 0) -> int:
+    """Return a key's value, which must be a whole number of at least `least`.
+
+    Raises:
+        ModelFormatError: it is not; the message names the key.
+    """
+    value = number(raw, key)
+    if value < least or value != int(value):
+        raise ModelFormatError(f"config: {key}={value!r} is not a whole number of at least {least}")
+    return int(value)
 
 
 def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:

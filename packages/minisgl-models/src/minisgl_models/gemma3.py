@@ -45,6 +45,16 @@ _DEFAULTS: Mapping[str, Any] = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+_SHARED = (
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+"""Keys that multimodal checkpoints have beside the text model's config."""
 
 
 class Gemma3Attention(Layer):
@@ -220,14 +230,16 @@ class Gemma3ForConditionalGeneration(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the text model's config, with the keys beside it that the engine reads."""
-        shared = ("architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
-        text = {**raw.get("text_config", {}), **{key: raw[key] for key in shared if key in raw}}
-        return Gemma3ForCausalLM.standard_config(text)
+        shared = {key: raw[key] for key in _SHARED if key in raw}
+        return Gemma3ForCausalLM.standard_config(
+            {**(raw.get("text_config") or {}), "tie_word_embeddings": True, **shared}
+        )
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """See `Gemma3ForCausalLM.unsupported`."""
-        return Gemma3ForCausalLM.unsupported(config)
+        """Refuse what `Gemma3ForCausalLM` does, and a soft cap of the logits, which this class of transformers ignores."""
+        reasons = unsupported_keys(config, final_logit_softcapping=None)
+        return list(dict.fromkeys((*Gemma3ForCausalLM.unsupported(config), *reasons)))
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

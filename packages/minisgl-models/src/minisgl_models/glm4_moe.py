@@ -30,7 +30,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import number, unsupported_keys, whole_number
 from minisgl_models.llama import LlamaMLP
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -115,9 +115,9 @@ class Glm4MoeMoE(Layer):
             moe.top_k,
             renormalize=moe.norm_topk_prob,
             scoring="sigmoid",
-            num_groups=raw["n_group"],
-            topk_groups=raw["topk_group"],
-            scaling_factor=raw["routed_scaling_factor"],
+            num_groups=whole_number(raw, "n_group", 1),
+            topk_groups=whole_number(raw, "topk_group", 1),
+            scaling_factor=number(raw, "routed_scaling_factor"),
         )
         # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(
@@ -129,7 +129,7 @@ class Glm4MoeMoE(Layer):
             correction_bias=self.gate.e_score_correction_bias,
             reduce=False,
         )
-        shared = replace(config, intermediate_size=moe.intermediate_size * raw["n_shared_experts"])
+        shared = replace(config, intermediate_size=moe.intermediate_size * whole_number(raw, "n_shared_experts", 1))
         self.shared_experts = LlamaMLP(shared, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,13 +204,13 @@ class Glm4MoeForCausalLM(Model):
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class; the first layers have no experts."""
         keys = {**_DEFAULTS, **raw}
-        first = list(range(keys["first_k_dense_replace"]))
+        first = list(range(whole_number(keys, "first_k_dense_replace")))
         return {**keys, "num_experts": keys["n_routed_experts"], "mlp_only_layers": first, "o_bias": False}
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts or shared experts, biases of the MLP, sliding windows and a soft cap."""
-        reasons = unsupported_keys(
+        """Refuse a config without experts, biases of the MLP, sliding windows and a soft cap."""
+        return unsupported_keys(
             config,
             partial_rotary=True,
             experts=True,
@@ -219,13 +219,10 @@ class Glm4MoeForCausalLM(Model):
             scoring_func="sigmoid",
             sliding_window=None,
         )
-        if not config.raw["n_shared_experts"]:
-            reasons.append(f"{cls.__name__} needs shared experts (n_shared_experts in the config)")
-        return reasons
 
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns of tensors without a use here, among them the layers for multi-token prediction."""
-        first, count = self.config.num_layers, self.config.raw["num_nextn_predict_layers"]
+        first, count = self.config.num_layers, whole_number(self.config.raw, "num_nextn_predict_layers")
         return *super().ignored_weights(), *(f"model.layers.{index}.*" for index in range(first, first + count))
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

@@ -25,7 +25,7 @@ from minisgl_core.layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import number, unsupported_keys
 from minisgl_models.llama import LlamaAttention
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -84,7 +84,7 @@ class GptOssMLP(Layer):
             build,
             activation="swigluoai",
             bias=True,
-            swiglu_limit=config.raw["swiglu_limit"],
+            swiglu_limit=number(config.raw, "swiglu_limit"),
             reduce=False,
             interleaved=True,
         )

@@ -26,7 +26,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, whole_number
 from minisgl_models.llama import LlamaAttention, LlamaMLP
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -64,7 +64,7 @@ class Qwen2MoeSparseMoeBlock(Layer):
             build,
             reduce=False,
         )
-        shared = replace(config, intermediate_size=config.raw["shared_expert_intermediate_size"])
+        shared = replace(config, intermediate_size=whole_number(config.raw, "shared_expert_intermediate_size", 1))
         self.shared_expert = LlamaMLP(shared, build)
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, build)
 
@@ -142,7 +142,7 @@ class Qwen2MoeForCausalLM(Model):
         """Add the defaults of transformers' config class, and the windows of its layers."""
         keys = {**_DEFAULTS, **raw}
         if keys.get("layer_types") is None and keys["use_sliding_window"]:
-            with_window = range(0, min(keys["max_window_layers"], keys["num_hidden_layers"]), 2)
+            with_window = range(0, min(whole_number(keys, "max_window_layers"), keys["num_hidden_layers"]), 2)
             kinds = ("full_attention", "sliding_attention")
             keys["layer_types"] = [kinds[i in with_window] for i in range(keys["num_hidden_layers"])]
         return {**keys, "attention_bias": keys["qkv_bias"], "o_bias": False}

@@ -1,4 +1,7 @@
-"""Conversion of Hugging Face configs, from transformers 4 or 5, to a `ModelConfig`."""
+"""Conversion of Hugging Face configs, from transformers 4 or 5, to a `ModelConfig`.
+
+The file is long because all rules of one format are in it: defaults, fixed values, and checks of each key.
+"""
 
 from __future__ import annotations
 

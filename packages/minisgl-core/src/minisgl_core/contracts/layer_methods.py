@@ -297,8 +297,8 @@ class InterleavedExperts(ExpertsMethod):
         """Put gate rows above up rows, one expert after another, and hand the weights to the kernel."""
         gate_up = self.gate_up.new_empty(self.gate_up.transpose(1, 2).shape)
         for expert, columns in zip(gate_up, self.gate_up, strict=True):
-            expert.copy_(columns.unflatten(1, (-1, 2)).permute(2, 1, 0).flatten(0, 1))
+            expert.copy_(columns.view(len(columns), -1, 2).permute(2, 1, 0).flatten(0, 1))
         del self.gate_up
         if self.gate_up_bias is not None:
-            self.gate_up_bias = self.gate_up_bias.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1)
+            self.gate_up_bias = self.gate_up_bias.view(len(gate_up), -1, 2).transpose(1, 2).flatten(1)
         return self.operation(gate_up, self.down)
