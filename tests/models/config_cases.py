@@ -1,7 +1,7 @@
 """Tiny configs of the registered architectures, and other values of their keys, for tests against transformers.
 
 An architecture that is registered needs an entry in `CASES`. A key of its config class needs other values in `CHANGES` or in its
-case, or a place among the keys without effect, which are reviewed by hand.
+case. Otherwise it belongs to the keys without effect, which are reviewed by hand.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
     "num_experts_per_tok": values("num_experts_per_tok", 3),
     "moe_intermediate_size": values("moe_intermediate_size", 24),
     "norm_topk_prob": values("norm_topk_prob", True, False),
-    "decoder_sparse_step": values("decoder_sparse_step", 2),
+    "decoder_sparse_step": [{"decoder_sparse_step": 2, "num_hidden_layers": 3}],
     "mlp_only_layers": values("mlp_only_layers", [0]),
     "shared_expert_intermediate_size": values("shared_expert_intermediate_size", 24),
     "n_shared_experts": values("n_shared_experts", 1),

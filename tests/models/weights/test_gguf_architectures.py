@@ -35,7 +35,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 
 @dataclass(frozen=True)
 class Form:
-    """How llama.cpp's converter writes an architecture.
+    """Metadata and tensors that llama.cpp's converter writes for an architecture.
 
     Attributes:
         kind: llama.cpp's name of the architecture.

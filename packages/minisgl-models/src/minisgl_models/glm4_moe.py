@@ -209,12 +209,13 @@ class Glm4MoeForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config without experts, biases of the MLP, sliding windows and a soft cap."""
+        """Refuse a config without experts, biases of the MLP, sliding windows, a soft cap and a sparse step."""
         return unsupported_keys(
             config,
             partial_rotary=True,
             experts=True,
             attn_logit_softcapping=None,
+            decoder_sparse_step=1,
             mlp_bias=False,
             scoring_func="sigmoid",
             sliding_window=None,
