@@ -104,7 +104,7 @@ def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
     registry = Registry([*entries, Entry("models", "Capped", f"{__name__}:CappedLlama", "own", "1")])
     built = build_engine(config.with_flat(num_pages=50, max_seq_len_override=48), registry, Hooks(), progress=False)
-    assert type(built.engine.attention) is TorchAttention
+    assert built.engine.attention.capabilities.soft_cap
     loop, prompt = make_loop(built, registry, Hooks(), []), (5, 9, 3, 7, 11)
     tiny.submit(loop, "r", prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     ids, model = list(prompt), built.engine.model
