@@ -26,10 +26,10 @@ from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.engine.build import open_checkpoint
-from minisgl_core.engine.loader import load_weights
 from minisgl_core.errors import MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.testing.references import DenseAttention, NaiveMoe, random_reference
+from minisgl_core.weights.loader import load_weights
 
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
