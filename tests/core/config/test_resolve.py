@@ -160,6 +160,14 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -
     assert caught.value.name == name
 
 
+def test_a_context_beyond_that_of_dynamic_ntk_says_why() -> None:
+    dynamic = model_config({**MODEL.raw, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    with pytest.raises(
+        InvalidValueError, match="at most 512, the model's context; the engine does not scale dynamic NTK"
+    ):
+        choose(H200, model=dynamic, max_seq_len_override=513)
+
+
 def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
     gemma = replace(MODEL, soft_cap=50.0, sliding_windows=(64, None), has_sinks=True, value_head_dim=4)
     specs = []

@@ -67,8 +67,8 @@ class ServerOptions:
     reasoning_parser: str | None = option(
         None,
         "Return reasoning as reasoning_content, separate from content; deepseek_r1 is for models that begin to reason without"
-        " a tag.",
-        choices=("qwen3", "deepseek_r1"),
+        " a tag, gpt_oss for the harmony format.",
+        choices=("qwen3", "deepseek_r1", "gpt_oss"),
     )
     trust_request_chat_template: bool = option(
         False, "Render chat templates of requests, each in a process with limits of time and memory."

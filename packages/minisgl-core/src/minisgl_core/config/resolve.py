@@ -102,6 +102,8 @@ def resolve(
     max_seq_len = config.model.max_seq_len_override or model.max_position
     if max_seq_len > model.max_position:
         allowed = f"at most {model.max_position}, the model's context"
+        if model.rope.kind == "dynamic":
+            allowed += "; the engine does not scale dynamic NTK beyond max_position_embeddings"
         raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
 
     _check_tp(config.parallel.tp, hardware, model)

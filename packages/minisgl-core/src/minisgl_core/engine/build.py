@@ -40,7 +40,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.weights.loader import load_weights
+from minisgl_core.weights.loader import has_other_lm_head, load_weights
 from minisgl_core.weights.model_source import locate_model, open_weights
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class Checkpoint:
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if need be, its class, and read its config; no tensors yet."""
+    """Find the model, on a hub if need be, its class, and read its config; of the tensors, only a stored copy of the LM head."""
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
     architecture = architecture_of(source.config)
@@ -73,6 +73,12 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     name = config.model.model or path.stem.split(".")[0]
     if reasons := registry.unsupported("models", architecture, normalised):
         raise ProviderUnsupportedError("models", architecture, reasons)
+    if normalised.tie_embeddings and has_other_lm_head(source, normalised):
+        logger.warning(
+            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; as transformers does, "
+            "the engine uses it"
+        )
+        normalised = replace(normalised, tie_embeddings=False)
     return Checkpoint(name, source, normalised, model_class)
 
 

@@ -46,21 +46,13 @@ def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     frequencies, scale = inverse_frequencies(rope, max_position)
     angles = torch.outer(positions, frequencies.to(device))
-    if rope.kind == "dynamic" and max_position > rope.original_max_position:
-        late = torch.arange(rope.original_max_position, max_position, dtype=torch.float32)
-        base = rope.theta * (rope.factor * (late + 1) / rope.original_max_position - (rope.factor - 1)) ** (
-            rope.rotary_dim / (rope.rotary_dim - 2)
-        )
-        rows = late[:, None] / base[:, None] ** _exponents(rope)
-        angles[rope.original_max_position :] = rows.to(device)
     return angles, scale
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
     """Radians a token of each pair of dimensions, float32 [D2] on the CPU, and the factor on cos and sin.
 
-    ``dynamic`` keeps the plain frequencies up to the unscaled context; past it, a position has the base that a sequence
-    ending there has in transformers, so that the result does not depend on what else is in the batch.
+    ``dynamic`` has the plain frequencies, since the context of its models ends at the unscaled one.
 
     ``longrope`` has one set of frequencies for all positions below `max_position`, since cached keys cannot be rotated again when
     a sequence outgrows the unscaled context. transformers takes the short factors as long as a sequence has not.

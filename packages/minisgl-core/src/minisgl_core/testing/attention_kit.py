@@ -194,13 +194,15 @@ class AttentionBackendTests:
                 )
 
     def test_soft_caps(self) -> None:
-        """Layers with different soft caps, or without one, with scores far above the caps."""
+        """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
+        window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs():
             spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
+            spec = replace(spec, sliding_windows=(window,) if window else ())
             if self.provider.unsupported(spec):
                 continue  # see test_what_it_lacks_is_refused
-            caps = (2.0, None, 12.0)
-            layers = [AttentionLayer(index, scale, soft_cap=cap) for index, cap in enumerate(caps)]
+            fields = ((2.0, None), (None, None), (12.0, None), (12.0, window))
+            layers = [AttentionLayer(index, scale, wide, soft_cap=cap) for index, (cap, wide) in enumerate(fields)]
             rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
             rig.step([(rig.request(0, 1), 1)])
             work = [(rig.request(69, 70), 1), (rig.request(0, 40), 40), (rig.request(130, 150), 20)]
@@ -304,11 +306,18 @@ class AttentionBackendTests:
             rig.step([(None, 1), (a, 1)])
 
     def test_graph_replay(self) -> None:
-        """Graphs of two batch sizes are replayed for changing requests, with other steps between."""
+        """Graphs of two batch sizes are replayed for changing requests, with other steps between.
+
+        Besides a plain layer, there is one with all fields that the capabilities declare.
+        """
+        capabilities = self.provider.capabilities
         for spec in self.specs():
-            windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
-            spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))
-            layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
+            windows, caps = (6,) * capabilities.sliding_windows, (2.0,) * capabilities.soft_cap
+            sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
+            fields: dict[str, Any] = {"sliding_window": next(iter(windows), None), "soft_cap": next(iter(caps), None)}
+            fields["sinks"] = sinks if capabilities.sinks else None
+            spec = replace(spec, sliding_windows=windows, soft_caps=caps, has_sinks=capabilities.sinks)
+            layers = [AttentionLayer(0, spec.head_dim**-0.5), AttentionLayer(1, spec.head_dim**-0.5, **fields)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
             if not self.provider.capabilities.cuda_graphs:
                 pytest.skip("the backend does not support CUDA graphs")

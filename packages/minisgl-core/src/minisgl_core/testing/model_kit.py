@@ -272,7 +272,7 @@ class ModelTests:
 
     def _prompt(self, reference: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(reference.config.vocab_size, (self.num_tokens,), generator=generator)
+        return torch.randint(reference.config.get_text_config().vocab_size, (self.num_tokens,), generator=generator)
 
     @staticmethod
     def _difference(reference: Any, model: Model, ids: torch.Tensor) -> float:
