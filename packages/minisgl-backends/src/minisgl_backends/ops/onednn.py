@@ -110,7 +110,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         """A layer norm of x beside -x, whose mean is zero: a single pass, where torch's own RMS norm takes six."""
         size = x.shape[-1]
         both = torch.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
-        return both[..., :size] * weight
+        return (both[..., :size] * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
