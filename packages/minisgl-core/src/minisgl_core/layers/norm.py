@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
@@ -29,8 +30,8 @@ class RMSNorm(Layer):
             all_reduce: `add` is given this rank's part of a sum, from a layer with ``reduce=False``, and all-reduces it, in
                 one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
                 all-reduce may leave the residual spread over the ranks.
-            weight_offset: is added to the weight after loading, in the model's dtype: 1 where the checkpoint's norms multiply by
-                ``1 + weight``, as Gemma's do.
+            weight_offset: is added to the weight after loading: 1 where the checkpoint's norms multiply by ``1 + weight``, as
+                Gemma's do. The sum is in float32, since rounding it would move every token the same way.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps
@@ -41,7 +42,7 @@ class RMSNorm(Layer):
     def prepare(self) -> None:
         """Add the offset to the weight."""
         if self._weight_offset:
-            self.weight.add_(self._weight_offset)
+            self.weight = nn.Parameter(self.weight.float() + self._weight_offset, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., size], any strides."""

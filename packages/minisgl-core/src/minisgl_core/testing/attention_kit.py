@@ -110,12 +110,13 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE by position, and leaves the rest of each head unchanged."""
+        """A fused decode kernel applies QK norms, then RoPE by position and layer, and leaves the rest of each head."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
-            rig = self.rig(spec, len(lengths), max(lengths) + 1)
+            layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(2)]
+            rig = self.rig(spec, len(lengths), max(lengths) + 1, layers)
             requests = [rig.request(length - 1, length + 1) for length in lengths]
             for _ in range(2):
                 rig.rotate([(request, 1) for request in requests], has_norms, share)

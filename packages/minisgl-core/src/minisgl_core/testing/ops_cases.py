@@ -115,7 +115,7 @@ class RotationCase:
 def rotation_case(
     shape: HeadShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
 ) -> RotationCase:
-    """Six tokens, at other positions in each step; `table_dtype` is that of cos and sin."""
+    """Six tokens, at other positions in each step; `table_dtype` is that of cos, sin and the norms' weights."""
     num_q_heads, num_kv_heads, size, half = shape
     q, k, v = random(6, num_q_heads + 2 * num_kv_heads, size, dtype=dtype, device=device).tensor_split(
         (num_q_heads, num_q_heads + num_kv_heads), dim=1
@@ -124,6 +124,6 @@ def rotation_case(
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     if not has_norms:
         return RotationCase(q, k, v, Rotation(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
-    of_q, of_k = random(size, dtype=dtype, device=device), random(size, dtype=dtype, device=device) + 1
+    of_q, of_k = (random(size, dtype=table_dtype, device=device) + offset for offset in (0, 1))
     expected = rotated(normed(q, of_q), cos, sin), rotated(normed(k, of_k), cos, sin)
     return RotationCase(q, k, v, Rotation(cos, sin, (of_q, of_k), EPS), expected)
