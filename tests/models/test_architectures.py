@@ -365,7 +365,7 @@ class TestGemma3WithImages(Small):
 
 
 class TestOlmo2(Small):
-    """With four ranks, two share a KV head, and the norm of all KV heads counts it once."""
+    """Two of four ranks share a KV head, and the norm of all KV heads counts it once."""
 
     __test__ = True
     provider, model_type = Olmo2ForCausalLM, "olmo2"
