@@ -218,4 +218,4 @@ def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device:
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:
     """Stand for a GEMM until `prepare` has made it."""
-    raise AssertionError("the weights have not been loaded (minisgl_core.engine.loader.load_weights)")
+    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")
