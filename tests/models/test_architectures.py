@@ -465,7 +465,7 @@ class TestGemma3WithImages(Small):
 
 
 class TestOlmo2(Small):
-    """With four ranks, two share a KV head, and the norm of all KV heads counts it once."""
+    """Two of four ranks share a KV head, and the norm of all KV heads counts it once."""
 
     __test__ = True
     provider, model_type = Olmo2ForCausalLM, "olmo2"
@@ -545,8 +545,9 @@ def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: st
 
 def test_layers_for_multi_token_prediction_are_left_out() -> None:
     class WithPrediction(TestGlm4Moe):
-        def _saved(self, folder: str) -> Any:
-            reference, source = super()._saved(folder)
-            return reference, WithATensor(source, "model.layers.3.eh_proj.weight")
+        @contextmanager
+        def _saved(self) -> Iterator[Any]:
+            with super()._saved() as (reference, source):
+                yield reference, WithATensor(source, "model.layers.3.eh_proj.weight")
 
     WithPrediction().test_logits_equal_the_reference()

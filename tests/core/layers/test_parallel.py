@@ -396,7 +396,7 @@ class KeepsTheStoredOrder(Quantization):
 @pytest.mark.parametrize("is_packed", [False, True])
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_interleaved_dimensions_of_q_and_k_become_halves(tp_size: int, is_packed: bool) -> None:
-    """Of 6 dimensions, 4 are rotated; v and the last dimensions stay in place."""
+    """Only the 4 rotated dimensions of 6 move; v stays in place."""
     rows = torch.arange(24.0).view(4, 6)
     for rank in range(tp_size):
         build = build_for(OfRank(rank, tp_size))
