@@ -1,0 +1,54 @@
+"""A check that a model's tokens meet in attention only, and take their positions from ``position_ids``.
+
+A step packs tokens of several requests. A model with a convolution, a token shift or positions that it counts itself would mix
+them, and answer wrongly without an error.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.layer import Layer
+from minisgl_core.contracts.model import BuildContext, Model
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.errors import ModelFormatError
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+_NUM_TOKENS = 6
+
+
+class TokenCheck(Layer):
+    """Runs a loaded model twice on the same tokens in another order. It must be the last layer to be prepared."""
+
+    def __init__(self, model: Model, build: BuildContext) -> None:
+        """Describe the check of `model`."""
+        self._model, self._build = model, build
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Compare the hidden states of each token.
+
+        Raises:
+            ModelFormatError: they depend on the other tokens of the step.
+        """
+        config, device = self._model.config, self._build.device
+        ids = torch.arange(1, _NUM_TOKENS + 1, device=device) % config.vocab_size
+        positions = (ids * 5 + 2) % min(config.max_position, 64)
+        order = torch.tensor([3, 0, 5, 1, 4, 2], device=device)
+        first = self._model.forward(ids, positions, _without_keys).float()[order]
+        second = self._model.forward(ids[order], positions[order], _without_keys).float()
+        difference = ((first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-6)).max()
+        if not difference < _TOLERANCE[self._build.dtype]:
+            raise ModelFormatError(
+                f"--model-impl transformers cannot run {config.architecture}: a token's hidden state depends on the other tokens of"
+                f" the batch besides attention, or on its place in the batch (relative difference {float(difference):.2g})"
+            )
+
+
+def _without_keys(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation | None = None
+) -> torch.Tensor:
+    """q [T, Hq, D], k and v [T, Hkv, D] to a function of each token alone, [T, Hq, D]."""
+    group = q.shape[1] // k.shape[1]
+    return (v + k.mean(-1, keepdim=True)).repeat_interleave(group, dim=1) + q.mean(-1, keepdim=True)
