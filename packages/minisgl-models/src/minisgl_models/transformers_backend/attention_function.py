@@ -94,7 +94,7 @@ def window_of(mask: torch.Tensor, max_position: int) -> int | None:
     try:
         visible = torch.as_tensor(visible_to(zero, zero, queries, keys)).expand(len(queries), max_position)
     except Exception as error:
-        raise ModelFormatError("its attention mask depends on more than positions") from error
+        raise ModelFormatError("its attention mask depends on more than positions, as that of chunked attention does") from error
     window = int(visible[-1].sum())
     if not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
         raise ModelFormatError("its attention mask is neither causal nor a sliding window")

@@ -14,12 +14,25 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from minisgl_core.errors import ModelFormatError
 
 
+class _Output(BaseModelOutputWithPast):
+    """A backbone's output whose other fields, such as router logits, are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
 class HiddenStates(nn.Module):
     """Stand-in for a backbone, which returns the embeddings that it is given."""
 
+    @property
+    def decoder(self) -> HiddenStates:
+        """Stand for the part of the backbone that OPT's head calls."""
+        return self
+
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
         """inputs_embeds [1, N, H] to an output with them as ``last_hidden_state``."""
-        return BaseModelOutputWithPast(last_hidden_state=inputs_embeds)
+        return _Output(last_hidden_state=inputs_embeds)
 
 
 def backbone_name(model: Any) -> str:

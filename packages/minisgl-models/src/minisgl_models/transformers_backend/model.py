@@ -24,7 +24,7 @@ from minisgl_models.transformers_backend.parallel import check_tp_size, replace_
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck
 from minisgl_models.transformers_backend.trace import Traced, build_on_meta, trace
-from minisgl_models.transformers_backend.weights import TensorNames, allocate_parameters, fill_buffers, stored_tensors
+from minisgl_models.transformers_backend.weights import CheckpointNames, allocate_parameters, fill_buffers, stored_tensors
 
 _RAW = "transformers_config"
 _KEPT_KEYS = ("architectures", "dtype", "torch_dtype", "quantization_config")
@@ -85,7 +85,7 @@ class TransformersModel(Model):
         model = build_on_meta(traced.config, build.dtype, RUN)
         check_tp_size(model, traced, build)
         fill_buffers(model, build.device)
-        prefix = backbone_name(model)
+        self._checkpoint_names = CheckpointNames(model, backbone_name(model))
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys)
         tied_modules = {name.rpartition(".")[0] for name in self._tied}
         self.linears: dict[str, Layer] = dict(replace_linears(model, tied_modules, build))
@@ -97,8 +97,7 @@ class TransformersModel(Model):
         self._step = StepAttention(traced, self.attention, model, build.tp_size)
         set_handler(model, self._step)
         self._backbone, self._head = detach_backbone(model), model
-        names = {name for name, _ in self.weight_targets("", {})}
-        self._tensor_names = TensorNames(model, prefix, names)
+        self._checkpoint_names.set_known(name for name, _ in self.weight_targets("", {}))
         self.checks: list[Layer] = [TokenCheck(self, build)]  # prepared after all others
 
     def forward(
@@ -122,7 +121,7 @@ class TransformersModel(Model):
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield the tensors of transformers' modules, and of the linear layers, under the modules' names."""
         for each, tensor in self._stored.items():
-            yield each, WeightTarget(tensor, shape=tuple(tensor.shape))
+            yield from self._checkpoint_names.targets(each, tensor)
         for each, tensor in self._own.items():
             yield each, WeightTarget(tensor, optional=True)
         for each, layer in self.linears.items():
@@ -140,8 +139,8 @@ class TransformersModel(Model):
         self._own = {}
 
     def tensor_name(self, stored: str) -> str | None:
-        """See `TensorNames`."""
-        return self._tensor_names(stored)
+        """See `CheckpointNames`."""
+        return self._checkpoint_names.translate(stored)
 
 
 def _attention(index: int, traced: Traced, build: BuildContext) -> Attention:

@@ -82,7 +82,8 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
             layers[name] = _layer(name, linear, plan, build)
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, LinearModule(layers[name]))
-    unused = {key: style for key, style in plan.items() if style not in _REPLICATED and not _uses(key, layers)}
+    applied = {_generic(name) for name in (*layers, *kept)}
+    unused = {key: style for key, style in plan.items() if style not in _REPLICATED and key not in applied}
     if unused:
         key, style = next(iter(unused.items()))
         raise InvalidValueError(
@@ -115,11 +116,7 @@ def _plan(model: Any) -> Mapping[str, str]:
 
 
 def _generic(name: str) -> str:
-    return re.sub(r"\d+", "*", name)
-
-
-def _uses(key: str, layers: Mapping[str, ReplicatedLinear]) -> bool:
-    return any(_generic(name) == key for name in layers)
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
 def _layer(name: str, linear: nn.Linear, plan: Mapping[str, str], build: BuildContext) -> ReplicatedLinear:

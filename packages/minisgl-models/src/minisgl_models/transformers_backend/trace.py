@@ -103,10 +103,12 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     falcon.register()
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
+    model.config.pad_token_id = None  # with it, a forward without a mask looks for padding among the tokens, on the host
+    return model
 
 
 def trace(raw: Mapping[str, Any]) -> Traced:
