@@ -23,7 +23,7 @@ from minisgl_models.transformers_backend.lm_head import backbone_name, detach_ba
 from minisgl_models.transformers_backend.parallel import check_tp_size, replace_linears
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck
-from minisgl_models.transformers_backend.trace import Traced, build_on_meta, trace
+from minisgl_models.transformers_backend.trace import BUILDING, Traced, build_on_meta, trace
 from minisgl_models.transformers_backend.weights import CheckpointNames, allocate_parameters, fill_buffers, stored_tensors
 
 _RAW = "transformers_config"
@@ -84,7 +84,8 @@ class TransformersModel(Model):
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
         check_tp_size(model, traced, build)
-        fill_buffers(model, build.device)
+        with BUILDING:
+            fill_buffers(model, build.device)
         self._checkpoint_names = CheckpointNames(model, backbone_name(model))
         self._tied: Mapping[str, str] = dict(model.all_tied_weights_keys)
         tied_modules = {name.rpartition(".")[0] for name in self._tied}

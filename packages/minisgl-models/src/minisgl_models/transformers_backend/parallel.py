@@ -19,7 +19,8 @@ from minisgl_core.layers import MergedColumnParallelLinear, ReplicatedLinear, Ro
 from minisgl_core.layers.base import allowed_tp_sizes
 from minisgl_models.transformers_backend.trace import Traced
 
-_REPLICATED = ("replicate", "replicated_with_grad_allreduce")
+_REPLICATED = ("replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise")
+"""Styles of modules that are whole on every rank here. Embeddings cost memory this way, and save an all-reduce."""
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 
 

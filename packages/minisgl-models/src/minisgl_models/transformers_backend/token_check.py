@@ -12,7 +12,7 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import InvalidValueError, ModelFormatError
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _NUM_TOKENS = 6
@@ -31,12 +31,19 @@ class TokenCheck(Layer):
 
         Raises:
             ModelFormatError: they depend on the other tokens of the step.
+            InvalidValueError: a module does not run on this rank's part of its input (``--tp``).
         """
         config, device = self._model.config, self._build.device
         ids = torch.arange(1, _NUM_TOKENS + 1, device=device) % config.vocab_size
         positions = (ids * 5 + 2) % min(config.max_position, 64)
         order = torch.tensor([3, 0, 5, 1, 4, 2], device=device)
-        first = self._model.forward(ids, positions, _without_keys).float()[order]
+        try:
+            first = self._model.forward(ids, positions, _without_keys).float()[order]
+        except RuntimeError as error:
+            if self._build.tp_size == 1:
+                raise
+            allowed = f"1: a module of {config.architecture} does not run on a part of its input ({error})"
+            raise InvalidValueError("--tp", self._build.tp_size, allowed) from error
         second = self._model.forward(ids[order], positions[order], _without_keys).float()
         difference = ((first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-6)).max()
         if not difference < _TOLERANCE[self._build.dtype]:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from minisgl_models.transformers_backend.attention_function import TRACE, check_
 from minisgl_models.transformers_backend.lm_head import detach_backbone
 
 _NUM_TOKENS = 5
+BUILDING = Lock()
+"""Held while transformers builds or initialises a model, because it changes torch's default dtype for all threads."""
 _MOST_POSITIONS = 1 << 20
 """Longest sequence that masks are compared for."""
 
@@ -102,7 +105,7 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     """
     falcon.register()
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
