@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
