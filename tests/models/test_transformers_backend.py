@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import pytest
 from transformers import AutoConfig
 
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.model_kit import ModelTests
+from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import random_reference
 from minisgl_models.transformers_backend.model import TransformersModel
 
@@ -49,6 +52,12 @@ class TestGPT2(Generic):
     __test__ = True
     model_type = "gpt2"
     embedding_scale, seed = 0.3, 2
+
+    def test_ranks_without_a_plan_are_refused(self) -> None:
+        with TemporaryDirectory() as folder:
+            source = self._saved(folder)[1]
+            with pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan"):
+                run_ranks(2, lambda communicator: self._load(source, communicator))
 
 
 class TestStableLM(Generic):
@@ -108,7 +117,12 @@ class TestGemma2(Generic):
     __test__ = True
     model_type = "gemma2"
     embedding_scale = 0.3
-    changes: ClassVar = {"head_dim": 8, "sliding_window": 5, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}
+    changes: ClassVar = {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    }
 
 
 class TestGptOss(Generic):
@@ -117,5 +131,10 @@ class TestGptOss(Generic):
     __test__ = True
     model_type = "gpt_oss"
     changes: ClassVar = {
-        "head_dim": 8, "intermediate_size": 32, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     }

@@ -79,7 +79,7 @@ def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> No
                 assert repeated.token_ids == output.token_ids
             assert llm.generate(PROMPTS[1], GREEDY)[0].cached_tokens >= 32
             assert llm.info is not None
-            assert [choice for choice in llm.info.choices if choice[0] == "model_impl"][0][1] == "transformers"
+            assert next(choice for choice in llm.info.choices if choice[0] == "model_impl")[1] == "transformers"
 
 
 def test_llama_equals_the_provider_of_its_own(tmp_path: Path) -> None:
@@ -132,16 +132,20 @@ def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
         ("mamba", {}, "state per request"),
         ("jamba", {}, "state per request"),
         ("llama4_text", {"head_dim": 8}, "chunked attention"),
+        ("t5", {}, "no causal LM T5ForConditionalGeneration"),
         ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4,
-                                      "long_factor": [2.0] * 4, "factor": 2.0, "original_max_position_embeddings": 64}},
-         "reads tensors on the host"),
         ("stablelm", {"is_causal": False}, "is_causal"),
     ],
 )
 def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
     config = config_of(model_type, **changes)
-    names = {"mamba": "Mamba", "bert": "BertForMaskedLM", "llama4_text": "Llama4", "stablelm": "StableLm"}
+    names = {
+        "mamba": "Mamba",
+        "bert": "BertForMaskedLM",
+        "t5": "T5ForConditionalGeneration",
+        "llama4_text": "Llama4",
+        "stablelm": "StableLm",
+    }
     name = names.get(model_type, model_type.capitalize())
     config.architectures = [name if "For" in name else f"{name}ForCausalLM"]
     config.save_pretrained(tmp_path)
@@ -149,15 +153,33 @@ def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any],
         new_llm(str(tmp_path), dummy_weight=True, model_impl="transformers")
 
 
+def test_frequencies_of_the_longest_sequence_are_refused(tmp_path: Path) -> None:
+    """LongRoPE of transformers has other frequencies for a whole batch that holds a sequence beyond the original context."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    reference = random_reference(config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64))
+    model = saved(reference, tmp_path)
+    with pytest.raises(ModelFormatError, match=r"depends on the other tokens of the batch.*--max-seq-len-override"):
+        new_llm(model, model_impl="transformers")
+    with new_llm(model, model_impl="transformers", max_seq_len_override=64) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+            assert_greedy(reference, prompt, output.token_ids)
+
+
+def test_gguf_files_are_refused(smollm2_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="model_type is missing"):
+        new_llm(str(smollm2_path), model_impl="transformers")
+
+
 def test_the_error_of_an_unknown_architecture_names_the_flag(tmp_path: Path) -> None:
     config = {**config_of("gpt2").to_dict(), "architectures": ["MyForCausalLM"], "model_type": "mine"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFormatError, match=r"no provider is installed for MyForCausalLM.*--model-impl transformers"):
+    with pytest.raises(
+        ModelFormatError, match=r"no provider is installed for MyForCausalLM.*--model-impl transformers"
+    ):
         new_llm(str(tmp_path), dummy_weight=True)
 
 
-@pytest.mark.parametrize("options", [{"tp": 2}, {"quantization": "fp8"}])
-def test_options_that_it_lacks_are_refused(options: dict[str, Any], gpt2: str) -> None:
-    flag, reason = ("--tp", "no tensor-parallel plan") if "tp" in options else ("--quantization", "model-impl")
-    with pytest.raises(InvalidValueError, match=f"{flag}.*{reason}"):
-        new_llm(gpt2, **options)
+def test_quantized_layers_are_refused(gpt2: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"--quantization.*must be none with --model-impl transformers"):
+        new_llm(gpt2, quantization="fp8")

@@ -320,7 +320,9 @@ def _info(
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
     pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
-    impl = [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
+    impl = (
+        [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
+    )
     return EngineInfo(
         model=checkpoint.name,
         architecture=model.architecture,

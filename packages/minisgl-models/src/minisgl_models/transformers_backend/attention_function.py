@@ -18,16 +18,21 @@ from minisgl_core.errors import ModelFormatError
 RUN, TRACE = "minisgl", "minisgl_trace"
 """Names of the two functions. `RUN` has no mask function, so that transformers builds no masks."""
 
-Handler = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], torch.Tensor]
+Handler = Callable[
+    [nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, dict[str, Any]], torch.Tensor
+]
 """Attention of a module: q [1, Hq, T, D], k and v [1, Hkv, T, D], mask and keywords to [1, T, Hq, D]."""
 
 _HANDLER = "minisgl_attention"
-_WITHOUT_EFFECT = frozenset(
-    "cache_position deterministic dropout head_mask is_causal layer_head_mask layer_idx logits_to_keep num_items_in_batch"
-    " output_attentions output_hidden_states output_router_logits past_key_values position_embeddings position_ids return_dict"
-    " scaling sliding_window softcap s_aux target_dtype use_cache".split()
-)
-"""Keywords that `read_call` reads, that hold what the paged attention knows already, or that only concern outputs."""
+# fmt: off
+_KNOWN = frozenset({
+    "cache_position", "deterministic", "dropout", "head_mask", "is_causal", "layer_head_mask", "layer_idx",
+    "logits_to_keep", "num_items_in_batch", "output_attentions", "output_hidden_states",
+    "output_router_logits", "past_key_values", "position_embeddings", "position_ids", "return_dict",
+    "scaling", "sliding_window", "softcap", "s_aux", "target_dtype", "use_cache",
+})
+# fmt: on
+"""Keywords that are read here or in `trace`, that hold what paged attention knows already, or that only concern outputs."""
 
 
 def set_handler(model: nn.Module, handler: Handler) -> None:
@@ -60,9 +65,11 @@ def check_keywords(module: nn.Module, keywords: dict[str, Any]) -> None:
     for key in ("head_mask", "layer_head_mask"):
         if keywords.get(key) is not None:
             raise ModelFormatError(f"{name} masks heads ({key})")
-    unknown = sorted(key for key, value in keywords.items() if value is not None and key not in _WITHOUT_EFFECT)
+    unknown = sorted(key for key, value in keywords.items() if value is not None and key not in _KNOWN)
     if unknown:
-        raise ModelFormatError(f"{name} passes {', '.join(unknown)} to its attention function, which minisgl does not know")
+        raise ModelFormatError(
+            f"{name} passes {', '.join(unknown)} to its attention function, which minisgl does not know"
+        )
 
 
 def _traced_mask(*, mask_function: Callable[..., torch.Tensor], config: Any, **_: Any) -> torch.Tensor:
@@ -94,7 +101,9 @@ def window_of(mask: torch.Tensor, max_position: int) -> int | None:
     try:
         visible = torch.as_tensor(visible_to(zero, zero, queries, keys)).expand(len(queries), max_position)
     except Exception as error:
-        raise ModelFormatError("its attention mask depends on more than positions, as that of chunked attention does") from error
+        raise ModelFormatError(
+            "its attention mask depends on more than positions, as that of chunked attention does"
+        ) from error
     window = int(visible[-1].sum())
     if not torch.equal(visible, (keys <= queries) & (keys > queries - window)):
         raise ModelFormatError("its attention mask is neither causal nor a sliding window")

@@ -14,7 +14,7 @@ from transformers.models.falcon import modeling_falcon
 from minisgl_models.transformers_backend.attention_function import RUN, TRACE
 
 
-class FalconInterfaceAttention(modeling_falcon.FalconAttention):
+class FalconInterfaceAttention(modeling_falcon.FalconAttention):  # type: ignore[misc]  # transformers has no types
     """Falcon's attention with rotary embedding. A model with ALiBi is refused before it runs."""
 
     def forward(

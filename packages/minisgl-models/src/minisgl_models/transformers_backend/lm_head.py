@@ -14,7 +14,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from minisgl_core.errors import ModelFormatError
 
 
-class _Output(BaseModelOutputWithPast):
+class _Output(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
     """A backbone's output whose other fields, such as router logits, are None."""
 
     def __getattr__(self, name: str) -> None:

@@ -24,7 +24,12 @@ from minisgl_models.transformers_backend.parallel import check_tp_size, replace_
 from minisgl_models.transformers_backend.step_attention import StepAttention
 from minisgl_models.transformers_backend.token_check import TokenCheck
 from minisgl_models.transformers_backend.trace import BUILDING, Traced, build_on_meta, trace
-from minisgl_models.transformers_backend.weights import CheckpointNames, allocate_parameters, fill_buffers, stored_tensors
+from minisgl_models.transformers_backend.weights import (
+    CheckpointNames,
+    allocate_parameters,
+    fill_buffers,
+    stored_tensors,
+)
 
 _RAW = "transformers_config"
 _KEPT_KEYS = ("architectures", "dtype", "torch_dtype", "quantization_config")
@@ -62,7 +67,7 @@ class TransformersModel(Model):
             "partial_rotary_factor": 2 / call.head_dim,  # rotary embedding is the model's own business
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
-            "sliding_window": max((each.sliding_window or 0 for each in calls)) or None,
+            "sliding_window": max(each.sliding_window or 0 for each in calls) or None,
             "layer_types": [f"{'sliding' if each.sliding_window else 'full'}_attention" for each in calls],
             "attn_logit_softcapping": call.soft_cap,
             "attention_sinks": any(each.sinks for each in calls),

@@ -88,7 +88,9 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
     if unused:
         key, style = next(iter(unused.items()))
         raise InvalidValueError(
-            "--tp", build.tp_size, f"1: the tensor-parallel plan of {type(model).__name__} has {style!r} for {key}, no linear layer"
+            "--tp",
+            build.tp_size,
+            f"1: the tensor-parallel plan of {type(model).__name__} has {style!r} for {key}, no linear layer",
         )
     return layers
 
@@ -103,7 +105,9 @@ def check_tp_size(model: Any, traced: Traced, build: BuildContext) -> None:
         return
     name, call = type(model).__name__, traced.calls[0]
     if not any(style == "rowwise" for style in _plan(model).values()):
-        raise InvalidValueError("--tp", build.tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)")
+        raise InvalidValueError(
+            "--tp", build.tp_size, f"1: {name} has no tensor-parallel plan in transformers (base_model_tp_plan)"
+        )
     allowed = [size for size in allowed_tp_sizes(call.num_q_heads, call.num_kv_heads) if call.num_kv_heads % size == 0]
     if build.tp_size not in allowed:
         heads = f"{call.num_q_heads} query heads, {call.num_kv_heads} KV heads"

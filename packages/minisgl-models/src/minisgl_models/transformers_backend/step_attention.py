@@ -65,8 +65,10 @@ class StepAttention:
             raise InvalidValueError(
                 "--tp",
                 self._tp_size,
-                f"1: {call.module} attends with {q.shape[1]} query and {k.shape[1]} KV heads per rank, not {heads[0]} and {heads[1]}",
+                f"1: {call.module} has {q.shape[1]} query and {k.shape[1]} KV heads per rank, not {heads[0]} and {heads[1]}",
             )
         found = described(call.module, q, k, v, keywords)
         if (found.scale, found.soft_cap) != (call.scale, call.soft_cap) or found.keyword_window != call.keyword_window:
-            raise ModelFormatError(f"{call.module} asks for other attention than it did when it was traced: {found}, not {call}")
+            raise ModelFormatError(
+                f"{call.module} asks for other attention than it did when it was traced: {found}, not {call}"
+            )

@@ -1,7 +1,7 @@
 """A check that a model's tokens meet in attention only, and take their positions from ``position_ids``.
 
-A step packs tokens of several requests. A model with a convolution, a token shift or positions that it counts itself would mix
-them, and answer wrongly without an error.
+A step packs tokens of several requests. A convolution, a token shift, or positions that the model counts itself would mix
+them without an error. So would frequencies that depend on the longest sequence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NUM_TOKENS = 6
 
 
 class TokenCheck(Layer):
-    """Runs a loaded model twice on the same tokens in another order. It must be the last layer to be prepared."""
+    """Runs a loaded model on tokens, and on some of them in another order. It must be the last layer to be prepared."""
 
     def __init__(self, model: Model, build: BuildContext) -> None:
         """Describe the check of `model`."""
@@ -35,8 +35,9 @@ class TokenCheck(Layer):
         """
         config, device = self._model.config, self._build.device
         ids = torch.arange(1, _NUM_TOKENS + 1, device=device) % config.vocab_size
-        positions = (ids * 5 + 2) % min(config.max_position, 64)
-        order = torch.tensor([3, 0, 5, 1, 4, 2], device=device)
+        positions = (ids * 5 - 3) % config.max_position
+        positions[-1] = config.max_position - 1
+        order = torch.tensor([3, 0, 4, 1], device=device)
         try:
             first = self._model.forward(ids, positions, _without_keys).float()[order]
         except RuntimeError as error:
@@ -48,8 +49,9 @@ class TokenCheck(Layer):
         difference = ((first - second).norm(dim=-1) / first.norm(dim=-1).clamp_min(1e-6)).max()
         if not difference < _TOLERANCE[self._build.dtype]:
             raise ModelFormatError(
-                f"--model-impl transformers cannot run {config.architecture}: a token's hidden state depends on the other tokens of"
-                f" the batch besides attention, or on its place in the batch (relative difference {float(difference):.2g})"
+                f"--model-impl transformers cannot run {config.architecture}: outside attention, a token's hidden state"
+                f" depends on the other tokens of the batch or on its place among them (relative difference"
+                f" {float(difference):.2g}). For RoPE of type longrope, set --max-seq-len-override to its original context"
             )
 
 

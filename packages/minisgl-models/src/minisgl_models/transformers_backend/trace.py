@@ -80,13 +80,15 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
     """
     model_type, architecture = raw.get("model_type"), (raw.get("architectures") or [None])[0]
     if model_type is None:
-        raise ModelFormatError("config: model_type is missing; --model-impl transformers takes folders of transformers, no GGUF")
+        raise ModelFormatError(
+            "config: model_type is missing; --model-impl transformers takes folders of transformers, no GGUF"
+        )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     known = (known,) if isinstance(known, str) else known
     if not known or architecture not in known:
         raise ModelFormatError(
-            f"transformers has no causal LM {architecture} of model_type {model_type!r}; --model-impl transformers runs causal LMs"
-            " of the installed transformers, and no code of a checkpoint"
+            f"transformers has no causal LM {architecture} of model_type {model_type!r}; --model-impl transformers runs causal"
+            " LMs of the installed transformers, and no code of a checkpoint"
         )
     plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
     return CONFIG_MAPPING[model_type].from_dict(plain)
@@ -110,7 +112,9 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
-    model.config.pad_token_id = None  # with it, a forward without a mask looks for padding among the tokens, on the host
+    model.config.pad_token_id = (
+        None  # with it, a forward without a mask looks for padding among the tokens, on the host
+    )
     return model
 
 
@@ -133,13 +137,19 @@ def _trace(raw: str) -> Traced:
         calls = _calls(model)
         layers = config.num_hidden_layers
         if len(calls) != layers:
-            missing = "does not go through transformers' AttentionInterface" if not calls else f"is that of {len(calls)} layers"
+            missing = (
+                "does not go through transformers' AttentionInterface"
+                if not calls
+                else f"is that of {len(calls)} layers"
+            )
             raise ModelFormatError(f"it has {layers} layers, and its attention {missing}")
         if len({call.module for call in calls}) < len(calls):
             raise ModelFormatError("a module attends several times per step")
         sizes = {(call.num_q_heads, call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
         if len(sizes) > 1:
-            raise ModelFormatError(f"its layers have different heads {sorted(sizes)} (query heads, KV heads, sizes of K and V)")
+            raise ModelFormatError(
+                f"its layers have different heads {sorted(sizes)} (query heads, KV heads, sizes of K and V)"
+            )
     except ModelFormatError as error:
         raise ModelFormatError(f"--model-impl transformers cannot run {name}: {error}") from error
     return Traced(config, calls)

@@ -53,7 +53,9 @@ def allocate_parameters(model: nn.Module, device: torch.device) -> None:
 def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters, and the buffers that checkpoints have; tied ones once."""
     yield from model.named_parameters()
-    transient = {f"{path}.{name}" for path, module in model.named_modules() for name in module._non_persistent_buffers_set}
+    transient = {
+        f"{path}.{name}" for path, module in model.named_modules() for name in module._non_persistent_buffers_set
+    }
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
 
 
@@ -104,5 +106,11 @@ class CheckpointNames:
 def _is_merge(rule: WeightConverter) -> bool:
     """Return True if a rule stacks the experts' matrices, of which it may concatenate several by rows."""
     kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, (MergeModulelist, Concatenate))]
-    is_merge = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and len(kinds) == len(rule.operations)
-    return is_merge and len(rule.target_patterns) == 1 and all(re.fullmatch(r"[\w.]*\*[\w.]*", each) for each in rule.source_patterns)
+    is_merge = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and len(kinds) == len(
+        rule.operations
+    )
+    return (
+        is_merge
+        and len(rule.target_patterns) == 1
+        and all(re.fullmatch(r"[\w.]*\*[\w.]*", each) for each in rule.source_patterns)
+    )
