@@ -153,7 +153,9 @@ def build_engine(
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
-    if checkpoint.provider == TRANSFORMERS:
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers:
         config = config.with_flat(quantization="none")
 
     asker = _asker(config, registry)
