@@ -155,7 +155,7 @@ def build_engine(
     sampling = default_sampling(checkpoint.source.generation_config)
     is_transformers = checkpoint.provider == TRANSFORMERS
     config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
-    if is_transformers:
+    if is_transformers and checkpoint.config.quantization:
         config = config.with_flat(quantization="none")
 
     asker = _asker(config, registry)
