@@ -159,7 +159,7 @@ def test_frequencies_of_the_longest_sequence_are_refused(tmp_path: Path) -> None
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     reference = random_reference(config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64))
     model = saved(reference, tmp_path)
-    with pytest.raises(ModelFormatError, match="the other tokens of the batch|reads tensors on the host") as caught:
+    with pytest.raises(ModelFormatError, match=r"the other tokens of the batch|reads tensors on the host") as caught:
         new_llm(model, model_impl="transformers")
     if "--max-seq-len-override" not in str(caught.value):
         return  # transformers 5.17 reads the longest position on the host, and is refused whatever the context

@@ -155,6 +155,8 @@ def build_engine(
     sampling = default_sampling(checkpoint.source.generation_config)
     is_transformers = checkpoint.provider == TRANSFORMERS
     config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
     if is_transformers and checkpoint.config.quantization:
         config = config.with_flat(quantization="none")
 
