@@ -74,8 +74,8 @@ def test_nothing_is_left_open() -> None:
     for hardware in (H200, LAPTOP):
         flat = choose(hardware).config.flat()
         left = [name for name, value in flat.items() if value == AUTO]
-        assert left == ["cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
-            "a model without experts, one rank, graphs asked later"
+        assert left == ["model_impl", "cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
+            "chosen with the checkpoint, graphs asked later, a model without experts, one rank"
         )
 
 

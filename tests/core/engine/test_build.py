@@ -17,7 +17,7 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.engine.build import build_engine, open_checkpoint
+from minisgl_core.engine.build import build_engine, model_provider, open_checkpoint
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
@@ -45,8 +45,18 @@ def with_config(folder: Path, **changes: Any) -> EngineConfig:
 
 def test_an_architecture_without_a_provider_is_named_whatever_its_config_has(tmp_path: Path) -> None:
     config = with_config(tmp_path, architectures=["GPT2LMHeadModel"], hidden_size=..., num_hidden_layers=...)
+    config = config.with_flat(model_impl="minisgl")
     with pytest.raises(ProviderNotFoundError, match=r"no model is called 'GPT2LMHeadModel' \(installed: .*Llama"):
         open_checkpoint(config, tiny.registry())
+
+
+def test_auto_falls_back_to_transformers_where_no_provider_is_installed() -> None:
+    registry = tiny.registry()
+    assert model_provider("auto", "LlamaForCausalLM", registry) == ("LlamaForCausalLM", "")
+    assert model_provider("transformers", "LlamaForCausalLM", registry) == ("transformers", "as asked")
+    assert model_provider("minisgl", "GPT2LMHeadModel", registry) == ("GPT2LMHeadModel", "")
+    name, reason = model_provider("auto", "GPT2LMHeadModel", registry)
+    assert (name, reason.partition(";")[0]) == ("transformers", "no provider is installed for GPT2LMHeadModel")
 
 
 def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:

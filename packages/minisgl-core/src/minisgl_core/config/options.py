@@ -68,6 +68,11 @@ class ModelOptions:
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     dtype: str = option(AUTO, "Precision of weights and activations.", choices=(AUTO, "bfloat16", "float16", "float32"))
     dummy_weight: bool = option(False, "Random weights instead of the checkpoint's, for benchmarks.")
+    model_impl: str = option(
+        AUTO,
+        "Implementation of the model: minisgl's, or transformers' with minisgl's attention; auto prefers minisgl's.",
+        choices=(AUTO, "minisgl", "transformers"),
+    )
     chat_template: str | None = option(
         None,
         "Jinja chat template, or a file with one, to use instead of the model's.",

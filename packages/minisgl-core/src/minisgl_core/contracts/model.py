@@ -181,6 +181,13 @@ class Model(Layer, ABC):
     def attention_layers(self) -> list[AttentionLayer]:
         """Return every layer that needs a place in the KV pool, by index; of those built, which count from 0."""
 
+    def tensor_name(self, stored: str) -> str | None:
+        """Return the model's name of a checkpoint's tensor; None if the model does not use it.
+
+        Override it for an architecture whose checkpoints have several names for a tensor. By default they have one.
+        """
+        return stored
+
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
@@ -45,6 +45,9 @@ from minisgl_core.weights.model_source import locate_model, open_weights
 
 logger = logging.getLogger(__name__)
 
+TRANSFORMERS = "transformers"
+"""Name of the provider that runs any architecture of transformers, and value of ``--model-impl``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
@@ -55,31 +58,57 @@ class Checkpoint:
         source: config, tokenizer and tensors.
         config: normalised.
         model_class: the provider of its architecture.
+        provider: name of that provider: the architecture, or `TRANSFORMERS`.
+        provider_reason: why it was selected; empty for the architecture's own.
     """
 
     name: str
     source: WeightSource
     config: ModelConfig
     model_class: type[Model]
+    provider: str
+    provider_reason: str
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     """Find the model, on a hub if need be, its class, and read its config; of the tensors, only a stored copy of the LM head."""
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    architecture = architecture_of(source.config)
-    model_class: type[Model] = registry.load("models", architecture)  # without it, what the config lacks says nothing
-    normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
+    provider, why = model_provider(config.model.model_impl, architecture_of(source.config), registry)
+    model_class: type[Model] = registry.load("models", provider)  # without it, what the config lacks says nothing
+    try:
+        standard = model_class.standard_config(source.config)
+    except ModelFormatError as error:
+        if why and config.model.model_impl == AUTO:
+            raise ModelFormatError(f"{why.partition(';')[0]}, and {error}") from error
+        raise
+    normalised = model_config(standard, source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
-    if reasons := registry.unsupported("models", architecture, normalised):
-        raise ProviderUnsupportedError("models", architecture, reasons)
-    if normalised.tie_embeddings and has_other_lm_head(source, normalised):
+    if reasons := registry.unsupported("models", provider, normalised):
+        raise ProviderUnsupportedError("models", provider, reasons)
+    if provider == TRANSFORMERS and config.backends.quantization not in (AUTO, "none"):
+        allowed = "none with --model-impl transformers, whose weights are in --dtype"
+        raise InvalidValueError("--quantization", config.backends.quantization, allowed)
+    if provider != TRANSFORMERS and normalised.tie_embeddings and has_other_lm_head(source, normalised):
         logger.warning(
-            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; as transformers does, "
-            "the engine uses it"
+            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; the engine uses "
+            "lm_head.weight, as transformers does"
         )
         normalised = replace(normalised, tie_embeddings=False)
-    return Checkpoint(name, source, normalised, model_class)
+    return Checkpoint(name, source, normalised, model_class, provider, why)
+
+
+def model_provider(model_impl: str, architecture: str, registry: Registry) -> tuple[str, str]:
+    """Return the name of the model provider for ``--model-impl``, and why it is not the architecture's own; empty if it is.
+
+    ``auto`` falls back to `TRANSFORMERS` where that is installed.
+    """
+    if model_impl == TRANSFORMERS:
+        return TRANSFORMERS, "as asked"
+    installed = registry.names("models")
+    if model_impl == AUTO and architecture not in installed and TRANSFORMERS in installed:
+        return TRANSFORMERS, f"no provider is installed for {architecture}; runs at the speed of transformers' modules"
+    return architecture, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +159,12 @@ def build_engine(
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
+    if is_transformers and checkpoint.config.quantization:
+        config = config.with_flat(quantization="none")
 
     asker = _asker(config, registry)
     resolved = resolve(
@@ -150,7 +185,7 @@ def build_engine(
         engine: Engine | None = None
         try:
             joined(communicator)
-            _check_same_providers(config, registry, communicator, checkpoint.config.architecture)
+            _check_same_providers(config, registry, communicator, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
             ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
@@ -245,7 +280,7 @@ def _join(config: EngineConfig, registry: Registry, platform: Platform, placemen
 
 
 def _check_same_providers(
-    config: EngineConfig, registry: Registry, communicator: Communicator, architecture: str
+    config: EngineConfig, registry: Registry, communicator: Communicator, model_provider: str
 ) -> None:
     """See that all ranks resolved the same providers: a mismatch would be a hang later."""
     if communicator.size == 1:
@@ -253,7 +288,7 @@ def _check_same_providers(
     chosen = {
         "attention": config.backends.attn,
         "communicator": config.backends.communicator,
-        "models": architecture,
+        "models": model_provider,
         "ops": config.backends.ops,
         "quantization": config.backends.quantization,
     }
@@ -295,6 +330,9 @@ def _info(
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
     pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
+    impl = (
+        [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
+    )
     return EngineInfo(
         model=checkpoint.name,
         architecture=model.architecture,
@@ -309,6 +347,6 @@ def _info(
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
-        choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
+        choices=[(choice.what, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
         start_s=phases.seconds,
     )

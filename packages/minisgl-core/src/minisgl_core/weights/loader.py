@@ -88,7 +88,10 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
     ignored = *model.ignored_weights(), *model.weights_elsewhere()
-    for name, tensor in source.stored_tensors(model.config, targets):
+    for stored, tensor in source.stored_tensors(model.config, targets):
+        name = model.tensor_name(stored)
+        if name is None:
+            continue
         if name in targets:
             for target in targets[name]:
                 fill_target(name, tensor, target)
