@@ -130,8 +130,7 @@ class Model(Layer, ABC):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first.
 
-        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``. Only a model that was built
-        whole can run `forward` today.
+        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``.
 
         Raises:
             InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
@@ -145,8 +144,9 @@ class Model(Layer, ABC):
         positions: torch.Tensor,
         attend: Attend,
         logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layers.
+        """Run the layers of this pipeline stage.
 
         CUDA graphs capture it once per number of tokens, with padding among them, and replay its kernels from then on. So
         nothing on the host may depend on the values of tensors.
@@ -157,10 +157,15 @@ class Model(Layer, ABC):
             attend: attention of this step.
             logits_index: tokens of the step whose hidden states are returned, int32 [N], at least one; None for all. Of a
                 prompt that is mostly the last one. The last layer may skip the others after attention. Always None with
-                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them.
+                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them. Always None if the stage
+                is not the last one.
+            intermediate: hidden states and residual that the same rank of the stage before returned, [2, T, hidden_size]; may
+                be overwritten. None in the first stage, which embeds `input_ids`.
 
         Returns:
-            Hidden states after the final norm, [T, hidden_size] or [N, hidden_size].
+            Hidden states after the final norm, [T, hidden_size] or [N, hidden_size]. A stage that is not the last one returns
+            ``torch.stack((hidden_states, residual))`` after its layers, [2, T, hidden_size], in the model's dtype. With several
+            tensor-parallel ranks these may be this rank's partial sums and rows, as between two layers.
         """
 
     @abstractmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -242,6 +243,38 @@ class ModelTests:
             assert stages[0] | stages[1] == names, f"no stage loads {sorted(names - stages[0] - stages[1])}"
             both = stages[0] & stages[1]
             assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_stages_together_equal_one(self, tp_size: int) -> None:
+        """Two pipeline stages, each of `tp_size` ranks, compute the logits of the whole model, prompt and single token.
+
+        Rank by rank, the second stage gets what the first one returned. Skipped if the heads do not split.
+        """
+        with TemporaryDirectory() as folder:
+            reference, source = self._saved(folder)
+            ids = self._prompt(reference)
+            expected, num_layers = _reference_logits(reference, ids), reference.config.num_hidden_layers
+            steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
+
+            def run(layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator) -> list[torch.Tensor]:
+                model, attend = self._load(source, communicator, layers=layers), DenseAttention()
+                found = []
+                for step, (start, stop) in enumerate(steps):
+                    received = None if sent is None else sent[communicator.rank][step]
+                    with torch.inference_mode():
+                        out = model.forward(ids[start:stop], torch.arange(start, stop), attend, None, received)
+                        found.append(model.gather_logits(model.compute_logits(out)) if model.stage.has_lm_head else out)
+                return found
+
+            try:
+                first = run_ranks(tp_size, partial(run, range(num_layers // 2), None))
+            except InvalidValueError as error:
+                pytest.skip(str(error))
+            for (start, stop), sent in zip(steps, first[0], strict=True):
+                assert sent.shape == (2, stop - start, reference.config.hidden_size), "hidden states and residual"
+                assert sent.dtype == torch.float32
+            for found in run_ranks(tp_size, partial(run, range(num_layers // 2, num_layers), first)):
+                assert (torch.cat(found) - expected).abs().max() < self.tolerance
 
     def _saved(self, folder: str) -> tuple[Any, SavedReference]:
         reference = self.make_reference()
