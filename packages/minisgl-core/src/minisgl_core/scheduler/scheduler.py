@@ -2,7 +2,7 @@
 
 Each step schedules one token per decoding request and up to `max_prefill_length` prompt tokens in one batch (the chunked
 prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only plans steps. The engine loop runs the plans and returns their
-results in order, possibly one step late (overlap).
+results in order, possibly one step late (overlap), or several steps late (pipeline parallelism).
 
 The file is long because admission, preemption and the end of requests change one shared state.
 """
@@ -269,6 +269,10 @@ class Scheduler:
 
     def _schedule_decodes(self) -> list[Chunk] | None:
         requests = [request for request in self._running if request.is_decoding and request.wants_step]
+        if self.limits.num_micro_batches > 1:
+            # An even part of the requests, so that the other batches in flight get as many.
+            most = -(-len(requests) // self.limits.num_micro_batches)
+            requests = [request for request in requests if not request.num_pending][:most]
         missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
         while missing > self.pages.num_available:
             if any(request.num_inflight for request in self._running):
@@ -328,7 +332,8 @@ class Scheduler:
         budget = self.limits.max_prefill_tokens
         chunks: list[Chunk] = []
         for request in self._running:
-            if budget > 0 and request.num_computed < request.length and request.wants_step:
+            has_prompt_left = request.num_computed < request.length and not request.is_decoding
+            if budget > 0 and has_prompt_left and request.wants_step:
                 budget -= self._add_chunk(request, budget, chunks)
         if self._waiting and budget > 0 and self.rows.num_free > 0:
             self._admit(budget, chunks)

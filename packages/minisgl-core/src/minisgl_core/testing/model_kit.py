@@ -256,7 +256,9 @@ class ModelTests:
             expected, num_layers = _reference_logits(reference, ids), reference.config.num_hidden_layers
             steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
 
-            def run(layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator) -> list[torch.Tensor]:
+            def run(
+                layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator
+            ) -> list[torch.Tensor]:
                 model, attend = self._load(source, communicator, layers=layers), DenseAttention()
                 found = []
                 for step, (start, stop) in enumerate(steps):

@@ -83,7 +83,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
 def _start_ranks(config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> list[str]:
     """Have the executor start all ranks; return the names of their processes in rank order."""
     executor = make_executor(config, registry, supervisor.start)
-    placements = executor.place(config.parallel.tp, endpoints.directory)
+    placements = executor.place(config.parallel.size, endpoints.directory)
     names = [f"scheduler rank {each.rank}" for each in placements]
     for name, each in zip(names, placements, strict=True):
         executor.start(name, each, RUN_RANK, config, placements, each.rank, endpoints)
