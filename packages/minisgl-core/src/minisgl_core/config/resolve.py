@@ -256,7 +256,8 @@ def _communicators(config: EngineConfig, picker: _Picker, device: torch.device) 
     if parallel.pp > 1:
         between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True)
         picks.append(picker.pick("communicator", names[-1], between))
-    return ",".join(name for name, _ in picks), "; ".join(why for _, why in picks)
+    names, reasons = (list(dict.fromkeys(each)) for each in zip(*picks, strict=True))
+    return ",".join(names), "; ".join(reasons)
 
 
 def _check_parallel(parallel: ParallelOptions, hardware: Hardware, model: ModelConfig) -> None:

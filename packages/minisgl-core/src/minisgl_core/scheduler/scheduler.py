@@ -209,7 +209,10 @@ class Scheduler:
         return ScheduledStep(plan, chunks)
 
     def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
-        """Return the token masks of a step, or None if nothing restricts it. All steps before must have been processed."""
+        """Return the token masks of a step, or None if nothing restricts it.
+
+        All earlier steps with the masked requests must have been processed.
+        """
         if not len(step.plan.sample.masked):
             return None
         assert self.grammars is not None

@@ -96,6 +96,7 @@ class ExampleModel(Layer):
         for layer in self.layers.values():
             x, residual = layer.forward(x, residual, cos, sin, attend)
         if not self._stage.has_lm_head:
+            assert residual is not None, "a stage has at least one layer"
             return torch.stack((x, residual))
         return self.norm.add(x, residual)[0]
 
