@@ -271,26 +271,27 @@ class Scheduler:
     # Decodes.
 
     def _schedule_decodes(self) -> list[Chunk] | None:
-        requests = [request for request in self._running if request.is_decoding and request.wants_step]
-        if self.limits.num_micro_batches > 1:
-            # An even part of the requests, so that the other batches in flight get as many.
-            most = -(-len(requests) // self.limits.num_micro_batches)
-            requests = [request for request in requests if not request.num_pending][:most]
-        missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
-        while missing > self.pages.num_available:
+        requests = self._next_decodes()
+        while sum(self.pages.missing_pages(each, each.length) for each in requests) > self.pages.num_available:
             if any(request.num_inflight for request in self._running):
                 return None
-            victim = max(self._running, key=_queue_key)
-            self._preempt(victim)
-            if victim in requests:
-                requests.remove(victim)
-                missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
+            self._preempt(max(self._running, key=_queue_key))
+            requests = self._next_decodes()
         chunks = []
         for request in requests:
             self.pages.take(request, request.length)
             chunks.append(Chunk(request, request.num_computed, 1, True))
             request.num_computed += 1
         return chunks
+
+    def _next_decodes(self) -> list[Request]:
+        """Return the decoding requests of the next step."""
+        requests = [request for request in self._running if request.is_decoding and request.wants_step]
+        if self.limits.num_micro_batches == 1:
+            return requests
+        # An even part of the requests, so that the other batches in flight get as many.
+        most = -(-len(requests) // self.limits.num_micro_batches)
+        return [request for request in requests if not request.num_pending][:most]
 
     def _preempt(self, request: Request) -> None:
         """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
