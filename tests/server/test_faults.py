@@ -64,7 +64,8 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
 
 @pytest.mark.parametrize("parallel", ["--tp", "--pp"])
 def test_a_killed_rank_ends_the_launch(launch: Launch, parallel: str) -> None:
-    flags = {"--model": tiny_folder.llama(), parallel: 2, "--dtype": "float32", "--ops": "torch", "--num-pages": 200}
+    flags = {"--model": tiny_folder.llama(), parallel: 2, "--dtype": "float32", "--ops": "torch"}
+    flags["--max-seq-len-override"] = 256
     server = launch(*(str(part) for flag in flags.items() for part in flag)).wait_started()
     children = server.children()
     assert ("layers 0 on rank 0, 1 on rank 1" in server.banner) == (parallel == "--pp")

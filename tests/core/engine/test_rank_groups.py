@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.config.resolve import describe_stages, stage_layers
+from minisgl_core.config.stages import describe_stages, stage_layers
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine.rank_groups import RankGroups, join_groups

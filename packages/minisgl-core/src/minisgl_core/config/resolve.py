@@ -14,6 +14,7 @@ import torch
 
 from minisgl_core.config.ops_roles import assign_roles
 from minisgl_core.config.options import AUTO, EngineConfig, ParallelOptions
+from minisgl_core.config.stages import describe_stages
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
@@ -272,27 +273,6 @@ def _check_parallel(parallel: ParallelOptions, hardware: Hardware, model: ModelC
         raise InvalidValueError(
             "--pp", parallel.pp, f"at most {most} with --tp {parallel.tp} and {num_devices} devices"
         )
-
-
-def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """Return the decoder layers of a pipeline stage. The first stages have one more if the layers do not divide evenly."""
-    size, rest = divmod(num_layers, pp)
-    start = stage * size + min(stage, rest)
-    return range(start, start + size + (stage < rest))
-
-
-def describe_stages(parallel: ParallelOptions, num_layers: int) -> str:
-    """Return the layers and ranks of each pipeline stage, such as ``layers 0-13 on rank 0, 14-27 on rank 1``."""
-    parts = []
-    for stage in range(parallel.pp):
-        layers, first = stage_layers(num_layers, parallel.pp, stage), stage * parallel.tp
-        ranks = f"rank {first}" if parallel.tp == 1 else f"ranks {first}-{first + parallel.tp - 1}"
-        parts.append(f"{_span(layers)} on {ranks}")
-    return f"layers {', '.join(parts)}"
-
-
-def _span(layers: range) -> str:
-    return str(layers.start) if len(layers) == 1 else f"{layers.start}-{layers.stop - 1}"
 
 
 def attention_spec(

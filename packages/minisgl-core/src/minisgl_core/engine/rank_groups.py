@@ -21,7 +21,7 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.config.resolve import stage_layers
+from minisgl_core.config.stages import stage_layers
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.errors import ProviderUnsupportedError
