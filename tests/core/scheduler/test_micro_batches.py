@@ -62,3 +62,19 @@ def test_chunks_of_a_prompt_follow_each_other_through_the_stages(monkeypatch: py
     generate(loop, [list(range(3, 19))], 1)
     assert [plan.starts.tolist() for plan in plans] == [[0], [4], [8], [12]]
     assert left[:3] == [1, 2, 2]
+
+
+def test_a_preempted_request_leaves_its_step_to_another() -> None:
+    """The request that is next in the pipeline is also the last in the queue's order, so it loses its pages."""
+    loop = tiny.new_loop(page_size=1, num_pages=49, cache="naive", pp=2, disable_overlap=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    prompts = {"deferred": list(range(3, 23)), "urgent": list(range(23, 43))}
+    found: dict[str, tiny.Collected] = {}
+    tiny.submit(loop, "deferred", prompts["deferred"], sampling, priority=1)
+    tiny.step(loop, found)
+    tiny.submit(loop, "urgent", prompts["urgent"], sampling, priority=0)
+    tiny.run(loop, found)
+    assert loop.scheduler.stats.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert tuple(found[name].tokens) == tiny.greedy(tuple(prompt), 28)
+    tiny.assert_nothing_in_use(loop)
