@@ -1,4 +1,4 @@
-"""Ranks of several stages: who is in which group, at a rendezvous by file or by TCP, and which layers each computes."""
+"""Ranks of several stages: which ranks form a group, with a rendezvous by file or by TCP, and which layers each computes."""
 
 from __future__ import annotations
 
