@@ -17,9 +17,9 @@ import tiny_folder
 import torch
 
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.llm import GenerationOutput
-from minisgl_core.structured_outputs import StructuredOutputs
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 DEADLINE_S = 10.0

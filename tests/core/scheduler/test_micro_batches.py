@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import tiny
 
-from minisgl_core.batch import FROM_DEVICE, BatchPlan
-from minisgl_core.engine.loop import EngineLoop
+from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan
+from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.sampling_params import SamplingParams
 
 PROMPTS = [[5, 9, 3, number] for number in range(10, 18)]

@@ -20,12 +20,12 @@ import setproctitle
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
-from minisgl_core.executors.select import make_executor
-from minisgl_core.ipc import Endpoints, Sender, send_all
-from minisgl_core.messages import Stop
-from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_core.protocol.messages import Stop
+from minisgl_core.runtime.executor_selection import make_executor
+from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
+from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
+from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
 from minisgl_server.metrics.engine_metrics import prepare_metrics
@@ -33,7 +33,7 @@ from minisgl_server.options import ServerOptions
 
 API = "api"
 RUN_API = "minisgl_server.api.server:run_api"
-RUN_RANK = "minisgl_core.engine.worker:run_worker"
+RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
 """Time beyond ``--drain-timeout`` that the API server has to stop."""
@@ -56,7 +56,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
-        Endpoints.create(options.num_tokenizers) as endpoints,
+        IpcAddresses.create(options.num_tokenizers) as endpoints,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
@@ -80,7 +80,9 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
 
 
-def _start_ranks(config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> list[str]:
+def _start_ranks(
+    config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
+) -> list[str]:
     """Have the executor start all ranks; return the names of their processes in rank order."""
     executor = make_executor(config, registry, supervisor.start)
     placements = executor.place(config.parallel.size, endpoints.directory)
@@ -113,7 +115,7 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: Endpoints, signals: _Signals) -> bool:
+def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: IpcAddresses, signals: _Signals) -> bool:
     """Wait until the engine, then the tokenizer workers, then the API server are ready. Return False on a signal."""
     if not supervisor.wait_ready(*ranks, wake=signals):
         return False
@@ -146,13 +148,13 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail_requests(endpoints: Endpoints) -> None:
+def _fail_requests(endpoints: IpcAddresses) -> None:
     """Have the API server fail the running requests, as there will be no more output."""
     with Sender(endpoints.api_in) as api:
         api.send(Stop())
 
 
-def _tokenizers(endpoints: Endpoints) -> list[str]:
+def _tokenizers(endpoints: IpcAddresses) -> list[str]:
     return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
 
 

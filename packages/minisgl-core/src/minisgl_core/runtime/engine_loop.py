@@ -1,0 +1,116 @@
+"""Engine loop: it schedules steps, runs them on the engine, and returns the results to the scheduler.
+
+Without overlap, each step is scheduled, run and processed before the next. With overlap, step n + 1 is scheduled and launched
+while the device runs step n. The results of step n are processed while the device runs step n + 1 (NanoFlow, arXiv 2408.12757):
+
+    host    | schedule 1 | launch 1 | schedule 2 | launch 2 | wait 1, process 1 | schedule 3 | launch 3 | process 2 | ...
+    device               |--------- step 1 ---------|--------- step 2 ---------|--------- step 3 -----------| ...
+
+If grammars restrict the tokens of step n + 1, its token masks depend on step n's tokens, so sampling is delayed:
+
+    host    | schedule 2 | begin 2 | wait 1, process 1 | masks for 2 | finish 2 | schedule 3 | ...
+    device  |--- step 1 ---|------ step 2, up to its logits ------|-- sample 2 --|
+
+Step n + 1 is planned before the host knows step n's tokens, which the step reads on the device. So a request that ends with a
+stop token runs one step too many, whose token is dropped. The request keeps its pages until that step has been processed.
+
+With P pipeline stages, up to P steps are in flight, and one more with overlap. Each takes an even part of the decoding requests,
+and stage 1 computes step n while stage 0 computes step n + 1 (arXiv 1811.06965):
+
+    host     | schedule, launch 1 | schedule, launch 2 | wait 1, process 1 | schedule, launch 3 | wait 2, ...
+    stage 0           |----- step 1 -----|----- step 2 -----|             |----- step 3 -----| ...
+    stage 1                              |----- step 1 -----|----- step 2 -----|             |--- step 3 ...
+
+A request whose token is in flight waits for it, so a step never needs tokens that the host does not know. Chunks of a prompt may
+be in several steps in flight, since every stage runs the steps in order.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from minisgl_core.engine.engine import BegunStep, Engine
+from minisgl_core.engine.step import PendingStep
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
+from minisgl_core.protocol.messages import TokenOut
+from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+
+Outputs = list[tuple[int, TokenOut]]
+"""(tokenizer worker, output) pairs."""
+
+
+class EngineLoop:
+    """Engine loop that launches at most one step per call."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        engine: Engine,
+        hooks: Hooks,
+        *,
+        overlap: bool,
+        num_stages: int = 1,
+        send_plan: Callable[[BatchPlan | TokenMasks], None] | None = None,
+        receive_result: Callable[[], StepResult] | None = None,
+    ) -> None:
+        """Start without steps.
+
+        Args:
+            scheduler: plans the steps.
+            engine: engine of rank 0.
+            hooks: called for each step.
+            overlap: True if one more step may be in flight than there are stages.
+            num_stages: pipeline stages.
+            send_plan: sends each plan and its token masks to the other ranks before this rank uses them.
+            receive_result: waits for the next step's result from the last pipeline stage, if that is another rank.
+        """
+        self.scheduler, self.engine, self.hooks, self.overlap = scheduler, engine, hooks, overlap
+        self._is_pipeline = num_stages > 1
+        self._max_left = num_stages - 1 + overlap
+        """Most steps in flight when `step` returns."""
+        self._send_plan, self._receive_result = send_plan, receive_result
+        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
+
+    @property
+    def has_work(self) -> bool:
+        """True if another `step` has something to do."""
+        return bool(self._in_flight) or self.scheduler.has_work
+
+    def step(self) -> Outputs:
+        """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
+        scheduled = self.scheduler.schedule()
+        begun = None if scheduled is None else self._begin(scheduled.plan)
+        outputs = self.scheduler.collect_aborted()
+        if scheduled is not None and begun is not None:
+            # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
+            while self._in_flight and len(scheduled.plan.sample.masked) and not self._is_pipeline:
+                outputs += self._process(*self._in_flight.popleft())
+            self._in_flight.append((scheduled, self._finish(scheduled, begun)))
+        if self._in_flight and (scheduled is None or len(self._in_flight) > self._max_left):
+            outputs += self._process(*self._in_flight.popleft())
+        return outputs
+
+    def _begin(self, plan: BatchPlan) -> BegunStep:
+        if self.hooks.batch_scheduled is not None:
+            scheduler = self.scheduler
+            self.hooks.batch_scheduled(plan=plan, num_waiting=scheduler.num_waiting, num_running=scheduler.num_running)
+        if self._send_plan is not None:
+            self._send_plan(plan)
+        return self.engine.begin(plan)
+
+    def _finish(self, scheduled: ScheduledStep, begun: BegunStep) -> PendingStep:
+        masks = self.scheduler.token_masks(scheduled)
+        if masks is not None and self._send_plan is not None:
+            self._send_plan(masks)
+        return self.engine.finish(begun, masks)
+
+    def _process(self, step: ScheduledStep, pending: PendingStep) -> Outputs:
+        result = pending.result()
+        if self._receive_result is not None:
+            result = self._receive_result()
+        outputs = self.scheduler.process(step, result)
+        if self.hooks.batch_finished is not None:
+            self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)
+        return outputs

@@ -1,0 +1,170 @@
+"""Sockets between the processes of one launch.
+
+Every process that receives binds one PULL socket in the launch's directory, and its senders connect PUSH sockets. Messages of
+one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
+These file permissions are the only access control of the sockets.
+
+    api_in           <-- tokenizer workers, launcher
+    tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
+    scheduler_in     <-- tokenizer workers, launcher
+    RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
+
+Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
+number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
+so that a last message arrives and a dead peer does not delay the close.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.protocol.messages import Decoder, encode
+
+M = TypeVar("M")
+LINGER_MS = 1000
+MAX_PATH_BYTES = 100
+"""Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class IpcAddresses:
+    """Addresses of one launch's sockets. Plain data, passed to each process.
+
+    Attributes:
+        directory: directory of the sockets.
+        num_tokenizers: number of tokenizer workers.
+    """
+
+    directory: str
+    num_tokenizers: int = 1
+
+    @classmethod
+    def create(cls, num_tokenizers: int = 1) -> IpcAddresses:
+        """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
+
+        Raises:
+            InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
+        """
+        directory = tempfile.mkdtemp(prefix="minisgl-")
+        if len(directory.encode()) + len("/tokenizer-999") > MAX_PATH_BYTES:
+            Path(directory).rmdir()
+            raise InvalidValueError(
+                "TMPDIR",
+                tempfile.gettempdir(),
+                "a shorter path, because Unix sockets are made there",
+                "Try TMPDIR=/tmp.",
+            )
+        return cls(directory, num_tokenizers)
+
+    def remove(self) -> None:
+        """Delete the directory. May be called twice."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    @property
+    def api_in(self) -> str:
+        """Address of the API server."""
+        return f"ipc://{self.directory}/api"
+
+    @property
+    def scheduler_in(self) -> str:
+        """Address of the scheduler of rank 0."""
+        return f"ipc://{self.directory}/scheduler"
+
+    @property
+    def tokenizer_in(self) -> tuple[str, ...]:
+        """Addresses of the tokenizer workers."""
+        return tuple(f"ipc://{self.directory}/tokenizer-{index}" for index in range(self.num_tokenizers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Channel:
+    """Socket with its own context, so that closing one never waits for another."""
+
+    def __init__(self, kind: int, context: zmq.Context[Any]) -> None:
+        self._context = context
+        self.socket: Any = context.socket(kind)
+        self.socket.setsockopt(zmq.SNDHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+
+    def close(self) -> None:
+        """Close the socket after delivering its queue for up to `LINGER_MS`. May be called twice."""
+        self.socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sender(_Channel):
+    """Sender of messages to one address. It never blocks, and the peer may start later."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(zmq.PUSH, zmq.Context())
+        self.socket.connect(address)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue one message."""
+        self.socket.send(encode(message))
+
+
+class Receiver(_Channel, Generic[M]):
+    """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
+
+    def __init__(self, address: str, kind: Any) -> None:
+        super().__init__(zmq.PULL, zmq.Context())
+        self._decode = Decoder(kind)
+        self.socket.bind(address)
+
+    def receive(self, timeout_s: float | None = None) -> M | None:
+        """Wait for the next message; return None after `timeout_s`. A timeout of None waits forever, 0 does not wait."""
+        if timeout_s is not None and not self.socket.poll(round(timeout_s * 1000)):
+            return None
+        return self._decode(self.socket.recv())  # type: ignore[no-any-return]
+
+    def drain(self) -> list[M]:
+        """Return all messages that have arrived, without waiting."""
+        messages: list[M] = []
+        while True:
+            try:
+                messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+
+class AsyncReceiver(_Channel, Generic[M]):
+    """`Receiver` for asyncio."""
+
+    def __init__(self, address: str, kind: Any) -> None:
+        super().__init__(zmq.PULL, zmq.asyncio.Context())
+        self._decode = Decoder(kind)
+        self.socket.bind(address)
+
+    async def receive(self) -> M:
+        """Wait for the next message."""
+        return self._decode(await self.socket.recv())  # type: ignore[no-any-return]
+
+
+def send_all(senders: Iterable[Sender], message: msgspec.Struct) -> None:
+    """Send one message to several addresses, encoded once."""
+    data = encode(message)
+    for sender in senders:
+        sender.socket.send(data)
