@@ -139,6 +139,27 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
         return *super().weights_elsewhere(), "model.norm.*"
 
 
+class AddsBeforeTheAllReduce(LlamaForCausalLM):
+    """Right with one rank: the first norm of the next stage adds them anyway."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        if len(args) == 5 and args[4] is not None:
+            return super().forward(*args[:4], torch.stack((args[4].sum(0), torch.zeros_like(args[4][0]))))
+        return super().forward(*args)
+
+
+class SendsItsResidualTwice(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out[1:].expand(2, -1, -1).contiguous()
+
+
+class SendsHiddenStatesAlone(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out.sum(0)
+
+
 class ForgetsANorm(LlamaForCausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden_states / self.model.norm.weight)
@@ -274,6 +295,9 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),
         (HasAnEmbeddingInEveryStage, "test_a_pipeline_stage_loads_its_layers"),
         (HasNoStageForItsNorm, "test_a_pipeline_stage_loads_its_layers"),
+        (AddsBeforeTheAllReduce, "test_stages_together_equal_one"),
+        (SendsItsResidualTwice, "test_stages_together_equal_one"),
+        (SendsHiddenStatesAlone, "test_stages_together_equal_one"),
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsAnAllReduce, "test_ranks_together_equal_one"),

@@ -123,7 +123,8 @@ class Gemma2Model(Layer):
     """Scaled embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: Gemma2DecoderLayer(config, index, build) for index in stage.layers}
@@ -133,16 +134,26 @@ class Gemma2Model(Layer):
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
         cos, sin = self.rotary_emb.forward(positions)
-        hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
         # After the last attention, only the tokens that logits are computed of matter.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
 
@@ -180,10 +191,15 @@ class Gemma2ForCausalLM(Model):
         self._soft_cap: float | None = config.raw["final_logit_softcapping"]
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -137,7 +137,8 @@ class Gemma3Model(Layer):
     """Scaled embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         assert config.sliding_rope is not None, "standard_config sets both"
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
@@ -149,11 +150,19 @@ class Gemma3Model(Layer):
         self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
         full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
-        hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
         for layer in layers:
             cos, sin = local if layer.is_sliding else full
@@ -161,6 +170,8 @@ class Gemma3Model(Layer):
         # After the last attention, only the tokens that logits are computed of matter.
         cos, sin = local if last.is_sliding else full
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
 
@@ -207,10 +218,15 @@ class Gemma3ForCausalLM(Model):
         self._soft_cap: float | None = config.raw.get("final_logit_softcapping")
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""
@@ -247,10 +263,15 @@ class Gemma3ForConditionalGeneration(Model):
         self.vocab_shard = self.language_model.vocab_shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.language_model.forward(input_ids, positions, attend, logits_index)
+        return self.language_model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -106,7 +106,8 @@ class Olmo2Model(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: Olmo2DecoderLayer(config, index, build) for index in stage.layers}
@@ -114,22 +115,28 @@ class Olmo2Model(Layer):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [1, T, H]."""
         cos, sin = self.rotary_emb.forward(positions)
-        hidden_states = self.embed_tokens.forward(input_ids)
+        hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states = layer.forward(hidden_states, cos, sin, attend)
         # After the last attention, only the tokens that logits are computed of matter.
         hidden_states = last.forward(hidden_states, cos, sin, attend, logits_index)
-        return self.norm.forward(hidden_states)
+        return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
 
 
 class Olmo2ForCausalLM(Model):
     """Olmo2 with its output matrix."""
 
+    num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
@@ -151,10 +158,15 @@ class Olmo2ForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -25,7 +25,8 @@ class Olmo3Model(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         assert config.sliding_rope is not None, "standard_config sets both"
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
@@ -36,22 +37,29 @@ class Olmo3Model(Layer):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [1, T, H]."""
         full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
-        hidden_states, last = self.embed_tokens.forward(input_ids), max(self.layers)
+        hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
+        last = max(self.layers)
         for index, layer in self.layers.items():
             cos, sin = full if self._windows[index] is None else local
             # After the last attention, only the tokens that logits are computed of matter.
             wanted = logits_index if index == last else None
             hidden_states = layer.forward(hidden_states, cos, sin, attend, wanted)
-        return self.norm.forward(hidden_states)
+        return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
 
 
 class Olmo3ForCausalLM(Model):
     """Olmo3 with its output matrix."""
 
+    num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
     @classmethod
@@ -92,10 +100,15 @@ class Olmo3ForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -1,7 +1,7 @@
 """Builds an engine and its scheduler's limits from options: providers, weights, memory.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine --> graphs
+    --> groups of ranks --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine --> graphs
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from minisgl_core.config.hf import architecture_of, model_config
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
-from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops, roles_of
-from minisgl_core.contracts.platform import Hardware, Platform
+from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
+from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import (
     InvalidValueError,
@@ -146,9 +147,9 @@ def build_engine(
         config: the user's options.
         registry: the installed providers.
         hooks: the installed hook modules.
-        placement: this process's among ``config.parallel.tp``.
+        placement: this process's among ``config.parallel.size``.
         progress: whether to draw a bar while weights load.
-        joined: is given the communicator as soon as there is one, to abort it where another rank fails meanwhile.
+        joined: is given each communicator as soon as there is one, to abort it where another rank fails meanwhile.
 
     Raises:
         MinisglError: whatever does not fit, by name.
@@ -181,11 +182,10 @@ def build_engine(
     registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
     phases.done("opened the checkpoint")
     with platform.stream():
-        communicator = _join(config, registry, platform, placement)
+        groups = join_groups(config, registry, placement, platform.device, joined)
         engine: Engine | None = None
         try:
-            joined(communicator)
-            _check_same_providers(config, registry, communicator, checkpoint.provider)
+            _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
             ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
@@ -193,18 +193,19 @@ def build_engine(
             kv_dtype = kv_torch_dtype(config, ops.dtype)
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
-            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
+            layers = groups.layers(checkpoint.config.num_layers)
+            build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
             # A shorter context needs fewer positions, and LongRoPE has other frequencies for it.
             served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
             model = checkpoint.model_class(served, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            parts = EngineFactory(config, checkpoint.config, platform, communicator, model, ops, registry)
+            parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
             num_recorded = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_profile_batch, num_recorded)
+            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_recorded)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
@@ -218,7 +219,7 @@ def build_engine(
             if engine is not None:
                 engine.free_graphs()
             # Without the first, kernels that wait for the other ranks would hold the device for good.
-            for leave in (communicator.abort, communicator.close):
+            for leave in (groups.abort, groups.close):
                 with suppress(Exception):  # the error that brought it here is the one to tell
                     leave()
             raise
@@ -268,22 +269,11 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
     return unsupported
 
 
-def _join(config: EngineConfig, registry: Registry, platform: Platform, placement: RankPlacement) -> Communicator:
-    """Join the other ranks."""
-    if config.parallel.tp == 1:
-        return SingleRank()
-    spec = CommunicatorSpec(placement.rank, config.parallel.tp, platform.device, placement.init_method, timeout_s=600)
-    provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
-    if reasons := registry.unsupported("communicator", config.backends.communicator, spec):
-        raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
-    return provider(spec)
-
-
 def _check_same_providers(
-    config: EngineConfig, registry: Registry, communicator: Communicator, model_provider: str
+    config: EngineConfig, registry: Registry, groups: RankGroups, rank: int, model_provider: str
 ) -> None:
     """See that all ranks resolved the same providers: a mismatch would be a hang later."""
-    if communicator.size == 1:
+    if config.parallel.size == 1:
         return
     chosen = {
         "attention": config.backends.attn,
@@ -293,9 +283,7 @@ def _check_same_providers(
         "quantization": config.backends.quantization,
     }
     digest = registry.digest(chosen)
-    first = communicator.broadcast_object(digest)
-    if first != digest:
-        rank = communicator.rank
+    if any(group.broadcast_object(digest) != digest for group in groups.all):
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
 
 

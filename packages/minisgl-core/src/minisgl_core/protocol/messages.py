@@ -5,6 +5,7 @@
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
     API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
+    scheduler (rank 0)  <--StepResult--  first rank of the last pipeline stage, if there are several
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. All messages are in this
 file, so that the protocol can be read in one place.

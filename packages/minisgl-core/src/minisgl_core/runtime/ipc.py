@@ -7,7 +7,7 @@ These file permissions are the only access control of the sockets.
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
     scheduler_in     <-- tokenizer workers, launcher
-    RankPlacement.address  <-- scheduler of rank 0
+    RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
 
 Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
 number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -232,6 +233,40 @@ class ModelTests:
             assert stages[0] | stages[1] == names, f"no stage loads {sorted(names - stages[0] - stages[1])}"
             both = stages[0] & stages[1]
             assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
+
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_stages_together_equal_one(self, tp_size: int) -> None:
+        """Two pipeline stages, each of `tp_size` ranks, compute the logits of the whole model, prompt and single token.
+
+        Rank by rank, the second stage gets what the first one returned. Skipped if the heads do not split.
+        """
+        with self._saved() as (reference, source):
+            ids = self._prompt(reference)
+            expected, num_layers = _reference_logits(reference, ids), reference.config.num_hidden_layers
+            steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
+
+            def run(
+                layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator
+            ) -> list[torch.Tensor]:
+                model, attend = self._load(source, communicator, layers=layers), DenseAttention()
+                found = []
+                for step, (start, stop) in enumerate(steps):
+                    received = None if sent is None else sent[communicator.rank][step]
+                    with torch.inference_mode():
+                        out = model.forward(ids[start:stop], torch.arange(start, stop), attend, None, received)
+                        found.append(model.gather_logits(model.compute_logits(out)) if model.stage.has_lm_head else out)
+                return found
+
+            try:
+                first = run_ranks(tp_size, partial(run, range(num_layers // 2), None))
+            except InvalidValueError as error:
+                pytest.skip(str(error))
+            for (start, stop), sent in zip(steps, first[0], strict=True):
+                num_sent = self.provider.num_intermediate
+                assert sent.shape == (num_sent, stop - start, self._config(source).hidden_size), "see num_intermediate"
+                assert sent.dtype == torch.float32
+            for found in run_ranks(tp_size, partial(run, range(num_layers // 2, num_layers), first)):
+                assert (torch.cat(found) - expected).abs().max() < self.tolerance
 
     @contextmanager
     def _saved(self) -> Iterator[tuple[Any, SavedReference]]:

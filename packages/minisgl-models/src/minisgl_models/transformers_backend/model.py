@@ -107,9 +107,14 @@ class TransformersModel(Model):
         self.checks: list[Layer] = [TokenCheck(self, build)]  # prepared after all others
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """See `Model.forward`."""
+        """See `Model.forward`. `intermediate` is None, since the model is not split into pipeline stages."""
         self._step.attend = attend
         output = self._backbone(input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False)
         hidden_states: torch.Tensor = output[0][0]

@@ -85,7 +85,7 @@ def _start_ranks(
 ) -> list[str]:
     """Have the executor start all ranks; return the names of their processes in rank order."""
     executor = make_executor(config, registry, supervisor.start)
-    placements = executor.place(config.parallel.tp, endpoints.directory)
+    placements = executor.place(config.parallel.size, endpoints.directory)
     names = [f"scheduler rank {each.rank}" for each in placements]
     for name, each in zip(names, placements, strict=True):
         executor.start(name, each, RUN_RANK, config, placements, each.rank, endpoints)
