@@ -242,7 +242,7 @@ class ModelTests:
         """
         with self._saved() as (reference, source):
             ids = self._prompt(reference)
-            expected, num_layers = _reference_logits(reference, ids), reference.config.num_hidden_layers
+            expected, num_layers = _reference_logits(reference, ids), self._config(source).num_layers
             steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
 
             def run(
