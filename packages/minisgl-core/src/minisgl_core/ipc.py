@@ -9,6 +9,12 @@ These file permissions are the only access control of the sockets.
     scheduler_in     <-- tokenizer workers, launcher
     RankPlacement.address  <-- scheduler of rank 0
 
+With several replicas, tokenizer workers and launcher send to `router_in` instead, and the schedulers send to it too. The
+`Endpoints` of each engine have the `scheduler_in` of that engine.
+
+    router_in        <-- tokenizer workers, launcher, scheduler of rank 0 of each replica
+    router_events    <-- scheduler of rank 0 of each replica
+
 Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
 number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
 so that a last message arrives and a dead peer does not delay the close.
@@ -43,20 +49,25 @@ class Endpoints:
     Attributes:
         directory: directory of the sockets.
         num_tokenizers: number of tokenizer workers.
+        num_replicas: number of replicas; if there are several, they are behind a router.
+        engine: number of the engine that this is for; a restarted replica is a new engine, so no message to the old one
+            reaches it.
     """
 
     directory: str
     num_tokenizers: int = 1
+    num_replicas: int = 1
+    engine: int = 0
 
     @classmethod
-    def create(cls, num_tokenizers: int = 1) -> Endpoints:
+    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1) -> Endpoints:
         """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
             InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
         """
         directory = tempfile.mkdtemp(prefix="minisgl-")
-        if len(directory.encode()) + len("/tokenizer-999") > MAX_PATH_BYTES:
+        if len(directory.encode()) + len("/engine-9999/rank-99") > MAX_PATH_BYTES:
             Path(directory).rmdir()
             raise InvalidValueError(
                 "TMPDIR",
@@ -64,7 +75,7 @@ class Endpoints:
                 "a shorter path, because Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
-        return cls(directory, num_tokenizers)
+        return cls(directory, num_tokenizers, num_replicas)
 
     def remove(self) -> None:
         """Delete the directory. May be called twice."""
@@ -76,9 +87,29 @@ class Endpoints:
         return f"ipc://{self.directory}/api"
 
     @property
+    def replica(self) -> int:
+        """Number of the replica that the engine is."""
+        return self.engine % self.num_replicas
+
+    @property
     def scheduler_in(self) -> str:
         """Address of the scheduler of rank 0."""
-        return f"ipc://{self.directory}/scheduler"
+        return f"ipc://{self.directory}/scheduler" + (f"-{self.engine}" if self.num_replicas > 1 else "")
+
+    @property
+    def router_in(self) -> str:
+        """Address for requests: of the router, or of the scheduler if there is only one replica."""
+        return f"ipc://{self.directory}/router" if self.num_replicas > 1 else self.scheduler_in
+
+    @property
+    def router_events(self) -> str:
+        """Address of the router for `CacheEvents`."""
+        return f"ipc://{self.directory}/router-events"
+
+    @property
+    def scheduler_out(self) -> tuple[str, ...]:
+        """Addresses that a scheduler answers to, by `Submit.worker`: the tokenizer workers and the router, if there is one."""
+        return (*self.tokenizer_in, self.router_in) if self.num_replicas > 1 else self.tokenizer_in
 
     @property
     def tokenizer_in(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+import msgspec
 import psutil
 
 from minisgl_core.batch import BatchPlan, TokenMasks
@@ -19,7 +20,7 @@ from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
 from minisgl_core.live_state import StateRequest
-from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
+from minisgl_core.messages import Abort, Count, EngineInfo, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.constraints import Grammars
@@ -63,15 +64,16 @@ def run_worker(
     with Receiver[Incoming](endpoints.scheduler_in, Incoming) as requests:
         built = build_engine(config, registry, hooks, placement)
         followers = [Sender(each.address) for each in placements[1:]]
+        info = msgspec.structs.replace(built.info, engine=endpoints.engine, replica=endpoints.replica)
         loop = make_loop(built, registry, hooks, followers)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
-            hooks.engine_started(info=built.info)
-        report(Ready(process="scheduler rank 0", engine=built.info))
+            hooks.engine_started(info=info)
+        report(Ready(process="scheduler rank 0", engine=info))
         with in_use(built.engine):
             try:
-                _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
+                _serve(loop, requests, [Sender(address) for address in endpoints.scheduler_out], info)
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -148,8 +150,8 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
             pending = launched
 
 
-def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
-    monitor = Monitor(loop.scheduler)
+def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], info: EngineInfo) -> None:
+    monitor = Monitor(loop.scheduler, info.replica)
     while True:
         # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
@@ -165,7 +167,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
                 workers[message.worker].send(monitor.state(message))
             else:
                 return
-        _deliver(loop.step(), workers)
+        _deliver(loop.step(), workers, info.engine)
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
@@ -189,7 +191,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
+def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
     batches: dict[int, list[TokenOut]] = {}
     for worker, output in outputs:
         if output.rejected is not None:
@@ -197,4 +199,4 @@ def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
         else:
             batches.setdefault(worker, []).append(output)
     for worker, batch in batches.items():
-        workers[worker].send(TokenBatch(batch))
+        workers[worker].send(TokenBatch(batch, engine))

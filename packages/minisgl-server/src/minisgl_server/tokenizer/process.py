@@ -7,7 +7,18 @@ from typing import Any
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.ipc import Endpoints, Receiver, Sender
 from minisgl_core.live_state import State, StateRequest
-from minisgl_core.messages import Abort, Count, Detokenize, EngineInfo, Ready, Rejected, Stop, TokenBatch, Tokenize
+from minisgl_core.messages import (
+    Abort,
+    Count,
+    Detokenize,
+    EngineInfo,
+    Ready,
+    Rejected,
+    ReplicaLost,
+    Stop,
+    TokenBatch,
+    Tokenize,
+)
 from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.process import Report
@@ -18,7 +29,9 @@ from minisgl_server.parsing.chat_format import ChatFormat
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
 
-Incoming = EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | Stop
+Incoming = (
+    EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | ReplicaLost | Stop
+)
 
 
 def run_tokenizer_worker(
@@ -27,7 +40,7 @@ def run_tokenizer_worker(
     """Run the process: wait for `EngineInfo`, load the tokenizer, then handle messages until `Stop` or `END_SIGNAL`."""
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
-        Sender(endpoints.scheduler_in) as to_scheduler,
+        Sender(endpoints.router_in) as to_scheduler,
         Sender(endpoints.api_in) as to_api,
     ):
         import transformers  # noqa: F401  # takes seconds, so it is imported while the engine loads
@@ -41,7 +54,7 @@ def run_tokenizer_worker(
         if config.model.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
-        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry)
+        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas > 1)
         report(
             Ready(
                 process=f"tokenizer {index}",
