@@ -137,6 +137,7 @@ def answer_to(request: StateRequest, last_step: int) -> State:
         requests=[],
         runs=[],
         steps=[step_state(step) for step in range(request.since + 1, last_step + 1)],
+        query=request.query,
     )
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -81,6 +81,10 @@ class Endpoints:
         """Delete the directory. May be called twice."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
+    def of_engine(self, engine: int) -> Endpoints:
+        """Return the addresses for another engine of the launch."""
+        return replace(self, engine=engine)
+
     @property
     def api_in(self) -> str:
         """Address of the API server."""
@@ -126,11 +130,12 @@ class Endpoints:
 class _Channel:
     """Socket with its own context, so that closing one never waits for another."""
 
-    def __init__(self, kind: int, context: zmq.Context[Any]) -> None:
+    def __init__(self, kind: int, context: zmq.Context[Any], max_messages: int = 0) -> None:
+        """`max_messages`: length of the queue; 0 for no limit."""
         self._context = context
         self.socket: Any = context.socket(kind)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, max_messages)
+        self.socket.setsockopt(zmq.RCVHWM, max_messages)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
 
     def close(self) -> None:
@@ -146,22 +151,31 @@ class _Channel:
 
 
 class Sender(_Channel):
-    """Sender of messages to one address. It never blocks, and the peer may start later."""
+    """Sender of messages to one address. It never blocks if its queue is unlimited, and the peer may start later."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(zmq.PUSH, zmq.Context())
+    def __init__(self, address: str, max_messages: int = 0) -> None:
+        super().__init__(zmq.PUSH, zmq.Context(), max_messages)
         self.socket.connect(address)
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue one message."""
-        self.socket.send(encode(message))
+    def send(self, message: msgspec.Struct, wait: bool = True) -> None:
+        """Queue one message.
+
+        Raises:
+            zmq.Again: the queue is full, and `wait` is False.
+        """
+        self.socket.send(encode(message), 0 if wait else zmq.NOBLOCK)
+
+    def drop(self) -> None:
+        """Close the socket without delivering its queue."""
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.close()
 
 
 class Receiver(_Channel, Generic[M]):
     """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
 
-    def __init__(self, address: str, kind: Any) -> None:
-        super().__init__(zmq.PULL, zmq.Context())
+    def __init__(self, address: str, kind: Any, max_messages: int = 0) -> None:
+        super().__init__(zmq.PULL, zmq.Context(), max_messages)
         self._decode = Decoder(kind)
         self.socket.bind(address)
 

@@ -212,8 +212,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
     """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
-    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429) or ``internal`` (500). `param` names
-    the field at fault.
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
+    ``replica_lost`` (503), after which the request may be sent again. `param` names the field at fault.
     """
 
     request_id: str

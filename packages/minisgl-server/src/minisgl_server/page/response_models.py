@@ -21,3 +21,5 @@ class EngineState(BaseModel):
     requests: list[dict[str, Any]]
     runs: list[dict[str, Any]]
     steps: list[dict[str, Any]]
+    replica: int
+    replicas: list[dict[str, Any]]

@@ -67,7 +67,9 @@ class BlockTable:
         is_last = np.ones(len(indices), bool)
         (holders[1:] != holders[:-1]).any(axis=1, out=is_last[:-1])
         indices = indices[is_last]
-        held = np.unpackbits(holders[is_last], axis=1, count=self._num_replicas, bitorder="little") * (indices[:, None] + 1)
+        held = np.unpackbits(holders[is_last], axis=1, count=self._num_replicas, bitorder="little") * (
+            indices[:, None] + 1
+        )
         return held.max(axis=0, initial=0)  # type: ignore[no-any-return]
 
     def add(self, keys: BlockKeys, replica: int, slots: Slots | None = None) -> None:
@@ -81,7 +83,9 @@ class BlockTable:
         while len(missing):
             sets = self._sets(missing)
             slots = sets * WAYS + self._last_used_by_set[sets].argmin(axis=1)
-            self._keys[slots] = missing  # of several keys for one slot, the last is stored; the next pass stores the others
+            self._keys[slots] = (
+                missing  # of several keys for one slot, the last is stored; the next pass stores the others
+            )
             self._last_used[slots] = self._now
             self._holders[slots] = 0
             self._holders[slots, replica >> 3] = np.uint8(1 << (replica & 7))

@@ -30,7 +30,17 @@ from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
 
 Incoming = (
-    EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | ReplicaLost | Stop
+    EngineInfo
+    | Tokenize
+    | Detokenize
+    | Abort
+    | TokenBatch
+    | Rejected
+    | Count
+    | StateRequest
+    | State
+    | ReplicaLost
+    | Stop
 )
 
 
@@ -54,7 +64,9 @@ def run_tokenizer_worker(
         if config.model.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
-        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas > 1)
+        worker = TokenizerWorker(
+            tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas > 1
+        )
         report(
             Ready(
                 process=f"tokenizer {index}",
