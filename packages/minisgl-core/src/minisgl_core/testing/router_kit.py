@@ -126,7 +126,9 @@ class RouterTests:
             grown, _ = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert grown < 400_000, f"{grown} bytes were kept of 200 prompts and 100000 events, for 1024 blocks of all caches"
+        assert grown < 400_000, (
+            f"{grown} bytes were kept of 200 prompts and 100000 events, for 1024 blocks of all caches"
+        )
 
     def test_prefers_the_replica_that_holds_the_prefix(self) -> None:
         """A router that uses events routes a prompt to the replica that reported its prefix, until it reports the eviction."""

@@ -50,7 +50,11 @@ def add_routes(app: FastAPI) -> None:
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=HEADERS)
 
-    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE, REPLICA]})
+    @app.get(
+        "/engine/state",
+        **route_docs(response=EngineState, errors=[400]),
+        openapi_extra={"parameters": [SINCE, REPLICA]},
+    )
     async def state(request: Request) -> Response:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
         text = request.query_params.get("since", "0")

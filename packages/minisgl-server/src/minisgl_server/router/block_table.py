@@ -16,9 +16,9 @@ Slots = npt.NDArray[np.int64]
 class BlockTable:
     """Set-associative hash table from block keys to the replicas that hold the block.
 
-    A block's key covers all tokens before it, so the keys of a prompt are a path in a radix tree, and no links are stored. The
-    table is five NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica. A block that replaces another
-    one costs a worse route at most. All methods take one vectorized pass per call.
+    A block's key covers all tokens before it, so the keys of a prompt are a path in a radix tree without links. The table has
+    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica. A block that replaces another one costs a
+    worse route at most. Methods are vectorized over the blocks of a call.
     """
 
     def __init__(self, num_blocks: int, num_replicas: int) -> None:
@@ -58,8 +58,8 @@ class BlockTable:
             slots: result of `find` for the keys of the prompt.
 
         Returns:
-            int64, shape [num_replicas]. Blocks before the last one count even if they were replaced in the table, as a cache
-            never evicts a block before those that follow it.
+            int64, shape [num_replicas]. Blocks before the last one count even if the table lacks them, because a cache
+            evicts the last blocks of a prefix first.
         """
         indices = np.flatnonzero(slots >= 0)
         holders = self._holders[slots[indices]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,7 +97,7 @@ class RouterWorker:
         router: Router,
         info: EngineInfo,
         connect: Callable[[int], Send],
-        to_workers: list[Send],
+        to_workers: Sequence[Send],
         routed: Callable[[int], None] = lambda replica: None,
     ) -> None:
         self._router, self._connect, self._to_workers, self._routed = router, connect, to_workers, routed
