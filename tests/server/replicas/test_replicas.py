@@ -118,13 +118,17 @@ def test_a_killed_replica_costs_started_streams_only(server: Any, client: openai
     expected = {prompt: text_of(stream(server, prompt, max_tokens)) for prompt in (prompts[0], prompts[7])}
     num_starts = [each["num_starts"] for each in replicas(server)]
     started = Semaphore(0)
-    with ThreadPoolExecutor(len(prompts)) as pool:
+    with ThreadPoolExecutor(10) as pool:
         answers = [pool.submit(stream, server, prompt, max_tokens, started.release) for prompt in prompts]
         for _ in range(3):  # each replica runs two, so one of these is on the replica to be killed
             started.acquire()
-        wait_for(lambda: sum(each["num_requests"] for each in replicas(server)) == 8)
+        # These two have generated tokens or wait, and their clients have nothing in either case.
+        whole = [pool.submit(complete, client, prompt, max_tokens) for prompt in prompts[:2]]
+        wait_for(lambda: sum(each["num_requests"] for each in replicas(server)) == 10)
         server.children()["replica 0 rank 0"].kill()
         ended = [answer.result() for answer in answers]
+        assert whole[0].result() == expected[prompts[0]]
+        assert len(whole[1].result()) > 100
     failed = [each for each in ended if each[-1] != "[DONE]"]
     assert 1 <= len(failed) <= 2
     for each in failed:

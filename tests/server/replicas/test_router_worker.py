@@ -67,7 +67,9 @@ class Rig:
             self.worker.handle(message)
 
     def submit(self, name: str, tokens: Any = (1,) * 40, worker: int = 0) -> None:
-        self.send(Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=SamplingParams(), worker=worker))
+        self.send(
+            Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=SamplingParams(), worker=worker)
+        )
 
     def loads(self) -> list[tuple[int, int]]:
         return [(each.num_requests, each.num_prompt_tokens) for each in self.worker.replicas]
@@ -106,7 +108,9 @@ def test_a_lost_replica_names_its_requests_to_their_workers(rig: Rig) -> None:
     assert rig.names(1) == ["c", "a"]
     rig.send(ReplicaReady(0, 2))
     rig.send(Ended(["c", "a"]))
-    rig.send(CacheEvents(0, block_keys(np.full(40, 9, np.int32), 16), np.empty(0, np.uint64)))  # of the engine that ended
+    rig.send(
+        CacheEvents(0, block_keys(np.full(40, 9, np.int32), 16), np.empty(0, np.uint64))
+    )  # of the engine that ended
     rig.submit("d", [1] * 40)
     assert rig.names(1)[-1] == "d", "the new engine of replica 0 holds nothing"
     assert rig.engines[0][2:] == [], "nothing is sent to an engine that has ended"

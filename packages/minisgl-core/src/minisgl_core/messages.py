@@ -117,6 +117,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     """Keep only the last so many tokens; -1 keeps as many as the context has room for besides the output."""
     return_prompt_ids: bool = False
     """Return the prompt's tokens with the first `Text`."""
+    is_streamed: bool = True
+    """False if the client needs nothing before the whole output, so that it may be returned at once."""
     only_tokens: bool = False
     """Only tokenize; the answer is `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)

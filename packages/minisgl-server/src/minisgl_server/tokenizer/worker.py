@@ -164,6 +164,7 @@ class TokenizerWorker:
 
             def new_output(request_id: str) -> RequestOutput:
                 request = self._new_output(message, request_id, prompt, sampling, grammar)
+                request.only_whole = self._has_router and not message.is_streamed  # so that it can be submitted again
                 if returns_prompt:
                     request.pending.prompt_text, request.pending.prompt_token_ids = prompt_text, token_ids
                 return request
