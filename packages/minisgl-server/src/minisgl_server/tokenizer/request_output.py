@@ -51,9 +51,9 @@ class RequestOutput:
     def take(self) -> Text | None:
         """Return `pending` and begin a new one. None if there is no new text and the output continues."""
         pending = self.pending
-        if pending.finish_reason is None:
-            if self.only_whole or not (pending.text or pending.reasoning or pending.tool_calls):
-                return None
+        has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.only_whole
+        if pending.finish_reason is None and not has_new:
+            return None
         self.pending = Text(request_id=pending.request_id, text="", token_ids=[])
         return pending
 
