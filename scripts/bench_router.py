@@ -2,8 +2,8 @@
 
     python scripts/bench_router.py --replicas 64 --prefixes 1000000 --tokens 2048
 
-Prompts begin with one of 1,000 shared prefixes and end with 4 blocks of their own. Each measured prompt is routed twice, first with
-new blocks at its end. Prompts and events are made outside the measured times.
+Prompts begin with one of 1,000 shared prefixes and end with 4 blocks of their own. Each measured prompt is routed twice,
+first with new blocks at its end. Prompts and events are made outside the measured times.
 """
 
 from __future__ import annotations
