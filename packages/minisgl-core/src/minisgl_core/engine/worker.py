@@ -20,7 +20,7 @@ from minisgl_core.engine.loop import EngineLoop, Outputs
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.ipc import Endpoints, Receiver, Sender, send_all
 from minisgl_core.live_state import StateRequest
-from minisgl_core.messages import Abort, Count, EngineInfo, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
+from minisgl_core.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.scheduler.constraints import Grammars
@@ -73,7 +73,13 @@ def run_worker(
         report(Ready(process="scheduler rank 0", engine=info))
         with in_use(built.engine):
             try:
-                _serve(loop, requests, [Sender(address) for address in endpoints.scheduler_out], info)
+                _serve(
+                    loop,
+                    requests,
+                    [Sender(address) for address in endpoints.scheduler_out],
+                    endpoints.engine,
+                    endpoints.replica,
+                )
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -150,8 +156,10 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
             pending = launched
 
 
-def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], info: EngineInfo) -> None:
-    monitor = Monitor(loop.scheduler, info.replica)
+def _serve(
+    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine: int = 0, replica: int = 0
+) -> None:
+    monitor = Monitor(loop.scheduler, replica)
     while True:
         # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
@@ -167,7 +175,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
                 workers[message.worker].send(monitor.state(message))
             else:
                 return
-        _deliver(loop.step(), workers, info.engine)
+        _deliver(loop.step(), workers, engine)
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
