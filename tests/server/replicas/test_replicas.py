@@ -15,24 +15,17 @@ import httpx
 import openai
 import pytest
 
+from minisgl_core import LLM, SamplingParams
+
 Launch = Callable[..., Any]
 PROMPTS = [f"{word} " * 40 for word in ("apple", "river", "stone", "cloud", "music", "paper")]
 
 
 @pytest.fixture(scope="module")
-def start(launch_shared: Launch, tiny_checkpoint: Path) -> Launch:
-    flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
-
-    def launched(*more: str) -> Any:
-        return launch_shared(*flags, *more, OMP_NUM_THREADS="1").wait_started()
-
-    return launched
-
-
-@pytest.fixture(scope="module")
-def server(start: Launch) -> Any:
+def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
     """Restarts leave it as it was, so all tests share it."""
-    return start("--replicas", "2", "--max-running-requests", "2")
+    flags = ["--model", str(tiny_checkpoint), "--dtype", "float32", "--num-pages", "1100", "--attn", "torch"]
+    return launch_shared(*flags, "--replicas", "2", "--max-running-requests", "2", OMP_NUM_THREADS="1").wait_started()
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +64,10 @@ def wait_for(condition: Callable[[], bool], limit_s: float = 100) -> None:
         time.sleep(0.02)
 
 
-def test_tokens_equal_those_of_one_replica(server: Any, client: openai.OpenAI, start: Launch) -> None:
-    one = start()
-    assert not {"router", "replica 0 rank 0"} & one.children().keys()
-    with openai.OpenAI(base_url=f"{one.url}/v1", api_key="none", max_retries=0, timeout=100) as other:
-        expected = [complete(other, prompt) for prompt in PROMPTS]
+def test_tokens_equal_those_of_one_engine(server: Any, client: openai.OpenAI, tiny_checkpoint: Path) -> None:
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(tiny_checkpoint), dtype="float32", attn="torch", num_pages=1100) as llm:
+        expected = [output.text for output in llm.generate(PROMPTS, greedy)]
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         assert list(pool.map(lambda prompt: complete(client, prompt), PROMPTS)) == expected
     assert all(num > 0 for num in metric(server, "generation_tokens_total")), "both replicas ran requests"
