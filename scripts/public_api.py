@@ -17,7 +17,7 @@ from pathlib import Path
 PACKAGES = Path(__file__).parents[1] / "packages"
 PUBLIC = (
     "minisgl_core",
-    "minisgl_core.batch",
+    "minisgl_core.protocol.batch_plan",
     "minisgl_core.contracts.model_config",
     "minisgl_core.config.options",
     "minisgl_core.contracts.*",
@@ -25,7 +25,7 @@ PUBLIC = (
     "minisgl_core.kv.pool",
     "minisgl_core.layers.*",
     "minisgl_core.llm",
-    "minisgl_core.plugin_api",
+    "minisgl_core.plugins.plugin_api",
     "minisgl_core.plugins.hookspecs",
     "minisgl_core.sampling_params",
     "minisgl_core.testing.*_kit",

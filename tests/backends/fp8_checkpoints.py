@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint
+from minisgl_core.utils.fp8 import FP8, FP8_MAX
 
 BLOCK = (40, 24)
 """Cut by shards on purpose; real checkpoints have 128 by 128."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Ready
-from minisgl_core.process import END_SIGNAL, Supervisor
+from minisgl_core.protocol.messages import Ready
+from minisgl_core.runtime.supervisor import END_SIGNAL, Supervisor
 
 
 def serve(name: str, report: Callable[[Ready], None]) -> None:
@@ -54,7 +54,8 @@ def never_ready(report: Callable[[Ready], None]) -> None:
 
 def die_among_the_ranks(config: Any, places: Any, rank: int, endpoints: Any, report: Callable[[Ready], None]) -> None:
     """A rank that is killed when it has joined the others."""
-    from minisgl_core.engine import build, worker
+    from minisgl_core.engine import build
+    from minisgl_core.runtime import worker
 
     build.load_weights = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     worker.run_worker(config, places, rank, endpoints, report)

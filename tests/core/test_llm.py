@@ -20,8 +20,7 @@ import torch
 
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks
-from minisgl_core.engine import worker
-from minisgl_core.engine.loop import EngineLoop
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import (
     InvalidValueError,
     MinisglError,
@@ -29,9 +28,10 @@ from minisgl_core.errors import (
     ModelNotFoundError,
     TokenizerNotFoundError,
 )
+from minisgl_core.runtime import worker
+from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.scheduler import Scheduler
-from minisgl_core.structured_outputs import StructuredOutputs
 from minisgl_core.text.detokenizer import OutputText
 
 PROMPTS = [[5, 9, 3, 7, 11], [30], list(range(3, 23)), [5, 9, 3, 7, 12], [44, 44, 44], [5, 9, 3]]

@@ -96,7 +96,7 @@ def assert_ranks_start_anew() -> None:
 @pytest.mark.parametrize("num_pages", [100, None])
 def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the pool's size to agree on, rank 0 waits in a collective; without, it is done before it knows."""
-    monkeypatch.setattr("minisgl_core.engine.ranks.run_worker", children_module.die_among_the_ranks)
+    monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_among_the_ranks)
     with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
         new_llm(tiny_folder.llama(), 2, num_pages=num_pages)
     assert children() == []
@@ -106,7 +106,7 @@ def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkey
 def test_a_rank_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 meets the others in a wait that a rank which has ended would never end."""
     with monkeypatch.context() as patch:
-        patch.setattr("minisgl_core.engine.ranks.run_worker", print)
+        patch.setattr("minisgl_core.runtime.ranks.run_worker", print)
         started = time.monotonic()
         with pytest.raises(WorkerDiedError, match="'scheduler rank 1' ended unexpectedly"):
             new_llm(tiny_folder.llama(), 2)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import tiny
 
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Decoder, encode
+from minisgl_core.protocol.messages import Decoder, encode
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.structured_outputs import StructuredOutputs
 
 INTEGERS = sorted({edge + more for edge in (-(2**63), -(2**31), 0, 2**31, 2**63, 10**400) for more in (-1, 0, 1)})
 FLOATS = (-0.0, 0, 5e-324, 1e-46, 1e-38, 1e-6, 1e-5, 1 - 2**-53, 1, 2, 1e6, 3.4e38, 3.5e38, 1.7e308, 10**400)

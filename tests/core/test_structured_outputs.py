@@ -18,8 +18,8 @@ from random_schemas import random_schema
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, LlguidanceState
 from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.grammar import GrammarKind
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.structured_outputs import StructuredOutputs
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 PATTERN = "(ab|é)+[0-9]{2}(;[a-d]*)?"

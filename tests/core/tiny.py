@@ -16,11 +16,11 @@ from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, PrefixInsert, TokenIds
 from minisgl_core.engine.build import BuiltEngine, build_engine
-from minisgl_core.engine.loop import EngineLoop
-from minisgl_core.engine.worker import make_loop
-from minisgl_core.messages import Submit, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import Submit, TokenOut
+from minisgl_core.runtime.engine_loop import EngineLoop
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 
 # The model is so small that a second thread only adds waiting.

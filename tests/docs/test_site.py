@@ -26,11 +26,11 @@ import api_reference
 import cli_reference
 from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
-from minisgl_core.ipc import Endpoints
 from minisgl_core.plugins import hookspecs
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.plugins.selection import ALLOW_VARIABLE
+from minisgl_core.runtime.ipc import IpcAddresses
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
@@ -240,7 +240,7 @@ def test_the_first_fields_are_those_that_are_counted() -> None:
 
 
 def test_endpoints() -> None:
-    with Endpoints.create() as endpoints:
+    with IpcAddresses.create() as endpoints:
         client = EngineClient(endpoints)
         app = create_app(client, ServerOptions(page=False))
         client.close()

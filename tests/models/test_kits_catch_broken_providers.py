@@ -22,9 +22,9 @@ from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.model_kit import ModelTests
 from minisgl_core.testing.references import random_reference
 from minisgl_core.testing.weights_kit import WeightSourceTests
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.mistral import MistralForCausalLM
-from minisgl_models.weights.safetensors_folder import SafetensorsWeights
 
 SIZES: dict[str, Any] = {
     "vocab_size": 37,

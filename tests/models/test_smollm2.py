@@ -13,8 +13,8 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.engine.loader import load_weights
 from minisgl_core.testing.references import DenseAttention
+from minisgl_core.weights.loader import load_weights
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.weights.gguf_file import GgufWeights
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.ipc import Endpoints, Receiver, Sender
-from minisgl_core.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.protocol.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
@@ -34,7 +34,7 @@ INFO = EngineInfo(
 class Engine:
     """The far end of the sockets: a test says what the engine does."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: IpcAddresses) -> None:
         self._inboxes = [Receiver[Any](address, Tokenize | Abort) for address in endpoints.tokenizer_in]
         self._to_api = Sender(endpoints.api_in)
 
@@ -62,7 +62,7 @@ class Engine:
 
 def run(test: Callable[[EngineClient, Engine], Awaitable[None]]) -> None:
     async def main() -> None:
-        with Endpoints.create(num_tokenizers=2) as endpoints:
+        with IpcAddresses.create(num_tokenizers=2) as endpoints:
             client, engine = EngineClient(endpoints), Engine(endpoints)
             task = asyncio.create_task(client.run())
             try:

@@ -13,10 +13,16 @@ import httpx
 import numpy as np
 import pytest
 
-from minisgl_core.ipc import Endpoints, Receiver, Sender
-from minisgl_core.live_state import PagesState, State, StateRequest, StepState, TotalsState
-from minisgl_core.messages import EngineInfo
 from minisgl_core.plugins.selection import BLOCK_VARIABLE
+from minisgl_core.protocol.engine_snapshot import (
+    EngineSnapshot,
+    PagesSnapshot,
+    SnapshotRequest,
+    StepSnapshot,
+    TotalsSnapshot,
+)
+from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
@@ -116,24 +122,24 @@ def test_the_page_loads_no_third_party_content(http: httpx.Client) -> None:
     assert http.get("/page/nothing.js").json()["error"]["type"] == "invalid_request_error"
 
 
-def step_state(step: int) -> StepState:
+def step_state(step: int) -> StepSnapshot:
     one = np.ones(1, np.int32)
-    return StepState(step=step, time_s=float(step), num_decodes=1, num_tokens=1, requests=one, num_new=one)
+    return StepSnapshot(step=step, time_s=float(step), num_decodes=1, num_tokens=1, requests=one, num_new=one)
 
 
-def answer_to(request: StateRequest, last_step: int) -> State:
+def answer_to(request: SnapshotRequest, last_step: int) -> EngineSnapshot:
     """Return the state of an engine that had no request but has made steps."""
-    no_counts = dict.fromkeys(TotalsState.__struct_fields__, 0)
-    pages = {name: 1 for name in PagesState.__struct_fields__ if not name.startswith("map_")}
-    return State(
+    no_counts = dict.fromkeys(TotalsSnapshot.__struct_fields__, 0)
+    pages = {name: 1 for name in PagesSnapshot.__struct_fields__ if not name.startswith("map_")}
+    return EngineSnapshot(
         worker=request.worker,
         time_s=float(last_step),
         step=last_step,
         has_tokens=request.with_tokens,
         num_waiting=0,
         num_running=0,
-        totals=TotalsState(**no_counts),
-        pages=PagesState(**pages, map_starts=np.zeros(1, np.int32), map_owners=np.zeros(1, np.int64)),
+        totals=TotalsSnapshot(**no_counts),
+        pages=PagesSnapshot(**pages, map_starts=np.zeros(1, np.int32), map_owners=np.zeros(1, np.int64)),
         requests=[],
         runs=[],
         steps=[step_state(step) for step in range(request.since + 1, last_step + 1)],
@@ -148,8 +154,8 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
     async def main() -> None:
         with (
-            Endpoints.create() as endpoints,
-            Receiver[StateRequest](endpoints.tokenizer_in[0], StateRequest) as asked,
+            IpcAddresses.create() as endpoints,
+            Receiver[SnapshotRequest](endpoints.tokenizer_in[0], SnapshotRequest) as asked,
             Sender(endpoints.api_in) as engine,
         ):
             client = EngineClient(endpoints)
@@ -160,7 +166,7 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
             engine.send(started)
             await client.ready.wait()
 
-            async def question() -> StateRequest:
+            async def question() -> SnapshotRequest:
                 request = await asyncio.to_thread(asked.receive, 20)
                 assert request is not None
                 return request
@@ -189,7 +195,7 @@ def test_viewers_share_one_poll_of_the_engine(monkeypatch: pytest.MonkeyPatch) -
 
 def page_statuses(options: ServerOptions) -> list[int]:
     async def statuses() -> list[int]:
-        with Endpoints.create() as endpoints:
+        with IpcAddresses.create() as endpoints:
             client = EngineClient(endpoints)
             transport = httpx.ASGITransport(create_app(client, options))
             async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:

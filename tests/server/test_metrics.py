@@ -19,9 +19,9 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from minisgl_core.messages import EngineInfo
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.metrics.engine_metrics import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 

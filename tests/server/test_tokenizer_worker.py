@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.ipc import Endpoints, Receiver, Sender
-from minisgl_core.messages import (
+from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredOutputs
+from minisgl_core.protocol.messages import (
     Abort,
     Count,
     Ended,
@@ -27,8 +27,8 @@ from minisgl_core.messages import (
     ToolUse,
     encode,
 )
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.structured_outputs import GrammarSource, StructuredOutputs
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
@@ -180,7 +180,7 @@ def test_waiting_prompts_are_passed_and_dropped_once_aborted(rig: Rig) -> None:
 
 def test_waiting_prompts_get_their_turn(rig: Rig) -> None:
     with (
-        Endpoints.create() as endpoints,
+        IpcAddresses.create() as endpoints,
         Sender(endpoints.tokenizer_in[0]) as sender,
         Receiver[Any](endpoints.tokenizer_in[0], Tokenize | TokenBatch | Stop) as receiver,
     ):

@@ -19,10 +19,10 @@ from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer, AttentionSpec
 from minisgl_core.engine.combined_attention import CombinedAttention
-from minisgl_core.fp8 import FP8
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.testing.attention_rig import TOLERANCES, dense_attention
+from minisgl_core.utils.fp8 import FP8
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from minisgl_backends.attention.triton_backend import TritonAttention
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_kit import AttentionBackendTests
+from minisgl_core.utils.fp8 import FP8
 
 
 class TestTriton(AttentionBackendTests):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
-from minisgl_core.structured_outputs import MAX_CHOICES
+from minisgl_core.contracts.structured_outputs import MAX_CHOICES
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, GrammarTests, byte_tokenizer
 
 

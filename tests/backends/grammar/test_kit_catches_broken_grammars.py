@@ -9,8 +9,8 @@ import pytest
 
 from minisgl_backends.grammar import lark
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, LlguidanceState
+from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.structured_outputs import StructuralTag
 from minisgl_core.testing.grammar_kit import EOS, GrammarTests
 from minisgl_core.testing.kit_runner import failures
 

@@ -14,8 +14,8 @@ from minisgl_backends.moe.tiles import choose_block_size
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.moe.triton_kernel import TritonMoe
 from minisgl_core.contracts.moe import MoeSpec
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.moe_kit import MoeKernelTests
+from minisgl_core.utils.fp8 import FP8
 
 if TYPE_CHECKING:
     from minisgl_backends.moe.sorted_blocks import SortedBlocks

@@ -24,9 +24,9 @@ from minisgl_core.contracts.ops import (
     TorchOps,
 )
 from minisgl_core.contracts.ops.norm import rms_norm
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.kit_runner import failures
 from minisgl_core.testing.ops_kit import OpsTests
+from minisgl_core.utils.fp8 import FP8
 
 
 class AnswersYesOrNo(NormOps):

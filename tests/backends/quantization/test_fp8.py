@@ -12,10 +12,10 @@ from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
-from minisgl_core.engine.loader import fill_target
-from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
 from minisgl_core.testing.quantization_kit import QuantizationTests
+from minisgl_core.utils.fp8 import FP8, FP8_MAX
+from minisgl_core.weights.loader import fill_target
 
 ON_GPU = torch.cuda.is_available()
 CPU = torch.device("cpu")

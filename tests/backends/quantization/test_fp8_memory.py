@@ -13,7 +13,7 @@ import torch
 from fp8_checkpoints import compressed
 from safetensors.torch import save_file
 
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 HIDDEN, INNER, LAYERS, VOCAB, BLOCK = 1024, 2816, 8, 8000, 128
 CONFIG = {
@@ -41,9 +41,9 @@ from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import Quantization
-from minisgl_core.engine.loader import load_weights
+from minisgl_core.weights.loader import load_weights
 from minisgl_models.llama import LlamaForCausalLM
-from minisgl_models.weights.safetensors_folder import SafetensorsWeights
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 
 def anonymous():
     line = next(l for l in open("/proc/self/status") if l.startswith("RssAnon"))

@@ -17,13 +17,13 @@ from minisgl_core.config.resolve import quantization_spec
 from minisgl_core.contracts.communicator import Communicator, SingleRank
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.engine.loader import load_weights
 from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe
+from minisgl_core.weights.loader import load_weights
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
-from minisgl_models.weights.safetensors_folder import SafetensorsWeights
 
 
 def pack(folder: Path, stored: PackedCheckpoint) -> None:

@@ -18,12 +18,12 @@ from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.engine.build import build_engine, open_checkpoint
-from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.references import DenseAttention
 from minisgl_models.llama import LlamaForCausalLM

@@ -14,9 +14,9 @@ from minisgl_core import LLM, SamplingParams
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
-from minisgl_core.fp8 import FP8
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.fp8 import FP8
 
 PROMPTS = [[3, 5, 8, 13, 21, 34, 55, 1, 2, 60, 9], [40, 4, 9]]
 

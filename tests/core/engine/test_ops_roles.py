@@ -14,11 +14,11 @@ from minisgl_backends.ops.onednn import OneDnnOps
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.ops import NormOps, Ops, OpsProvider, TorchOps
 from minisgl_core.engine.build import BuiltEngine, build_engine
-from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, ProviderLoadError, ProviderNotFoundError, ProviderUnsupportedError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.ops_kit import OpsTests
 

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minisgl_core.batch import PenaltyState, SamplePlan
 from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.engine.sampler import Sampler, token_logprobs
 from minisgl_core.platforms.cpu import CpuPlatform
-from minisgl_core.row_sums import cumsum_of_rows
+from minisgl_core.protocol.batch_plan import PenaltyState, SamplePlan
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.random_numbers import uniforms
+from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 
 OPS = SamplingOps(torch.device("cpu"), torch.float32)
 NO_INTS, NO_FLOATS = np.empty(0, np.int32), np.empty(0, np.float32)
@@ -121,7 +121,7 @@ def test_no_sum_over_one_row_is_taken_in_any_order(top_k: int) -> None:
 def test_running_sums_of_one_row_are_those_it_has_beside_others() -> None:
     rows = torch.from_numpy(np.random.default_rng(5).random((3, 3000)).astype(np.float32))
     for count in range(4):
-        assert torch.equal(cumsum_of_rows(rows[:count]), rows[:count].cumsum(-1))
+        assert torch.equal(deterministic_cumsum(rows[:count]), rows[:count].cumsum(-1))
 
 
 def test_frequencies_follow_the_distribution() -> None:

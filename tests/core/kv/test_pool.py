@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from minisgl_core.contracts.kv_cache import KVPoolSpec
-from minisgl_core.fp8 import FP8
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.utils.fp8 import FP8
 
 CPU = torch.device("cpu")
 

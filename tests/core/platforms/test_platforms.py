@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from recording_cpu import RecordingCpu
+from capturing_cpu import CapturingCpu
 
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -23,7 +23,7 @@ class TestCpu(PlatformTests):
 
 
 class TestRecordingCpu(PlatformTests):
-    provider = RecordingCpu
+    provider = CapturingCpu
 
 
 @pytest.mark.gpu
@@ -108,7 +108,7 @@ class MeasuresNothing(CpuPlatform):
 class HasGraphsThatStandStill(CpuPlatform):
     supports_graphs = True
 
-    def capture_pieces(
+    def capture_piecewise(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
         class Graph:

@@ -35,7 +35,7 @@ def test_entries_come_from_metadata_alone(site):
     site.install("one", {"policy": {"backwards": "no_such_module:Nothing"}}, version="2.5")
     registry = Registry.from_environment()
     assert Entry("policy", "backwards", "no_such_module:Nothing", "one", "2.5") in registry.entries("policy")
-    assert registry.names("policy") == ["backwards", "fcfs", "lof", "lpm"]
+    assert registry.names("policy") == ["backwards", "fcfs", "longest-output-first", "lpm"]
 
 
 def test_shipped_providers_are_found_through_their_own_metadata():
@@ -171,7 +171,7 @@ def test_the_remedy_for_two_of_one_name_keeps_the_shipped_one(site, owner):
     variable, _, value = str(caught.value).split()[-1].partition("=")
     registry = Registry.from_environment({variable: value})
     assert registry.entry("policy", "fcfs").distribution == "minisgl-core"
-    assert registry.names("policy") == ["backwards", "fcfs", "lof", "lpm"]
+    assert registry.names("policy") == ["backwards", "fcfs", "longest-output-first", "lpm"]
 
 
 def test_one_distribution_found_twice_on_the_path_is_one(site, tmp_path: Path, monkeypatch):
@@ -289,15 +289,24 @@ def test_lists_hide_providers_and_say_so(site):
     def names(**environ: str) -> list[str]:
         return Registry.from_environment(environ).names("policy")
 
-    assert names() == ["a", "b", "c", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_BLOCK="my-plugin") == ["c", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin") == ["c", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_BLOCK="policy:a, other") == ["b", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_ALLOW="other") == ["c", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_ALLOW="policy:b") == ["b", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_ALLOW="other", MINISGL_PLUGINS_BLOCK="policy:c,policy:lpm") == ["fcfs", "lof"]
-    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin:policy:a,my-plugin:policy:c") == ["b", "c", "fcfs", "lof", "lpm"]
-    assert names(MINISGL_PLUGINS_ALLOW="my-plugin:policy:a") == ["a", "fcfs", "lof", "lpm"]
+    assert names() == ["a", "b", "c", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="my-plugin") == ["c", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin") == ["c", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_BLOCK="policy:a, other") == ["b", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="other") == ["c", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="policy:b") == ["b", "fcfs", "longest-output-first", "lpm"]
+    assert names(MINISGL_PLUGINS_ALLOW="other", MINISGL_PLUGINS_BLOCK="policy:c,policy:lpm") == [
+        "fcfs",
+        "longest-output-first",
+    ]
+    assert names(MINISGL_PLUGINS_BLOCK="My.Plugin:policy:a,my-plugin:policy:c") == [
+        "b",
+        "c",
+        "fcfs",
+        "longest-output-first",
+        "lpm",
+    ]
+    assert names(MINISGL_PLUGINS_ALLOW="my-plugin:policy:a") == ["a", "fcfs", "longest-output-first", "lpm"]
     assert names(MINISGL_PLUGINS_BLOCK="minisgl-core") == ["a", "b", "c"]
     with pytest.raises(ProviderNotFoundError, match=r"'a'.*my-plugin 1\.0 is blocked by MINISGL_PLUGINS_BLOCK"):
         Registry.from_environment({"MINISGL_PLUGINS_BLOCK": "my-plugin"}).entry("policy", "a")

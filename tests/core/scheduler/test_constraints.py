@@ -12,10 +12,10 @@ import tiny
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarKind, GrammarState
-from minisgl_core.messages import Submit
+from minisgl_core.contracts.structured_outputs import GrammarSource
+from minisgl_core.protocol.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
-from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 BEGIN, END = byte_tokenizer().convert_tokens_to_ids(["<tool>", "<|call|>"])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from minisgl_core.live_state import State, StateRequest
-from minisgl_core.messages import Decoder, encode
+from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
+from minisgl_core.protocol.messages import Decoder, encode
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler import monitor as monitor_module
 from minisgl_core.scheduler.monitor import MAX_MAPPED_PAGES, MAX_RUNS, MAX_STEP_REQUESTS, MAX_STEPS, Monitor
@@ -28,14 +28,14 @@ def submit(loop: Any, name: str, prompt: tuple[int, ...], num_tokens: int = 20) 
     tiny.submit(loop, name, prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
 
 
-def owners(state: State) -> np.ndarray:
+def owners(state: EngineSnapshot) -> np.ndarray:
     """The page map, a page an entry."""
     pages = state.pages
     ends = [*pages.map_starts[1:].tolist(), pages.num_mapped]
     return np.repeat(pages.map_owners, np.diff([*pages.map_starts.tolist()[:1], *ends]))
 
 
-def check_pages(state: State) -> None:
+def check_pages(state: EngineSnapshot) -> None:
     """The counts add up to the pool, and the map and the tree agree with them."""
     pages, mapped = state.pages, owners(state)
     assert pages.num_free + pages.num_private + pages.num_locked + pages.num_evictable == pages.capacity
@@ -52,14 +52,14 @@ def check_pages(state: State) -> None:
 def test_counts_while_requests_run_and_after() -> None:
     loop = new_loop(max_running_requests=2)
     watch = Monitor(loop.scheduler)
-    empty = watch.state(StateRequest(worker=3))
+    empty = watch.state(SnapshotRequest(worker=3))
     assert (empty.worker, empty.step, empty.num_running, empty.requests, empty.runs) == (3, 0, 0, [], [])
     check_pages(empty)
     for place in range(3):
         submit(loop, f"r{place}", (*SYSTEM, 20 + place, 30, 31))
     loop.step()
     loop.step()
-    state = watch.state(StateRequest(worker=0, with_tokens=True))
+    state = watch.state(SnapshotRequest(worker=0, with_tokens=True))
     check_pages(state)
     assert (state.num_running, state.num_waiting, state.step) == (2, 1, 2)
     first, second, third = state.requests
@@ -77,7 +77,7 @@ def test_counts_while_requests_run_and_after() -> None:
     assert shared.last_page == first.last_shared_page == second.last_shared_page
     assert first.token_ids.tolist()[:15] == [*SYSTEM, 20, 30, 31]
     assert state.has_tokens
-    private = watch.state(StateRequest(worker=0))
+    private = watch.state(SnapshotRequest(worker=0))
     assert not private.has_tokens
     assert [len(each.token_ids) for each in (*private.runs, *private.requests)] == [0] * 4
     assert [each.number for each in private.requests] == [1, 2, 3]
@@ -92,7 +92,7 @@ def test_counts_while_requests_run_and_after() -> None:
     )
     assert state.totals.num_cached_tokens == 12
     tiny.run(loop)
-    end = watch.state(StateRequest(worker=0, since=2))
+    end = watch.state(SnapshotRequest(worker=0, since=2))
     check_pages(end)
     assert (end.num_running, end.pages.num_private, end.pages.num_locked, end.requests) == (0, 0, 0, [])
     assert [step.step for step in end.steps] == list(range(3, end.step + 1))
@@ -105,7 +105,7 @@ def test_counts_while_requests_run_and_after() -> None:
 def test_it_crosses_processes_and_stays_small() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
-    watch.state(StateRequest(worker=0))
+    watch.state(SnapshotRequest(worker=0))
     for place in range(200):
         submit(loop, f"r{place}", (*SYSTEM, 3 + place % 50, 3 + place // 50, *[5] * 8), 20)
     tiny.run(loop)
@@ -113,13 +113,13 @@ def test_it_crosses_processes_and_stays_small() -> None:
         submit(loop, f"s{place}", (*SYSTEM, 3 + place % 50, 3 + place // 50, *[5] * 8), 20)
     loop.step()
     loop.step()
-    state = watch.state(StateRequest(worker=0, with_tokens=True))
+    state = watch.state(SnapshotRequest(worker=0, with_tokens=True))
     assert len(state.runs) == MAX_RUNS
     assert state.steps[-1].num_tokens == 200
     assert len(state.steps[-1].requests) == MAX_STEP_REQUESTS
     data = encode(state)
     assert len(data) < 100_000
-    back = Decoder(State | StateRequest)(data)
+    back = Decoder(EngineSnapshot | SnapshotRequest)(data)
     assert back.pages.map_owners.tolist() == state.pages.map_owners.tolist()
     assert back.steps[-1].requests.tolist() == state.steps[-1].requests.tolist()
     assert (back.runs[5].text, back.runs[5].token_ids.tolist()) == ("", state.runs[5].token_ids.tolist())
@@ -129,13 +129,13 @@ def test_it_crosses_processes_and_stays_small() -> None:
 def test_of_many_requests_in_a_step_prefills_are_kept() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
-    watch.state(StateRequest(worker=0))
+    watch.state(SnapshotRequest(worker=0))
     for place in range(MAX_STEP_REQUESTS + 10):
         submit(loop, f"r{place}", (3 + place % 50, 3 + place // 50))
     loop.step()
     submit(loop, "late", tuple(range(3, 33)), 4)
     loop.step()
-    step = watch.state(StateRequest(worker=0)).steps[-1]
+    step = watch.state(SnapshotRequest(worker=0)).steps[-1]
     assert (step.requests[-1], step.num_new[-1]) == (MAX_STEP_REQUESTS + 11, 30)
     assert len(step.requests) == MAX_STEP_REQUESTS
     tiny.run(loop)
@@ -147,24 +147,24 @@ def test_nothing_is_recorded_unless_somebody_watches(monkeypatch: pytest.MonkeyP
     submit(loop, "a", SYSTEM)
     loop.step()
     assert not watch.is_recording
-    assert watch.state(StateRequest(worker=0)).steps == []
+    assert watch.state(SnapshotRequest(worker=0)).steps == []
     loop.step()
     assert watch.is_recording
     monkeypatch.setattr(monitor_module, "WATCH_S", -1.0)
-    assert len(watch.state(StateRequest(worker=0)).steps) == 1
+    assert len(watch.state(SnapshotRequest(worker=0)).steps) == 1
     loop.step()
     assert not watch.is_recording, "nobody asked for a while"
     tiny.run(loop)
-    assert watch.state(StateRequest(worker=0)).steps == []
+    assert watch.state(SnapshotRequest(worker=0)).steps == []
 
 
 def test_the_steps_kept_are_bounded() -> None:
     loop = new_loop(max_seq_len_override=800)
     watch = Monitor(loop.scheduler)
-    watch.state(StateRequest(worker=0))
+    watch.state(SnapshotRequest(worker=0))
     submit(loop, "a", SYSTEM, MAX_STEPS + 50)
     tiny.run(loop)
-    state = watch.state(StateRequest(worker=0))
+    state = watch.state(SnapshotRequest(worker=0))
     assert [step.step for step in state.steps] == list(range(51, MAX_STEPS + 51))
     assert state.time_s <= time.monotonic()
 
@@ -174,7 +174,7 @@ def test_a_large_pool_is_mapped_in_strides() -> None:
     watch = Monitor(loop.scheduler)
     submit(loop, "a", tuple(3 + place % 50 for place in range(40)), 4)
     loop.step()
-    state = watch.state(StateRequest(worker=0))
+    state = watch.state(SnapshotRequest(worker=0))
     assert state.pages.stride == 8
     mapped = owners(state)
     assert len(mapped) == -(-state.pages.capacity // 8) <= MAX_MAPPED_PAGES

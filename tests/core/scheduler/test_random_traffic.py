@@ -82,7 +82,7 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         cache=st.sampled_from(["radix", "takes a page a time", "naive"]),
         overlap=st.booleans(),
-        policy=st.sampled_from(["fcfs", "lof", "lpm"]),
+        policy=st.sampled_from(["fcfs", "longest-output-first", "lpm"]),
         max_running=st.integers(1, 6),
         max_prefill=st.sampled_from([1, 3, 8, 64]),
         slack=st.integers(0, 3),

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import tiny
 
-from minisgl_core.engine.worker import make_loop
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.hookspecs import EngineState, RequestRecord
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 
 

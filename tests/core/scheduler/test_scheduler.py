@@ -13,12 +13,12 @@ import pytest
 import tiny
 
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
-from minisgl_core.batch import StepResult
 from minisgl_core.contracts.policy import Policy, RequestView
-from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
-from minisgl_core.messages import Submit
 from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.protocol.batch_plan import StepResult
+from minisgl_core.protocol.messages import Submit
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
 
 
@@ -200,7 +200,7 @@ def test_longest_prefix_match_prefers_what_is_cached() -> None:
 
 
 def test_longest_output_first_counts_what_a_preempted_request_has_left() -> None:
-    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1, policy="lof")
+    loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1, policy="longest-output-first")
     tiny.submit(loop, "long", prompt(1, 4), greedy(20))
     for _ in range(17):
         loop.step()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Submit
+from minisgl_core.protocol.messages import Submit
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.token_rules import TokenRules
 

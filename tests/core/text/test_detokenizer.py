@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_core.messages import TokenOut
+from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.detokenizer import KEPT_WINDOW, MAX_WINDOW, IncrementalDetokenizer, OutputText
 from minisgl_core.text.tokens import TokenBytes

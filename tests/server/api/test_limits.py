@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minisgl_core.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_body

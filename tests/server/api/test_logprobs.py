@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_core.messages import Logprob, Text, TokenLogprobs
+from minisgl_core.protocol.messages import Logprob, Text, TokenLogprobs
 from minisgl_server.api.openai.logprobs import CompletionLogprobs
 
 BOS, EOS, HI, YOU = range(4)

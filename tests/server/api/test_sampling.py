@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.api.generate import GenerateRequest, generate_sampling
 from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Tokenize
+from minisgl_core.protocol.messages import Tokenize
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.parsing.chat_format import (
     ChatFormat,

@@ -14,7 +14,7 @@ import pytest
 
 from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
 from minisgl_core.contracts.grammar import GrammarState, mask_width
-from minisgl_core.messages import Tokenize, ToolUse
+from minisgl_core.protocol.messages import Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 from minisgl_server.parsing.chat_format import ChatFormat

@@ -10,9 +10,8 @@ import pytest
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE
 from minisgl_core.contracts.router import RouterSpec, block_keys
-from minisgl_core.ipc import Endpoints, Receiver
-from minisgl_core.live_state import StateRequest
-from minisgl_core.messages import (
+from minisgl_core.protocol.engine_snapshot import SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
     Count,
@@ -23,6 +22,7 @@ from minisgl_core.messages import (
     ReplicaReady,
     Submit,
 )
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.router.cache_events import CacheEventHooks
 from minisgl_server.router.prefix import PrefixRouter
@@ -149,16 +149,16 @@ def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:
 
 
 def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
-    rig.send(StateRequest(worker=0, replica=1))
+    rig.send(SnapshotRequest(worker=0, replica=1))
     assert rig.engines[1][-1].replicas[1].is_ready
-    rig.send(ReplicaDied(1, 1), StateRequest(worker=0, replica=1))
+    rig.send(ReplicaDied(1, 1), SnapshotRequest(worker=0, replica=1))
     assert [each.is_ready for each in rig.engines[0][-1].replicas] == [True, False]
 
 
 def test_events_follow_a_real_cache() -> None:
     """The blocks that the events leave are those whose pages the cache holds; a page has half a block."""
     cache, rng = RadixPrefixCache(8), np.random.default_rng(0)
-    with Endpoints.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
+    with IpcAddresses.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
         hooks = CacheEventHooks(endpoints.router_events)
         hooks.engine_started(info(engine=3))
         free, prompts, held = list(range(1, 64)), [], set[int]()

@@ -22,21 +22,21 @@ import numpy.typing as npt
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.build import build_engine
-from minisgl_core.engine.ranks import OtherRanks
-from minisgl_core.engine.worker import make_loop
 from minisgl_core.errors import InvalidValueError, MinisglError, TokenizerNotFoundError
-from minisgl_core.messages import Submit, TokenLogprobs, TokenOut
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import GRACE_S
-from minisgl_core.progress import progress_bar
+from minisgl_core.protocol.messages import Submit, TokenLogprobs, TokenOut
+from minisgl_core.protocol.scheduler_stats import SchedulerStats
+from minisgl_core.runtime.ranks import OtherRanks
+from minisgl_core.runtime.supervisor import GRACE_S
+from minisgl_core.runtime.worker import make_loop
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.stats import SchedulerStats
 from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, token_array
 from minisgl_core.text.tokens import TokenBytes
+from minisgl_core.utils.progress import progress_bar
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from minisgl_core.contracts.attention import AttentionSpec
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 
 def package_missing(module: str, requirement: str) -> list[str]:

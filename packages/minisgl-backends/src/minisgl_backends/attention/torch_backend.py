@@ -25,7 +25,7 @@ from minisgl_core.contracts.attention import (
     AttentionSpec,
 )
 from minisgl_core.contracts.kv_cache import KVPages
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 _BLOCK = 128
 """Queries per block. A block reads no key past its last query, which halves the work of a long prefill."""

@@ -14,7 +14,7 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from minisgl_core.contracts.grammar import WHITESPACE
-from minisgl_core.structured_outputs import StructuralTag, TaggedStructure
+from minisgl_core.contracts.structured_outputs import StructuralTag, TaggedStructure
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ",[ ]?", "key_separator": ":[ ]?"}
 """At most one space after a comma or a colon. More whitespace costs tokens, and small models may emit it without end."""

@@ -12,8 +12,8 @@ import numpy as np
 from minisgl_backends.grammar import lark
 from minisgl_backends.grammar.tokenizer import read_tokenizer
 from minisgl_core.contracts.grammar import Grammar, GrammarKind, GrammarState, Masks, clear_tokens, mask_width
+from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError, ModelFormatError
-from minisgl_core.structured_outputs import StructuralTag
 
 _LIMITS = llguidance.LLParserLimits(
     step_lexer_fuel=50_000,

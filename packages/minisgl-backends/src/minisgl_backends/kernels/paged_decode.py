@@ -23,7 +23,7 @@ from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
 from minisgl_backends.kernels.paged_prefill import LOG2_E
 from minisgl_core.contracts.attention import AttentionLayer
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 _TILE_BYTES = 16384
 """Size of a tile's keys in the dtype of the dot product. Up to 64 KB of K and V are in flight per program."""

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backends.kernels.fp8 import to_fp8
-from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE
+from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Of gate and up."""

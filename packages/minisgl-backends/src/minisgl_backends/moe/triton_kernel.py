@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -22,7 +22,7 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 

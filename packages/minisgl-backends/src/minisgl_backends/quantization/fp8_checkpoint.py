@@ -29,7 +29,7 @@ from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.shard import Shard, sharded_target
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.fp8 import FP8, LEAST_SCALE
+from minisgl_core.utils.fp8 import FP8, LEAST_SCALE
 
 Block = tuple[int, int]
 """Rows and columns that share a scale."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from minisgl_core.config.options import check_value
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 
 def load_config_file(path: str, options: Mapping[str, dataclasses.Field[Any] | None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from click.shell_completion import CompletionItem
 from minisgl_core.errors import USER_ERRORS, MinisglError, ProviderLoadError
 from minisgl_core.plugins import remedies
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 KNOWN_COMMANDS = {
     "launch": "Serve a model over an OpenAI-compatible API.",

@@ -11,13 +11,13 @@ from pathlib import Path
 import click
 from packaging.utils import canonicalize_name
 
-from minisgl_core import plugin_api
 from minisgl_core.cli.new_plugin import SCAFFOLDS, write_plugin
 from minisgl_core.cli.table import print_table
 from minisgl_core.errors import PluginError, ProviderLoadError, ProviderNotFoundError
+from minisgl_core.plugins import plugin_api
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 _kind_option = click.option("--kind", type=click.Choice(list(KINDS)), help="Only providers of this kind.")
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 AUTO = "auto"
 """Value of an option that is resolved from the hardware and the model."""

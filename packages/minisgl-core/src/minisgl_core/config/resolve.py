@@ -21,8 +21,8 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
-from minisgl_core.fp8 import FP8
 from minisgl_core.layers.base import check_tp_size
+from minisgl_core.utils.fp8 import FP8
 
 Unsupported = Callable[..., list[str]]
 """``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""

@@ -17,7 +17,7 @@ import torch
 
 from minisgl_core.contracts.kv_cache import KVLayout, KVPages
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.fp8 import FP8
+from minisgl_core.utils.fp8 import FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class RankPlacement:
 
 
 class StartProcess(Protocol):
-    """Function that starts a named child process and watches it; see `minisgl_core.process.Supervisor`."""
+    """Function that starts a named child process and watches it; see `minisgl_core.runtime.supervisor.Supervisor`."""
 
     def __call__(self, name: str, target: Callable[..., None] | str, *args: Any) -> None:
         """Run ``target(*args, report)`` in the child, which calls `report` with a `Ready` once it has started."""

@@ -129,15 +129,15 @@ class Platform(ABC):
         return nullcontext()
 
     def capture_graph(self, run: Callable[[], torch.Tensor], pool: Any = None) -> tuple[Any, torch.Tensor]:
-        """Capture `run` as one CUDA graph. Platforms override `capture_pieces` instead.
+        """Capture `run` as one CUDA graph. Platforms override `capture_piecewise` instead.
 
         Raises:
             NotImplementedError: `supports_graphs` is False.
         """
-        [graph], output = self.capture_pieces(lambda between: run(), pool)
+        [graph], output = self.capture_piecewise(lambda between: run(), pool)
         return graph, output
 
-    def capture_pieces(
+    def capture_piecewise(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
         """Capture `run` as several CUDA graphs, so that other work can run between their replays.
@@ -154,7 +154,7 @@ class Platform(ABC):
         """
         raise NotImplementedError(f"the platform {self.name!r} does not support CUDA graphs")
 
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+    def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor that shares the memory without keeping it alive, for buffers between graphs; or `tensor` itself."""
         return tensor
 

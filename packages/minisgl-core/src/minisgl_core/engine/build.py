@@ -26,22 +26,22 @@ from minisgl_core.contracts.ops import Ops, roles_of
 from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.engine import Engine
-from minisgl_core.engine.loader import load_weights
+from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
-from minisgl_core.engine.parts import EngineParts
-from minisgl_core.engine.phases import Phases
+from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import (
     InvalidValueError,
     ModelFormatError,
     PluginError,
     ProviderUnsupportedError,
 )
-from minisgl_core.messages import EngineInfo
-from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.platforms.selection import Preferred, pick_platform
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.weights.loader import load_weights
+from minisgl_core.weights.model_source import locate_model, open_weights
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ def build_engine(
     Raises:
         MinisglError: whatever does not fit, by name.
     """
-    phases = Phases()
+    phases = StartupTimer()
     check_providers(config.flat(), registry)
     preferred = _preferred(hooks)
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
@@ -159,18 +159,18 @@ def build_engine(
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            parts = EngineParts(config, checkpoint.config, platform, communicator, model, ops, registry)
+            parts = EngineFactory(config, checkpoint.config, platform, communicator, model, ops, registry)
             graphs = parts.graph_sizes()
-            pieces = parts.piece_sizes(bool(graphs))
+            pieces = parts.piecewise_sizes(bool(graphs))
             num_recorded = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_largest_step, num_recorded)
+            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_profile_batch, num_recorded)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
             if graphs:
-                engine.record_graphs(graphs, progress and rank == 0)
+                engine.capture_decode_graphs(graphs, progress and rank == 0)
             if pieces:
-                engine.record_pieces(pieces, progress and rank == 0)
+                engine.capture_piecewise_graphs(pieces, progress and rank == 0)
             platform.synchronize()
             phases.done(f"recorded {len(graphs)} graphs, and pieces of {len(pieces)} sizes")
         except BaseException:
@@ -284,7 +284,7 @@ def _info(
     num_pages: int,
     max_seq_len: int,
     hardware: Hardware,
-    phases: Phases,
+    phases: StartupTimer,
 ) -> EngineInfo:
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)

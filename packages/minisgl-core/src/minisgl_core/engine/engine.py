@@ -18,19 +18,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_core.batch import BatchPlan, TokenMasks
 from minisgl_core.contracts.attention import AttentionBackend
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.attend import BoundAttention
-from minisgl_core.engine.exchange import LeftTokens
-from minisgl_core.engine.graphs import DecodeGraphs
-from minisgl_core.engine.pieces import StepPieces
+from minisgl_core.engine.bound_attention import BoundAttention
+from minisgl_core.engine.decode_graphs import DecodeGraphs
+from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
 from minisgl_core.engine.step import PendingStep, upload
+from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
+from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
 
 _LOGITS_ROWS = 256
 """Rows of prompt logits computed at once: [256, V] in float32 is 150 MB for a vocabulary of 150,000."""
@@ -55,7 +55,7 @@ class BegunStep:
     rows: torch.Tensor
     logits: torch.Tensor | None
     tokens: torch.Tensor | None = None
-    left: LeftTokens | None = None
+    left: PendingTokens | None = None
 
 
 class Engine:
@@ -79,22 +79,22 @@ class Engine:
         # `Model.forward` can compute the last layer for some tokens only; see there.
         self._selects = communicator.size == 1
         self._graphs: DecodeGraphs | None = None
-        self._pieces: StepPieces | None = None
+        self._pieces: PiecewiseGraphs | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
-    def record_graphs(self, sizes: Sequence[int], progress: bool) -> None:
+    def capture_decode_graphs(self, sizes: Sequence[int], progress: bool) -> None:
         """Capture CUDA graphs of decode steps with these batch sizes. Steps that fit are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
             self._graphs = DecodeGraphs(
                 self.platform, self.model, self.attention, self._ops, self._table, self._last_tokens, sizes, progress
             )
 
-    def record_pieces(self, sizes: Sequence[int], progress: bool) -> None:
+    def capture_piecewise_graphs(self, sizes: Sequence[int], progress: bool) -> None:
         """Capture piecewise CUDA graphs for these numbers of tokens. Steps that fit and have no decode graph use them."""
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
             most = num_rows if self._selects else None
-            self._pieces = StepPieces(
+            self._pieces = PiecewiseGraphs(
                 self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
             )
 
@@ -137,7 +137,7 @@ class Engine:
 
     def _sample(
         self, step: BegunStep, masks: TokenMasks | None
-    ) -> tuple[torch.Tensor | LeftTokens, LogprobTensors | None]:
+    ) -> tuple[torch.Tensor | PendingTokens, LogprobTensors | None]:
         """Return the tokens, int64 [N], and their log-probabilities if requested."""
         if step.logits is None:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None

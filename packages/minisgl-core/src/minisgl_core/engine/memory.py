@@ -2,7 +2,7 @@
 
     total memory * --memory-ratio = in use (weights, libraries, other programs) + largest step + CUDA graphs + KV pool
 
-The memory of the largest step is measured by running it (`largest_step`). The rest of the total is a reserve. Running requests
+The memory of the largest step is measured by running it (`profile_batch`). The rest of the total is a reserve. Running requests
 need little of a large pool, and the rest caches the prefixes of finished requests. On a CPU the pool is also limited by
 `CPU_POOL_BYTES` and `CPU_CACHED_SEQUENCES`, because a host's memory is not reserved for the engine.
 """
@@ -38,7 +38,7 @@ def size_pool(
     config: EngineConfig,
     platform: Platform,
     communicator: Communicator,
-    run_largest_step: Callable[[], None],
+    run_profile_batch: Callable[[], None],
     num_graphs: int,
 ) -> KVPoolSpec:
     """Set the number of pages from ``--num-pages`` or the memory that is left; equal on all ranks.
@@ -48,7 +48,7 @@ def size_pool(
         config: the resolved options.
         platform: platform whose free memory is measured after the weights are loaded.
         communicator: communicator of the ranks.
-        run_largest_step: runs the largest step, on platforms that can measure its memory.
+        run_profile_batch: runs the largest step, on platforms that can measure its memory.
         num_graphs: number of capture sizes.
 
     Raises:
@@ -64,7 +64,7 @@ def size_pool(
                 f" fit at most {free // given.bytes_per_page} pages. Lower it, or leave it out for a default."
             )
         return given
-    peak = platform.measure_peak(run_largest_step)
+    peak = platform.measure_peak(run_profile_batch)
     if peak is None:
         # All ranks share the memory of the CPU.
         budget = int(config.cache.memory_ratio * platform.free_memory() / 2 / config.parallel.tp)

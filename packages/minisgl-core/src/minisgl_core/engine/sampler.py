@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_core.batch import SamplePlan, TokenMasks
 from minisgl_core.contracts.ops import SamplingOps
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.row_sums import cumsum_of_rows
+from minisgl_core.protocol.batch_plan import SamplePlan, TokenMasks
+from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 
 _FEW_CANDIDATES = 1024
 
@@ -150,7 +150,7 @@ class Sampler:
             if bool(((few >= top_p) | (top_p >= 1)).all()):
                 num_candidates = _FEW_CANDIDATES
         best = probs.topk(num_candidates, dim=-1).values
-        before = cumsum_of_rows(best) - best
+        before = deterministic_cumsum(best) - best
         num_kept = (before < top_p).sum(-1, keepdim=True).clamp(min=1)
         return torch.where(top_p < 1, best.gather(-1, num_kept - 1), 0.0)
 

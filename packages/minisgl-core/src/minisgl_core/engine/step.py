@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_core.batch import FROM_DEVICE, BatchPlan, StepResult
 from minisgl_core.contracts.attention import AttentionBatch
 from minisgl_core.contracts.platform import Event, Platform
-from minisgl_core.engine.exchange import LeftTokens
 from minisgl_core.engine.sampler import LogprobTensors
+from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
-from minisgl_core.messages import Logprob, TokenLogprobs
+from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, StepResult
+from minisgl_core.protocol.messages import Logprob, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class PendingStep:
         self,
         plan: BatchPlan,
         platform: Platform,
-        tokens: torch.Tensor | LeftTokens,
+        tokens: torch.Tensor | PendingTokens,
         logprobs: LogprobTensors | None,
         prompt: LogprobTensors | None,
     ) -> None:
@@ -112,7 +112,7 @@ class PendingStep:
             prompt: log-probabilities of the prompt targets that are not -1, in order.
         """
         self._plan = plan
-        self._tokens = tokens if isinstance(tokens, LeftTokens) else platform.to_host(tokens)
+        self._tokens = tokens if isinstance(tokens, PendingTokens) else platform.to_host(tokens)
         self._logprobs = _to_host(logprobs, platform)
         self._prompt = _to_host(prompt, platform)
         self._done: Event = platform.record_event()
@@ -120,7 +120,7 @@ class PendingStep:
     def result(self) -> StepResult:
         """Wait for the device and return the result of the step."""
         self._done.synchronize()
-        tokens = self._tokens.read() if isinstance(self._tokens, LeftTokens) else self._tokens.numpy()
+        tokens = self._tokens.read() if isinstance(self._tokens, PendingTokens) else self._tokens.numpy()
         plan = self._plan
         logprobs: list[TokenLogprobs | None] = []
         if self._logprobs is not None:

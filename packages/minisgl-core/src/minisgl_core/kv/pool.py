@@ -9,7 +9,7 @@ import sys
 import torch
 
 from minisgl_core.contracts.kv_cache import KVPoolSpec
-from minisgl_core.fp8 import FP8, to_fp8
+from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
 class KVPool:

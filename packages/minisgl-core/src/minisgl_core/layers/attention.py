@@ -14,8 +14,8 @@ from minisgl_core.contracts.ops import Rotation
 from minisgl_core.contracts.shard import sharded_target
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.fp8 import FP8
 from minisgl_core.layers.base import Shard, empty_parameter
+from minisgl_core.utils.fp8 import FP8
 
 _SCALE_NAMES = ("{name}.{part}_scale", "{name}.{part}_proj.{part}_scale", "{name}.{part}_proj.output_scale")
 """Names of the scale of K or V in checkpoints of llm-compressor, ModelOpt and AutoFP8."""

@@ -180,4 +180,4 @@ class RowParallelLinear(ReplicatedLinear):
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:
     """Stand for a GEMM until `prepare` has made it."""
-    raise AssertionError("the weights have not been loaded (minisgl_core.engine.loader.load_weights)")
+    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

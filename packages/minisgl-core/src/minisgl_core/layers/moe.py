@@ -128,4 +128,4 @@ def check_routing(routing: RoutingSpec, num_experts: int) -> None:
 
 
 def _not_prepared(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("the weights have not been loaded (minisgl_core.engine.loader.load_weights)")
+    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

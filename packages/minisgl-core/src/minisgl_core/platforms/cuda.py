@@ -79,7 +79,7 @@ class CudaPlatform(Platform):
 
     def share_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         host = torch.zeros(shape, dtype=dtype, pin_memory=True)
-        return host, self.borrow(host)
+        return host, self.weak_ref(host)
 
     def record_event(self) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ class CudaPlatform(Platform):
     def stream(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._stream)
 
-    def capture_pieces(
+    def capture_piecewise(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
         graphs: list[torch.cuda.CUDAGraph] = []
@@ -121,7 +121,7 @@ class CudaPlatform(Platform):
             graphs[-1].capture_end()
         return list(graphs), output
 
-    def borrow(self, tensor: torch.Tensor) -> torch.Tensor:
+    def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
         integers = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
         borrowed = torch.as_tensor(_Memory(integers), device=self.device).view(tensor.dtype)
         if borrowed.data_ptr() != tensor.data_ptr():

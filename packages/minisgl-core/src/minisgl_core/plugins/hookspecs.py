@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     import click
     from fastapi import FastAPI
 
-    from minisgl_core.batch import BatchPlan, StepResult
     from minisgl_core.contracts.platform import Hardware
     from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, TokenIds
-    from minisgl_core.messages import EngineInfo
-    from minisgl_core.scheduler.stats import SchedulerStats
+    from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
+    from minisgl_core.protocol.messages import EngineInfo
+    from minisgl_core.protocol.scheduler_stats import SchedulerStats
 
 PROJECT = "minisgl"
 """Project name for pluggy."""

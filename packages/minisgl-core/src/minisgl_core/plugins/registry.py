@@ -18,12 +18,11 @@ from typing import Any
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from minisgl_core import plugin_api
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
-from minisgl_core.plugins import remedies
+from minisgl_core.plugins import plugin_api, remedies
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.selection import BLOCK_VARIABLE, SHIPPED, Selection
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 _PREFIX = "minisgl."
 _NOT_IN_NAMES = re.compile(r"[,:\s]")

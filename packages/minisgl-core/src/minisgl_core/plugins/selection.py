@@ -9,7 +9,7 @@ from packaging.utils import canonicalize_name
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.kinds import KINDS
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 ALLOW_VARIABLE = "MINISGL_PLUGINS_ALLOW"
 BLOCK_VARIABLE = "MINISGL_PLUGINS_BLOCK"

@@ -1,7 +1,7 @@
 """Constrained decoding: grammars are compiled in threads, advanced by each token, and turned into token masks.
 
 A grammar takes milliseconds to compile, and the provider reads the tokenizer before it compiles the first one. Threads do
-this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarGuard`
+this work. A request waits in the queue until its grammar is compiled, and other requests run meanwhile. `GrammarChecker`
 refuses texts that take too long or too much memory before a thread compiles them.
 """
 
@@ -19,17 +19,17 @@ from threading import Lock
 import numpy as np
 
 from minisgl_core.contracts.grammar import Grammar, GrammarState, Masks, allow_token, clear_tokens, mask_width
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError, MinisglError, PluginError, QueueFullError
-from minisgl_core.scheduler.grammar_guard import GrammarGuard
+from minisgl_core.scheduler.grammar_checker import GrammarChecker
 from minisgl_core.scheduler.token_rules import TokenRules
-from minisgl_core.structured_outputs import GrammarSource
 
 logger = logging.getLogger(__name__)
 
 NUM_KEPT = 256
 """Most compiled grammars in the cache."""
 MAX_KEPT_BYTES = 64 * 1024**2
-"""Most memory of the cached grammars, as `GrammarGuard` measured it."""
+"""Most memory of the cached grammars, as `GrammarChecker` measured it."""
 MAX_PENDING_BYTES = 32 * 1024**2
 """Largest total length of the texts that wait to be compiled."""
 _MIN_BYTES_PER_CHARACTER = 64
@@ -120,7 +120,7 @@ class Grammars:
     """Compiler and cache of grammars for one engine. Call `start` and `fill` from one thread only."""
 
     def __init__(
-        self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarGuard | None = None
+        self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarChecker | None = None
     ) -> None:
         """Prepare the thread pool. Without a guard, texts are compiled without a check of time and memory.
 

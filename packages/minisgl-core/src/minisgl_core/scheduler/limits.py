@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl_core.errors import ContextLengthError, InvalidValueError
-from minisgl_core.messages import Submit
+from minisgl_core.protocol.messages import Submit
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Snapshots of the scheduler for display, at no cost while nobody asks for them.
 
-Steps are kept from the first `StateRequest` until `WATCH_S` seconds after the last one.
+Steps are kept from the first `SnapshotRequest` until `WATCH_S` seconds after the last one.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import msgspec
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import CachedRun
-from minisgl_core.live_state import (
-    PagesState,
-    RequestState,
-    RunState,
-    State,
-    StateRequest,
-    StepState,
-    TotalsState,
+from minisgl_core.protocol.engine_snapshot import (
+    CachedRunSnapshot,
+    EngineSnapshot,
+    PagesSnapshot,
+    RequestSnapshot,
+    SnapshotRequest,
+    StepSnapshot,
+    TotalsSnapshot,
 )
 from minisgl_core.scheduler.planner import Chunk
 from minisgl_core.scheduler.request import Request
@@ -40,7 +40,7 @@ class Monitor:
 
     def __init__(self, scheduler: Scheduler, replica: int = 0) -> None:
         self._scheduler, self._replica = scheduler, replica
-        self._steps: deque[StepState] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[StepSnapshot] = deque(maxlen=MAX_STEPS)
         self._until_s = 0.0
 
     @property
@@ -48,7 +48,7 @@ class Monitor:
         """True while steps are kept for snapshots."""
         return self._scheduler.step_planned is not None
 
-    def state(self, request: StateRequest) -> State:
+    def state(self, request: SnapshotRequest) -> EngineSnapshot:
         """Return a snapshot of the scheduler. Call this between two steps."""
         scheduler, now_s = self._scheduler, time.monotonic()
         self._until_s = now_s + WATCH_S
@@ -57,14 +57,14 @@ class Monitor:
         running = scheduler.running
         shown = [*running, *scheduler.waiting[:MAX_REQUESTS]][:MAX_REQUESTS]
         stats, num_tokens = scheduler.stats, NUM_TEXT_TOKENS if request.with_tokens else 0
-        return State(
+        return EngineSnapshot(
             worker=request.worker,
             time_s=now_s,
             step=stats.num_steps,
             has_tokens=request.with_tokens,
             num_waiting=scheduler.num_waiting,
             num_running=scheduler.num_running,
-            totals=msgspec.convert(stats, TotalsState, from_attributes=True),
+            totals=msgspec.convert(stats, TotalsSnapshot, from_attributes=True),
             pages=self._pages(runs),
             requests=[_request_state(each, now_s, num_tokens) for each in shown],
             runs=[_run_state(run, now_s, num_tokens) for run in runs],
@@ -84,7 +84,7 @@ class Monitor:
         num_left_out = max(0, len(chunks) - MAX_STEP_REQUESTS)
         listed = chunks[min(num_left_out, num_decodes) :][:MAX_STEP_REQUESTS]
         self._steps.append(
-            StepState(
+            StepSnapshot(
                 step=self._scheduler.stats.num_steps,
                 time_s=now_s,
                 num_decodes=num_decodes,
@@ -94,7 +94,7 @@ class Monitor:
             )
         )
 
-    def _pages(self, runs: list[CachedRun]) -> PagesState:
+    def _pages(self, runs: list[CachedRun]) -> PagesSnapshot:
         pages = self._scheduler.pages
         allocator, cache = pages.allocator, pages.cache
         stride = 1
@@ -110,7 +110,7 @@ class Monitor:
             shown = page_indices & (stride - 1) == 0
             map_owners[page_indices[shown] // stride] = owners[shown]
         starts = np.concatenate(([0], np.flatnonzero(np.diff(map_owners)) + 1))
-        return PagesState(
+        return PagesSnapshot(
             page_size=pages.page_size,
             capacity=allocator.capacity,
             num_free=allocator.num_free,
@@ -124,8 +124,8 @@ class Monitor:
         )
 
 
-def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestState:
-    return RequestState(
+def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestSnapshot:
+    return RequestSnapshot(
         request_id=request.request_id,
         number=request.arrival,
         is_running=request.row > 0,
@@ -141,8 +141,8 @@ def _request_state(request: Request, now_s: float, num_tokens: int) -> RequestSt
     )
 
 
-def _run_state(run: CachedRun, now_s: float, num_tokens: int) -> RunState:
-    return RunState(
+def _run_state(run: CachedRun, now_s: float, num_tokens: int) -> CachedRunSnapshot:
+    return CachedRunSnapshot(
         number=run.number,
         parent=run.parent,
         num_tokens=len(run.token_ids),

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_core.batch import FROM_DEVICE, BatchPlan, PenaltyState, SamplePlan
 from minisgl_core.kv.allocator import Int32
+from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, PenaltyState, SamplePlan
 from minisgl_core.scheduler.random_numbers import uniforms
 from minisgl_core.scheduler.request import Request
 

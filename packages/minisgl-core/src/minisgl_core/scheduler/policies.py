@@ -40,7 +40,7 @@ class LongestPrefixMatch(Policy):
 
 
 class LongestOutputFirst(Policy):
-    """Order by priority, then by most remaining output tokens (SGLang's ``lof``), then by arrival.
+    """Order by priority, then by most remaining output tokens (SGLang's ``longest-output-first``), then by arrival.
 
     This policy is for offline batches whose output lengths are known. The longest request starts first, as in Graham's rule
     for tasks of known length (SIAM J. Appl. Math. 17(2), 1969), so that few steps at the end have few requests. With a small

@@ -7,10 +7,10 @@ import time
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
-from minisgl_core.messages import Submit, TokenLogprobs
 from minisgl_core.plugins.hookspecs import RequestRecord
+from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
-from minisgl_core.scheduler.growing_array import GrowingArray, Int32
+from minisgl_core.scheduler.int32_buffer import Int32, Int32Buffer
 from minisgl_core.scheduler.token_rules import TokenRules
 
 
@@ -99,7 +99,7 @@ class Request:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self.tokens = GrowingArray(submit.token_ids)
+        self.tokens = Int32Buffer(submit.token_ids)
         self.num_prompt = len(submit.token_ids)
         self.max_length = self.num_prompt + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
@@ -116,7 +116,7 @@ class Request:
     def reset(self) -> None:
         """Discard all that was computed, and keep the tokens. For preemption."""
         self.num_computed = self.num_pending = self.num_inflight = self.num_shared = self.row = 0
-        self.pages = GrowingArray(np.empty(0, np.int32))
+        self.pages = Int32Buffer(np.empty(0, np.int32))
         self.handle: object = None
         self.penalties_sent = False
         if self.prompt_logprobs is not None and self.num_output == 0:

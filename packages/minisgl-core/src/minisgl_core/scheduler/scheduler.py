@@ -17,19 +17,19 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import cast
 
-from minisgl_core.batch import BatchPlan, StepResult, TokenMasks
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
 from minisgl_core.kv.allocator import RowAllocator
-from minisgl_core.messages import Rejected, Submit, TokenOut
 from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
+from minisgl_core.protocol.messages import Rejected, Submit, TokenOut
+from minisgl_core.protocol.scheduler_stats import SchedulerStats
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
-from minisgl_core.scheduler.stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def _queue_key(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.engine.loop`.
+    """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.runtime.engine_loop`.
 
     Attributes:
         step_planned: called with each step's chunks, decodes first, and the number of decodes; None while nobody watches.

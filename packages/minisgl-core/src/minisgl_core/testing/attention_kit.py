@@ -15,8 +15,8 @@ from minisgl_core.contracts.attention import (
     AttentionLayer,
     AttentionSpec,
 )
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.attention_rig import TOLERANCES, AttentionRig, DecodeGraph, Work
+from minisgl_core.utils.fp8 import FP8
 
 HeadShape = tuple[int, int, int]
 """Query heads, KV heads, head dimension."""

@@ -23,10 +23,10 @@ from minisgl_core.contracts.attention import (
 )
 from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
 from minisgl_core.contracts.ops import RotaryOps, Rotation
-from minisgl_core.fp8 import FP8, FP8_MAX
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
 from minisgl_core.testing.references import check_known
+from minisgl_core.utils.fp8 import FP8, FP8_MAX
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""

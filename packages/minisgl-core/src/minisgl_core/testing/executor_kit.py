@@ -14,9 +14,9 @@ import torch
 
 from minisgl_core.contracts.executor import Executor, RankPlacement
 from minisgl_core.errors import WorkerDiedError
-from minisgl_core.ipc import Receiver, Sender
-from minisgl_core.messages import Ready, Stop
-from minisgl_core.process import Supervisor
+from minisgl_core.protocol.messages import Ready, Stop
+from minisgl_core.runtime.ipc import Receiver, Sender
+from minisgl_core.runtime.supervisor import Supervisor
 
 
 class ExecutorTests:

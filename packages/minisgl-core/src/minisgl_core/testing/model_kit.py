@@ -20,11 +20,11 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import WeightSource
-from minisgl_core.engine.loader import load_weights
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.testing.host_reads import HostReads
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedReference, WithATensor, batched
+from minisgl_core.weights.loader import load_weights
 
 
 class ModelTests:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from minisgl_core.contracts.moe import ExpertWeights, MoeSpec, RoutingSpec
-from minisgl_core.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
+from minisgl_core.utils.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
 
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from minisgl_core.contracts.moe import MoeKernel, MoeSpec
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.moe_cases import ROUTINGS, MoeCase, Shape, expected_output, random_case
+from minisgl_core.utils.fp8 import FP8
 
 SHAPES: tuple[Shape, ...] = (
     # tokens, experts, experts a token, hidden size, intermediate size

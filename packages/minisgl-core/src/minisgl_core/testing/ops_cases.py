@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Rotation
-from minisgl_core.fp8 import FP8_MAX, to_fp8
+from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
 
 EPS = 1e-5
 """Of the norms."""

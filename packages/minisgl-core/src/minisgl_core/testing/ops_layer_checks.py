@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
-from minisgl_core.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 from minisgl_core.testing import ops_cases
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
 from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, normed, rotation_case, views
 from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
+from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
 
 class LinearChecks(OpsChecks):

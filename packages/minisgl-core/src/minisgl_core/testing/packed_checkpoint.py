@@ -12,7 +12,7 @@ from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantizatio
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.engine.loader import fill_target
+from minisgl_core.weights.loader import fill_target
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
 """Tensors of a module by the last part of their names, such as ``weight_scale``; and the weight that they stand for, float32."""

@@ -204,7 +204,7 @@ class PlatformTests:
         platform = self.make()
         whole = torch.arange(24, device=platform.device).view(2, 3, 4).to(dtype)
         part = whole[:, 1:, ::2]
-        borrowed = platform.borrow(part)
+        borrowed = platform.weak_ref(part)
         assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (dtype, part.shape, part.stride())
         assert borrowed.data_ptr() == part.data_ptr()
         whole.zero_()
@@ -240,7 +240,7 @@ class PlatformTests:
         platform = self.make()
         if not self.provider.supports_graphs:
             with pytest.raises(NotImplementedError):
-                platform.capture_pieces(lambda between: torch.zeros(1))
+                platform.capture_piecewise(lambda between: torch.zeros(1))
             return
         x = torch.zeros(8, device=platform.device)
         seen: list[torch.Tensor] = []
@@ -255,7 +255,7 @@ class PlatformTests:
 
         with platform.stream():
             run(lambda: None)
-            pieces, output = platform.capture_pieces(run)
+            pieces, output = platform.capture_piecewise(run)
             assert len(pieces) == 3
             for number in (3.0, 4.0):
                 x.fill_(number)

@@ -18,8 +18,8 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
-from minisgl_core.fp8 import FP8
 from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
+from minisgl_core.utils.fp8 import FP8
 
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
 """Of a layer; a field that is added there must change the references too."""

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minisgl_core.messages import TokenOut
+from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.stop import StopFinder
 from minisgl_core.text.tokens import TokenBytes

@@ -8,9 +8,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from typing import Any
 
-from minisgl_core.ipc import AsyncReceiver, Endpoints, Sender
-from minisgl_core.live_state import State, StateRequest
-from minisgl_core.messages import (
+from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     Count,
     Detokenize,
@@ -22,12 +21,13 @@ from minisgl_core.messages import (
     Tokenize,
     Tokens,
 )
+from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_server.api.errors import ApiError, ClientGoneError, not_encodable, not_ready, rejected, shutting_down
 
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | State | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | Stop
 
 
 class Generation:
@@ -116,7 +116,7 @@ class EngineClient:
         is_draining: True during a shutdown; new requests are refused.
     """
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: IpcAddresses) -> None:
         self.info: EngineInfo | None = None
         self.ready, self.stopped = asyncio.Event(), asyncio.Event()
         self.is_draining = False
@@ -126,7 +126,7 @@ class EngineClient:
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._queries: dict[str, asyncio.Future[Tokens]] = {}
         self._pending_counts: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
-        self._pending_states: dict[int, asyncio.Future[State]] = {}
+        self._pending_states: dict[int, asyncio.Future[EngineSnapshot]] = {}
         self._num_state_queries = 0
 
     @property
@@ -213,14 +213,14 @@ class EngineClient:
             counts |= await answer
         return counts
 
-    async def state(self, since: int, with_tokens: bool = False, replica: int = 0) -> State:
+    async def state(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
         """Return a replica's state, with the steps after step `since`. Waits until the replica has answered."""
-        answer: asyncio.Future[State] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
         self._num_state_queries += 1
         query = self._num_state_queries
         self._pending_states[query] = answer
         try:
-            request = StateRequest(worker=0, since=since, with_tokens=with_tokens, query=query, replica=replica)
+            request = SnapshotRequest(worker=0, since=since, with_tokens=with_tokens, query=query, replica=replica)
             self._workers[0].send(request)
             return await answer
         finally:
@@ -248,7 +248,7 @@ class EngineClient:
                     answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)
-                case State() as state:
+                case EngineSnapshot() as state:
                     pending = self._pending_states.get(state.query)
                     if pending is not None and not pending.done():
                         pending.set_result(state)

@@ -16,8 +16,8 @@ from starlette.requests import ClientDisconnect
 from starlette.routing import Match
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.logs import REQUEST_ID
-from minisgl_core.messages import Rejected
+from minisgl_core.protocol.messages import Rejected
+from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)

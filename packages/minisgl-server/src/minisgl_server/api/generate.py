@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import EngineInfo, Logprob, Text, Tokenize
+from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound
 from minisgl_server.api.openai.choices import Choices

@@ -10,7 +10,7 @@ from typing import Self
 from fastapi import FastAPI
 
 from minisgl_core.errors import beyond_context
-from minisgl_core.messages import EngineInfo, Tokenize
+from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_server.api.errors import ApiError
 
 MIB = 2**20

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import uvicorn
 
-from minisgl_core.ipc import Endpoints
-from minisgl_core.messages import Ready
-from minisgl_core.process import END_SIGNAL, Report
+from minisgl_core.protocol.messages import Ready
+from minisgl_core.runtime.ipc import IpcAddresses
+from minisgl_core.runtime.supervisor import END_SIGNAL, Report
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.connection_limits import ConnectionLimits
@@ -28,7 +28,11 @@ OPEN_FILES = 65536
 
 
 def run_api(
-    options: ServerOptions, api_key_digests: list[bytes], endpoints: Endpoints, listener: socket.socket, report: Report
+    options: ServerOptions,
+    api_key_digests: list[bytes],
+    endpoints: IpcAddresses,
+    listener: socket.socket,
+    report: Report,
 ) -> None:
     """Run the process: serve on `listener` until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
 
@@ -43,7 +47,7 @@ def run_api(
 async def _serve(
     options: ServerOptions,
     api_key_digests: list[bytes],
-    endpoints: Endpoints,
+    endpoints: IpcAddresses,
     listener: socket.socket,
     report: Report,
     max_connections: int,

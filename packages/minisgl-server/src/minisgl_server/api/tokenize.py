@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Detokenize, Tokenize, ToolUse
+from minisgl_core.protocol.messages import Detokenize, Tokenize, ToolUse
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.limits import Bound, RequestLimits
 from minisgl_server.api.openai.requests import check_model, json_response, new_query_id, parse_request, served_model

@@ -15,8 +15,8 @@ from minisgl_core import LLM
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.model_source import locate_model
-from minisgl_core.progress import progress_bar
+from minisgl_core.utils.progress import progress_bar
+from minisgl_core.weights.model_source import locate_model
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
 from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages

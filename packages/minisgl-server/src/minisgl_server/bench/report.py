@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from minisgl_core.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.bench import environment
 from minisgl_server.bench.measure import Result
 

@@ -20,11 +20,11 @@ import setproctitle
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
-from minisgl_core.ipc import Endpoints, Sender, send_all
-from minisgl_core.messages import Stop
-from minisgl_core.model_source import locate_model
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import GRACE_S, Supervisor
+from minisgl_core.protocol.messages import Stop
+from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
+from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
+from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
 from minisgl_server.launch.replicas import Replicas
@@ -59,7 +59,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
-        Endpoints.create(options.num_tokenizers, options.replicas) as endpoints,
+        IpcAddresses.create(options.num_tokenizers, options.replicas) as endpoints,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
@@ -86,7 +86,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
 
 
-def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> None:
+def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses) -> None:
     """Start the router's process. The engines report events to it if the router uses them."""
     if registry.load("router", options.router).uses_events:
         os.environ[ROUTER_EVENTS_VARIABLE] = endpoints.router_events
@@ -118,7 +118,7 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: Endpoints, signals: _Signals) -> bool:
+def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddresses, signals: _Signals) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
     Return False on a signal.
@@ -159,13 +159,13 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _fail_requests(endpoints: Endpoints) -> None:
+def _fail_requests(endpoints: IpcAddresses) -> None:
     """Have the API server fail the running requests, as there will be no more output."""
     with Sender(endpoints.api_in) as api:
         api.send(Stop())
 
 
-def _tokenizers(endpoints: Endpoints) -> list[str]:
+def _tokenizers(endpoints: IpcAddresses) -> list[str]:
     return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
 
 

@@ -14,15 +14,15 @@ import msgspec
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
-from minisgl_core.executors.select import make_executor
-from minisgl_core.ipc import Endpoints, Sender
-from minisgl_core.messages import EngineInfo, ReplicaDied, ReplicaReady
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import Supervisor
+from minisgl_core.protocol.messages import EngineInfo, ReplicaDied, ReplicaReady
+from minisgl_core.runtime.executor_selection import make_executor
+from minisgl_core.runtime.ipc import IpcAddresses, Sender
+from minisgl_core.runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
-RUN_RANK = "minisgl_core.engine.worker:run_worker"
+RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 MAX_FAILED_STARTS = 3
 """Consecutive starts of a replica that may fail before it stays down."""
 
@@ -39,7 +39,9 @@ class Replicas:
         endpoints: addresses of the launch.
     """
 
-    def __init__(self, config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: Endpoints) -> None:
+    def __init__(
+        self, config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
+    ) -> None:
         self._supervisor, self._endpoints = supervisor, endpoints
         self._num = endpoints.num_replicas
         self._executor = make_executor(config, registry, supervisor.start)

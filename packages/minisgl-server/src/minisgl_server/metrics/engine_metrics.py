@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from minisgl_core import hookimpl
 
 if TYPE_CHECKING:
-    from minisgl_core.batch import BatchPlan
-    from minisgl_core.messages import EngineInfo
     from minisgl_core.plugins.hookspecs import EngineState, RequestRecord
-    from minisgl_core.scheduler.stats import SchedulerStats
+    from minisgl_core.protocol.batch_plan import BatchPlan
+    from minisgl_core.protocol.messages import EngineInfo
+    from minisgl_core.protocol.scheduler_stats import SchedulerStats
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from minisgl_core.live_state import State, StepState
+from minisgl_core.protocol.engine_snapshot import EngineSnapshot, StepSnapshot
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.errors import ApiError
 
@@ -38,7 +38,7 @@ class EngineFeed:
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
 
     async def state(self, since: int) -> dict[str, Any]:
-        """Return the state as plain data, with the fields of `State` and the cached steps after step `since`.
+        """Return the state as plain data, with the fields of `EngineSnapshot` and the cached steps after step `since`.
 
         Raises:
             ApiError: 503, the engine is not ready or does not answer.
@@ -60,11 +60,13 @@ class EngineFeed:
 
     async def _poll_engine(self) -> dict[str, Any]:
         last = self._steps[-1]["step"] if self._steps else 0
-        state: State = await asyncio.wait_for(self._client.state(last, self._with_text, self._replica), TIMEOUT_S)
+        state: EngineSnapshot = await asyncio.wait_for(
+            self._client.state(last, self._with_text, self._replica), TIMEOUT_S
+        )
         if state.replica != self._shown or state.step < last:  # the steps are those of an engine that has ended
             self._shown = state.replica
             self._steps.clear()
-        steps: list[StepState] = state.steps
+        steps: list[StepSnapshot] = state.steps
         self._steps.extend(_plain(step) for step in steps)
         plain = _plain(state)
         for each in (*plain["runs"], *plain["requests"]):

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class EngineState(BaseModel):
-    """Response of ``GET /engine/state``; the docstrings of `minisgl_core.live_state.State` describe the fields."""
+    """Response of ``GET /engine/state``; the docstrings of `minisgl_core.protocol.engine_snapshot.State` describe the fields."""
 
     engine: dict[str, Any]
     time_s: float

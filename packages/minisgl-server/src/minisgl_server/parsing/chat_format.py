@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Tokenize, ToolCallDelta, ToolUse
-from minisgl_core.structured_outputs import GrammarSource
+from minisgl_core.protocol.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.text.chat import plain_messages, render_chat
 from minisgl_server.parsing.reasoning_splitter import BEGIN, END, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_process

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Collection
 from typing import ClassVar
 
-from minisgl_core.messages import ToolCallDelta
+from minisgl_core.protocol.messages import ToolCallDelta
 from minisgl_core.text.stop import StopFinder
 from minisgl_server.parsing.tool_call_reader import ToolCallReader
 

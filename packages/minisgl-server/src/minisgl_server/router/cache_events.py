@@ -15,8 +15,8 @@ import zmq
 
 from minisgl_core import hookimpl
 from minisgl_core.contracts.router import BlockKeys, block_keys, block_size_for
-from minisgl_core.ipc import Sender
-from minisgl_core.messages import CacheEvents, EngineInfo
+from minisgl_core.protocol.messages import CacheEvents, EngineInfo
+from minisgl_core.runtime.ipc import Sender
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, TokenIds

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from minisgl_core.contracts.router import Router, RouterSpec, block_size_for
-from minisgl_core.messages import EngineInfo
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_server.options import ServerOptions
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import zmq
 
-from minisgl_core.ipc import Endpoints, Receiver, Sender
-from minisgl_core.live_state import StateRequest
-from minisgl_core.messages import (
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.engine_snapshot import SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
     Count,
@@ -20,18 +20,18 @@ from minisgl_core.messages import (
     Stop,
     Submit,
 )
-from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import Report
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
+from minisgl_core.runtime.supervisor import Report
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.load import make_router
 from minisgl_server.router.worker import RouterWorker, Send
 
-Incoming = EngineInfo | Submit | Abort | Ended | Count | StateRequest | ReplicaReady | ReplicaDied | Stop
+Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | Stop
 MAX_EVENTS = 1000
 """Most messages with events that wait for the router; schedulers drop further ones."""
 
 
-def run_router(options: ServerOptions, endpoints: Endpoints, report: Report) -> None:
+def run_router(options: ServerOptions, endpoints: IpcAddresses, report: Report) -> None:
     """Run the process: wait for `EngineInfo`, then route requests until `Stop` or `END_SIGNAL`."""
     with (
         Receiver[Any](endpoints.router_in, Incoming) as requests,
@@ -64,7 +64,7 @@ def run_router(options: ServerOptions, endpoints: Endpoints, report: Report) -> 
 class Connections:
     """Connections to the engines of replicas, one per replica."""
 
-    def __init__(self, endpoints: Endpoints) -> None:
+    def __init__(self, endpoints: IpcAddresses) -> None:
         self._endpoints = endpoints
         self._senders: dict[int, Sender] = {}
 

@@ -11,8 +11,8 @@ import msgspec
 
 from minisgl_core.contracts.prefix_cache import CacheNamespace
 from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
-from minisgl_core.live_state import ReplicaState, StateRequest
-from minisgl_core.messages import (
+from minisgl_core.protocol.engine_snapshot import ReplicaState, SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     CacheEvents,
     Count,
@@ -110,7 +110,7 @@ class RouterWorker:
         self._last_count = 0
 
     def handle(
-        self, message: Submit | Abort | Ended | Count | StateRequest | CacheEvents | ReplicaReady | ReplicaDied
+        self, message: Submit | Abort | Ended | Count | SnapshotRequest | CacheEvents | ReplicaReady | ReplicaDied
     ) -> None:
         """Handle a message of a tokenizer worker, a replica or the launcher."""
         match message:
@@ -131,7 +131,7 @@ class RouterWorker:
                 self._lose(self.replicas[number], engine)
             case Count():
                 self._count(message)
-            case StateRequest():
+            case SnapshotRequest():
                 message.replicas = [each.state() for each in self.replicas]
                 ready = self._ready()
                 asked = next((each for each in ready if each.replica == message.replica), ready[0] if ready else None)

@@ -8,7 +8,7 @@ from typing import Any
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.suggest import did_you_mean
+from minisgl_core.utils.suggestions import did_you_mean
 
 NAMES = (
     *("max_tokens", "min_tokens", "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty"),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.ipc import Endpoints, Receiver, Sender
-from minisgl_core.live_state import State, StateRequest
-from minisgl_core.messages import (
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     Count,
     Detokenize,
@@ -19,11 +19,11 @@ from minisgl_core.messages import (
     TokenBatch,
     Tokenize,
 )
-from minisgl_core.model_source import locate_model, open_weights
-from minisgl_core.plugins.registry import Registry
-from minisgl_core.process import Report
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
+from minisgl_core.runtime.supervisor import Report
 from minisgl_core.text.chat import read_chat_template
 from minisgl_core.text.tokens import max_token_bytes
+from minisgl_core.weights.model_source import locate_model, open_weights
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
@@ -37,15 +37,15 @@ Incoming = (
     | TokenBatch
     | Rejected
     | Count
-    | StateRequest
-    | State
+    | SnapshotRequest
+    | EngineSnapshot
     | ReplicaLost
     | Stop
 )
 
 
 def run_tokenizer_worker(
-    config: EngineConfig, options: ServerOptions, index: int, endpoints: Endpoints, report: Report
+    config: EngineConfig, options: ServerOptions, index: int, endpoints: IpcAddresses, report: Report
 ) -> None:
     """Run the process: wait for `EngineInfo`, load the tokenizer, then handle messages until `Stop` or `END_SIGNAL`."""
     with (

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError, PluginError
-from minisgl_core.messages import EngineInfo, Tokenize
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.limits import bounds_context
-from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.prompt import encode_prompt
 from minisgl_server.parsing.chat_format import ChatFormat
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from minisgl_core.messages import Text, TokenLogprobs, TokenOut
+from minisgl_core.protocol.messages import Text, TokenLogprobs, TokenOut
 from minisgl_core.text.detokenizer import OutputText, Piece
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_server.parsing.chat_format import ChatOutputParser

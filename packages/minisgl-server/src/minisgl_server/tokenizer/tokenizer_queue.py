@@ -7,8 +7,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from minisgl_core.ipc import Receiver
-from minisgl_core.messages import Abort, Count, Detokenize, Stop, Tokenize
+from minisgl_core.protocol.messages import Abort, Count, Detokenize, Stop, Tokenize
+from minisgl_core.runtime.ipc import Receiver
 
 if TYPE_CHECKING:
     from minisgl_server.tokenizer.prompt_encoder import EncodedPrompt

@@ -15,9 +15,11 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import ContextLengthError, InvalidValueError
-from minisgl_core.live_state import RequestState, RunState, State, StateRequest
-from minisgl_core.messages import (
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.engine_snapshot import CachedRunSnapshot, EngineSnapshot, RequestSnapshot, SnapshotRequest
+from minisgl_core.protocol.messages import (
     Abort,
     Count,
     Detokenize,
@@ -33,9 +35,7 @@ from minisgl_core.messages import (
     TokenOut,
     Tokens,
 )
-from minisgl_core.plugins.registry import Registry
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.structured_outputs import GrammarSource
 from minisgl_core.text.bad_words import bad_word_tokens
 from minisgl_core.text.detokenizer import OutputText
 from minisgl_core.text.tokens import TokenBytes
@@ -55,8 +55,8 @@ class TokenizerWorker:
         tokenizer: a transformers tokenizer.
         info: limits of the engine.
         index: number of this worker.
-        to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `StateRequest`, to the router if there is one.
-        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count` and `State`.
+        to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
+        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count` and `EngineSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
         registry: has the grammar provider.
         has_router: there are several replicas behind a router. It is told when requests end, and requests of a replica that
@@ -94,7 +94,15 @@ class TokenizerWorker:
 
     def handle(
         self,
-        message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | StateRequest | State | ReplicaLost,
+        message: Tokenize
+        | Detokenize
+        | Abort
+        | TokenBatch
+        | Rejected
+        | Count
+        | SnapshotRequest
+        | EngineSnapshot
+        | ReplicaLost,
         encoded: Future[EncodedPrompt] | None = None,
     ) -> None:
         """Handle a message; `encoded` is the result of `encode`, if that was called before."""
@@ -122,9 +130,9 @@ class TokenizerWorker:
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
                 (self._to_api if from_scheduler else self._to_scheduler)(message)
-            case StateRequest():
+            case SnapshotRequest():
                 self._to_scheduler(message)
-            case State():
+            case EngineSnapshot():
                 self._add_previews(message)
                 self._to_api(message)
 
@@ -264,9 +272,9 @@ class TokenizerWorker:
             else:
                 self._drop(texts[0].request_id)
 
-    def _add_previews(self, state: State) -> None:
+    def _add_previews(self, state: EngineSnapshot) -> None:
         """Replace token ids by text. Special tokens are included, incomplete characters are left out."""
-        shown: list[RunState | RequestState] = [*state.runs, *state.requests]
+        shown: list[CachedRunSnapshot | RequestSnapshot] = [*state.runs, *state.requests]
         for each in shown:
             pieces = (self._token_bytes[token] for token in each.token_ids.tolist())
             each.text = b"".join(pieces).decode(errors="ignore")

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.contracts.ops.provider import OpsProvider
-from minisgl_core.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
+from minisgl_core.utils.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
 
 LinearOp = Callable[[torch.Tensor], torch.Tensor]
 """A GEMM that `LinearOps` has prepared: x [..., in] to [..., out]."""

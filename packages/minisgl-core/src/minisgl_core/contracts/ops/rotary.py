@@ -12,7 +12,7 @@ import torch
 
 from minisgl_core.contracts.ops.norm import rms_norm
 from minisgl_core.contracts.ops.provider import OpsProvider
-from minisgl_core.fp8 import FP8, to_fp8
+from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
 @dataclass(frozen=True, slots=True)

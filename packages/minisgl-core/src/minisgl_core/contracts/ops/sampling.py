@@ -8,7 +8,7 @@ import torch
 
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.ops.provider import OpsProvider
-from minisgl_core.row_sums import cumsum_of_rows
+from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SamplingOps(OpsProvider):
         """
         scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
         probs = torch.softmax(scaled, dim=-1)
-        cumulative = cumsum_of_rows(probs)
+        cumulative = deterministic_cumsum(probs)
         total = cumulative[:, -1:]
         # Rounding must not lift the target to the total, which no token would exceed.
         target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from pydantic import TypeAdapter
 
-from minisgl_core.logs import REQUEST_ID
-from minisgl_core.messages import Text
+from minisgl_core.protocol.messages import Text
+from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, anthropic_body
 from minisgl_server.api.openai.choices import Choices
 from minisgl_server.api.openai.event_stream import StreamEvents, typed_event

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from minisgl_core.logs import REQUEST_ID
+from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.anthropic.events import MessageEvents, MessageObject
 from minisgl_server.api.anthropic.response_models import MessageEvent, MessageResponse, TokenCount
 from minisgl_server.api.anthropic.schemas import CountTokensRequest, MessagesRequest

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from minisgl_core.logs import REQUEST_ID
+from minisgl_core.utils.logs import REQUEST_ID
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class RequestLogMiddleware:
     """Outermost middleware.
 
     The id of a request is its X-Request-Id header, or a new id if there is none or it is invalid. Every response returns it
-    in the same header, and all log records of the request have it; see `minisgl_core.logs`.
+    in the same header, and all log records of the request have it; see `minisgl_core.utils.logs`.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import msgspec
 from fastapi import APIRouter, Request, Response
 
-from minisgl_core.messages import Text, Tokenize, ToolCallDelta
+from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from fastapi import Request
 
-from minisgl_core.logs import REQUEST_ID
-from minisgl_core.messages import EngineInfo, Text, Tokenize
+from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record

@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import Text
+from minisgl_core.protocol.messages import Text
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.openai.choices import Choices, make_tokenize

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
-from minisgl_core.messages import Text
+from minisgl_core.protocol.messages import Text
 from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
 from minisgl_server.api.http.request_log import access_record

@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Mapping
 from typing import Any
 
-from minisgl_core.messages import Logprob, Text, TokenLogprobs
+from minisgl_core.protocol.messages import Logprob, Text, TokenLogprobs
 from minisgl_core.sampling_params import MAX_LOGPROBS
 from minisgl_server.api.openai.schemas import GenerationRequest
 

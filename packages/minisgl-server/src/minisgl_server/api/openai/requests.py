@@ -11,8 +11,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 
-from minisgl_core.logs import REQUEST_ID
-from minisgl_core.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.errors import ApiError, invalid_body, model_not_found, not_ready
 from minisgl_server.api.http.request_body import BodyMemory, read_body
 from minisgl_server.api.limits import RequestLimits, request_limits

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.structured_outputs import StructuredOutputs
 from minisgl_server.api.openai.schemas import GenerationRequest, ResponseFormat
 
 _FIELDS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.openai.response_format import requested_output
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest, GenerationRequest, SamplingFields

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from minisgl_core.messages import Text
+from minisgl_core.protocol.messages import Text
 from minisgl_server.api.openai.logprobs import chat_logprobs
 
 Kind = Literal["reasoning", "text", "call"]

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any
 
 from minisgl_core.errors import InvalidValueError
-from minisgl_core.messages import ToolUse
+from minisgl_core.protocol.messages import ToolUse
 from minisgl_server.api.openai.schemas import AllowedToolsChoice, ChatRequest, NamedTool, Tool
 from minisgl_server.api.strict_model import StrictModel
 

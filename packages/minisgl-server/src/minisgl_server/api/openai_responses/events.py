@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from minisgl_core.messages import Text
+from minisgl_core.protocol.messages import Text
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.openai.event_stream import StreamEvents, typed_event
 from minisgl_server.api.openai.segments import Segment

@@ -13,14 +13,14 @@ import click
 import numpy as np
 import torch
 
-from minisgl_core.batch import BatchPlan, SamplePlan
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.progress import progress_bar
+from minisgl_core.protocol.batch_plan import BatchPlan, SamplePlan
+from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench import environment
 from minisgl_server.bench.accuracy.logit_difference import Difference, compare
 

@@ -16,9 +16,9 @@ import torch
 from minisgl_core.cli.table import print_table
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
 from minisgl_core.errors import InvalidValueError, PluginError
-from minisgl_core.fp8 import FP8
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
-from minisgl_core.progress import progress_bar
+from minisgl_core.utils.fp8 import FP8
+from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench import environment
 from minisgl_server.bench.attention.cases import MIN_MAX_SEQ_LEN, Case, spread_lengths
 from minisgl_server.bench.attention.options import AttentionOptions, Shape

@@ -16,9 +16,9 @@ import httpx
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import ModelOptions
 from minisgl_core.errors import InvalidValueError, MinisglError
-from minisgl_core.model_source import locate_model, open_weights
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.progress import progress_bar
+from minisgl_core.utils.progress import progress_bar
+from minisgl_core.weights.model_source import locate_model, open_weights
 from minisgl_server.bench.serve import plot, report
 from minisgl_server.bench.serve.arrivals import arrivals
 from minisgl_server.bench.serve.conversations import (

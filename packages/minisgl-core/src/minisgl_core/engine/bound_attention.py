@@ -1,0 +1,78 @@
+"""Attention of one step, which the model calls per layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
+from minisgl_core.contracts.ops import RotaryOps, Rotation
+
+
+def separate_store(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
+    """Return the backend if `rotary` can store K and V fused with RoPE instead of the backend; None otherwise."""
+    fuses = rotary.fuses_store and backend.pool.spec.layout == "NHD"
+    return backend if fuses and backend.capabilities.fused_kv_store else None
+
+
+def rotate(
+    backend: AttentionBackend,
+    rotary: RotaryOps,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: AttentionLayer,
+    rotation: Rotation | None,
+    slots: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    """Apply RoPE to q and k, fused with the KV store if `slots` is given.
+
+    Returns:
+        q, k, and True if K and V are stored.
+
+    Args:
+        backend: attention backend with the KV pool.
+        rotary: ops that rotate.
+        q: see `Attend`.
+        k: likewise.
+        v: likewise.
+        layer: likewise.
+        rotation: likewise.
+        slots: slots to store K and V in; None if the backend stores them (see `separate_store`).
+    """
+    if rotation is None:
+        return q, k, False
+    if slots is None:
+        return *rotary.rotate(q, k, rotation), False
+    pages = backend.pool.k(layer.index), backend.pool.v(layer.index)
+    return rotary.rotate_and_store(q, k, v, rotation, *pages, slots, layer.kv_scales), k, True
+
+
+class BoundAttention:
+    """Attention backend with its plan for one step; see `minisgl_core.contracts.model.Attend`."""
+
+    __slots__ = ("_apart", "_backend", "_plan", "_rotary", "_rotating", "_slots")
+
+    def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
+        self._backend, self._plan, self._rotary = backend, plan, rotary
+        self._apart = separate_store(backend, rotary)
+        self._slots = None if self._apart is None else self._apart.kv_slots(plan)
+        self._rotating = backend if backend.capabilities.fused_rope_decode else None
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        if rotation is not None and self._rotating is not None and self._rotating.rotates(self._plan, rotation):
+            return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
+        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
+        if is_stored and self._apart is not None:
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            self._apart.attend_stored(q, layer, self._plan, out)
+            return out
+        return self._backend.forward(q, k, v, layer, self._plan)

@@ -1,0 +1,196 @@
+"""CUDA graphs of decode steps, one per capture size.
+
+A replay takes one launch instead of hundreds, so that launches do not limit small models. A graph contains everything from
+the step inputs to the sampled tokens: filling in the tokens that only the device knows, writing the page table, the layers,
+the logits, and sampling by temperature. Other sampling is done again from the logits (see `needs_sampler`). A batch runs in
+the smallest graph that fits it, padded with page-table row 0, which points to page 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.bound_attention import BoundAttention
+from minisgl_core.engine.capture import capture_sizes, free
+from minisgl_core.engine.step import update_table
+from minisgl_core.engine.zero_copy_io import PendingTokens, ZeroCopyIO
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.protocol.batch_plan import BatchPlan
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """Return the capture sizes up to `max_batch`: 1, 2, 4, then multiples of 8."""
+    return sorted({*(size for size in (1, 2, 4) if size <= max_batch), *range(8, max_batch + 1, 8), max_batch})
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeResult:
+    """Outputs of a replay for N requests, valid until the next step.
+
+    Attributes:
+        rows: page-table rows, int32 [N].
+        hidden: hidden states, [N, hidden_size].
+        logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
+        tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
+        left: the same tokens on their way to the host; these stay valid.
+    """
+
+    rows: torch.Tensor
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+    left: PendingTokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One CUDA graph of B requests and its fixed buffers.
+
+    Attributes:
+        exchange: mapped pinned memory of the step inputs and the tokens.
+        inputs: rows, token ids, positions, new pages, sequence lengths, and the bits of temperatures and of random numbers;
+            int32 [7, B]. The replay copies them from `exchange`.
+        batch: views of the inputs, for the attention backend.
+        attend: attention with the backend's plan, whose buffers the graph reads.
+        graphs: the one graph, replayed with ``replay()``.
+        hidden, logits, tokens: as in `DecodeResult`, for B requests. They do not keep the graph's memory alive.
+    """
+
+    exchange: ZeroCopyIO
+    inputs: torch.Tensor
+    batch: AttentionBatch
+    attend: BoundAttention
+    graphs: list[Any]
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+    """Return the new page of each request's token, int32 [B], -1 for none.
+
+    None if the plan writes further page-table entries.
+    """
+    found = np.full(plan.num_requests, -1, np.int32)
+    if len(plan.new_pages):
+        rows, columns, pages = plan.new_pages.reshape(3, -1)
+        order = np.argsort(plan.rows)
+        index = order[np.searchsorted(plan.rows, rows, sorter=order).clip(max=len(order) - 1)]
+        if (plan.rows[index] != rows).any() or (plan.starts[index] // page_size != columns).any():
+            return None
+        found[index] = pages
+    return found
+
+
+class DecodeGraphs:
+    """CUDA graphs of decode steps, captured at start-up."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        model: Model,
+        attention: AttentionBackend,
+        ops: Ops,
+        table: PageTable,
+        last_tokens: torch.Tensor,
+        sizes: Sequence[int],
+        progress: bool,
+    ) -> None:
+        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs."""
+        self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
+        self._table, self._last_tokens = table, last_tokens
+        self._reads_page_table = attention.capabilities.graph_reads_page_table
+        self._sizes = np.array(sorted(sizes))
+        remedy = "--cuda-graph-max-bs 0 captures none"
+        self._recorded = capture_sizes(sizes, self._record, what="CUDA graphs", remedy=remedy, progress=progress)
+
+    def close(self) -> None:
+        """Free the graphs."""
+        free(self._recorded)
+        self._recorded.clear()
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Return True if a graph can run the step: only decodes, all of which sample, and not too many."""
+        return plan.num_decodes == plan.num_tokens == len(plan.sample.index) and plan.num_tokens <= self._sizes[-1]
+
+    def run(self, plan: BatchPlan) -> DecodeResult:
+        """Run a step that `fits`."""
+        count = plan.num_requests
+        size = int(self._sizes[np.searchsorted(self._sizes, count)])
+        recorded = self._recorded[size]
+        new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
+        if new_pages is None:
+            update_table(plan, self._platform, self._table)
+        sample = plan.sample
+        inputs = recorded.exchange.begin()
+        inputs[:, count:] = 0
+        inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
+        inputs[3] = -1
+        if new_pages is not None:
+            inputs[3, :count] = new_pages
+        inputs[4] = inputs[2] + 1
+        inputs[5:, :count] = sample.temperature.view(np.int32), sample.uniform.view(np.int32)
+        if not self._reads_page_table:
+            self._platform.fill(recorded.inputs, inputs)
+        recorded.batch.seq_lens_host[:] = inputs[4]
+        self._attention.plan_replay(recorded.batch)
+        recorded.graphs[0].replay()
+        return DecodeResult(
+            recorded.inputs[0, :count],
+            recorded.hidden[:count],
+            recorded.logits[:count],
+            recorded.tokens[:count],
+            recorded.exchange.launched(count),
+        )
+
+    def _record(self, size: int, pool: Any) -> _Captured:
+        device = self._platform.device
+        exchange = ZeroCopyIO(self._platform, 7, size)
+        first = exchange.begin()
+        first[3], first[4] = -1, 1
+        inputs = self._platform.to_device(first)
+        rows, _, _, _, seq_lens = inputs[:5].unbind(0)
+        temperature, uniform = inputs[5:].view(torch.float32).unbind(0)
+        batch = AttentionBatch(
+            num_decodes=size,
+            rows=rows,
+            cu_seqlens_q=torch.arange(size + 1, dtype=torch.int32, device=device),
+            seq_lens=seq_lens,
+            slots=torch.zeros(size, dtype=torch.int64, device=device),
+            q_lens_host=np.ones(size, np.int32),
+            seq_lens_host=np.ones(size, np.int32),
+        )
+        attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops.rotary)
+        step, sampling, last_tokens = self._ops.step, self._ops.sampling, self._last_tokens
+        table, weak_ref = self._table, self._platform.weak_ref
+        results: list[torch.Tensor] = []
+
+        def run() -> torch.Tensor:
+            turn = exchange.turn
+            known, slots = step.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
+            batch.slots.copy_(slots)
+            hidden = self._model.forward(known, inputs[2], attend)
+            logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
+            numbers = temperature, uniform
+            tokens = (
+                sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
+            )
+            step.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)
+            results[:] = weak_ref(hidden), weak_ref(logits), weak_ref(tokens)
+            return tokens
+
+        run()  # warm-up: compiles kernels and lets libraries allocate workspaces
+        exchange.restart()
+        self._platform.synchronize()
+        graph, _ = self._platform.capture_graph(run, pool)
+        exchange.restart()
+        return _Captured(exchange, inputs, batch, attend, [graph], *results)

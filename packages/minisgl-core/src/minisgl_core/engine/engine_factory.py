@@ -1,0 +1,167 @@
+"""Factory of the engine, first with a minimal KV pool to measure a step's memory, then with the full pool."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.resolve import attention_spec
+from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, check_layers
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.kv_cache import KVCacheSpec, KVGroup, KVLayout, KVPoolSpec
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.combined_attention import CombinedAttention
+from minisgl_core.engine.decode_graphs import graph_sizes
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.piecewise_graphs import piecewise_sizes
+from minisgl_core.engine.profile_batch import profile_batch
+from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError
+from minisgl_core.kv.page_table import PageTable
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.plugins.registry import Registry
+
+_LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
+"""Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
+_LEAST_PIECES = 512
+
+
+def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
+    """Return the number of tokens up to which launching a layer's kernels takes longer than its GEMMs."""
+    moe = shape.moe
+    width = shape.intermediate_size if moe is None else moe.top_k * moe.intermediate_size
+    attention = 2 * (shape.num_q_heads + shape.num_kv_heads) * shape.head_dim
+    per_token = 2 * shape.hidden_size * (attention + 3 * width) / tp
+    return int(_LAUNCHES_S * _FLOPS / per_token)
+
+
+class EngineFactory:
+    """Factory of the engine for a KV pool of any size.
+
+    Attributes:
+        attention: classes of the attention backends; the last one is that for decodes.
+        longest: longest sequence by the options, in tokens.
+        least_pool: spec of the smallest pool.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        shape: ModelConfig,
+        platform: Platform,
+        communicator: Communicator,
+        model: Model,
+        ops: Ops,
+        registry: Registry,
+    ) -> None:
+        self._config, self._shape, self._platform, self._communicator = config, shape, platform, communicator
+        self._model, self._ops = model, ops
+        self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
+        self.longest = int(config.model.max_seq_len_override or 0)
+        page_size, layers = int(config.cache.page_size), model.attention_layers()
+        spec = attention_spec(config, shape, self.longest, page_size, ops.dtype, platform.device)
+        if reasons := check_layers(spec, layers):
+            raise ModelFormatError(f"the model {shape.architecture} is not supported: {'; '.join(reasons)}")
+        group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
+        layout = common_layout(config.backends.attn, registry)
+        self.least_pool = KVPoolSpec.of_group(
+            KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
+        )
+
+    def engine(self, pool: KVPoolSpec, max_seq_len: int) -> Engine:
+        """Allocate the pool and return an engine with it."""
+        num_rows = self._config.scheduler.max_running_requests
+        table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
+        spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, self._ops.dtype, pool.device)
+        attention = _attention(self.attention, spec, KVPool(pool), table)
+        return Engine(self._platform, self._communicator, self._model, attention, table, self._ops, num_rows)
+
+    def run_profile_batch(self) -> None:
+        """Run the step that needs the most memory on an engine with the smallest pool."""
+        limits = self._config.scheduler
+        prefill, vocab = int(limits.max_prefill_length), self._shape.vocab_size
+        plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
+        self.engine(self.least_pool, self.longest).launch(plan).result()
+
+    def graph_sizes(self) -> list[int]:
+        """Return the batch sizes of decode steps to capture.
+
+        Raises:
+            InvalidValueError: CUDA graphs were requested and cannot be captured.
+        """
+        decode, platform, limits = self.attention[-1], self._platform, self._config.scheduler
+        wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
+        name = self._config.backends.attn.split(",")[-1]
+        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} does not support CUDA graphs"]
+        if not decode.capabilities.cuda_graphs:
+            reasons.append(f"the attention backend {name} does not support CUDA graphs")
+        if reasons and wanted not in (AUTO, 0):
+            raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
+        if reasons or wanted == 0:
+            return []
+        return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
+
+    def piecewise_sizes(self, records_graphs: bool) -> list[int]:
+        """Return the numbers of tokens to capture piecewise CUDA graphs for.
+
+        With ``auto`` there are none without CUDA graphs of decodes. Otherwise they cover the sizes that kernel launches limit.
+
+        Raises:
+            InvalidValueError: piecewise CUDA graphs were requested and cannot be captured.
+        """
+        platform, limits = self._platform, self._config.scheduler
+        wanted, largest = (
+            limits.piecewise_cuda_graph_max_tokens,
+            int(limits.max_prefill_length) + limits.max_running_requests,
+        )
+        if not platform.supports_graphs and wanted not in (AUTO, 0):
+            allowed = f"0 here: the platform {platform.name} does not support CUDA graphs"
+            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
+        if wanted == AUTO:
+            most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
+            return piecewise_sizes(min(most, largest)) if records_graphs else []
+        return piecewise_sizes(min(int(wanted), largest))
+
+
+def common_layout(names: str, registry: Registry) -> KVLayout:
+    """Return a KV layout that all backends of ``--attn`` support; the first backend's order decides.
+
+    Raises:
+        InvalidValueError: they have none in common. The message names the installed backends that each can be combined with.
+    """
+    layouts = {name: _layouts(name, registry) for name in names.split(",")}
+    first, *others = layouts.values()
+    for layout in first:
+        if all(layout in each for each in others):
+            return layout
+    have = " and ".join(f"{name} supports {' and '.join(each)}" for name, each in layouts.items())
+    partners = [
+        f"{name} can be combined with {', '.join(_sharing(each, name, registry)) or 'no installed backend'}."
+        for name, each in layouts.items()
+    ]
+    remedy = " ".join([*partners, "See: minisgl plugins check NAME"])
+    raise InvalidValueError("--attn", names, f"two backends with a common KV layout; {have}", remedy)
+
+
+def _layouts(name: str, registry: Registry) -> tuple[KVLayout, ...]:
+    backend: type[AttentionBackend] = registry.load("attention", name)
+    return backend.capabilities.layouts
+
+
+def _sharing(layouts: tuple[KVLayout, ...], besides: str, registry: Registry) -> list[str]:
+    """Return the other installed backends with one of these layouts. Those that do not load are left out."""
+    found = []
+    for name in registry.names("attention"):
+        with suppress(PluginError):
+            if name != besides and set(layouts).intersection(_layouts(name, registry)):
+                found.append(name)
+    return found
+
+
+def _attention(
+    classes: list[type[AttentionBackend]], spec: AttentionSpec, pool: KVPool, table: PageTable
+) -> AttentionBackend:
+    backends = [backend(spec, pool, table.data) for backend in classes]
+    return backends[0] if len(backends) == 1 else CombinedAttention(spec, pool, table.data, *backends)

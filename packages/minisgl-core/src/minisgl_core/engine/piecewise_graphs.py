@@ -1,0 +1,198 @@
+"""Piecewise CUDA graphs of steps with prompts, split at attention calls.
+
+A model's kernels between two attention calls depend only on the number of tokens. So they are captured once per capture size,
+and batches are padded to the next size. Attention is planned for each step and called between the graphs:
+
+    host    | upload | plan | replay 0 | attend | replay 1 | attend | ...         one launch per graph, not per kernel
+    device           | embed, norm, qkv, rotate, store | attention | o, norm, MLP, norm, qkv, ... | attention | ...
+
+So kernel launches do not limit steps with few prompt tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import RotaryOps, Rotation
+from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.bound_attention import rotate, separate_store
+from minisgl_core.engine.capture import capture_sizes, free
+from minisgl_core.engine.step import StepInputs
+from minisgl_core.protocol.batch_plan import BatchPlan
+
+
+def piecewise_sizes(max_tokens: int) -> list[int]:
+    """Return the capture sizes up to `max_tokens`: in steps of 16, from 256 in steps of 32, from 512 of 64, and so on."""
+    sizes, size, most = [], 0, -(-max_tokens // 16) * 16
+    while size < most:
+        size += max(16, (1 << size.bit_length()) // 16)
+        sizes.append(min(size, most))
+    return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Attention call between two graphs: its inputs, its output, and a flag that tells if K and V are stored already.
+
+    The tensors do not keep their memory alive, and later graphs overwrite it.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    layer: AttentionLayer
+    is_stored: bool
+
+
+class _Capture:
+    """Attention during the capture of a size, which notes the calls; see `contracts.model.Attend`.
+
+    Steps of this size have more than `least` tokens.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        backend: AttentionBackend,
+        rotary: RotaryOps,
+        slots: torch.Tensor,
+        least: int,
+        between: Callable[[], None],
+    ) -> None:
+        self._platform, self._backend, self._rotary = platform, backend, rotary
+        self._slots = None if separate_store(backend, rotary) is None else slots
+        self._least, self._between = least, between
+        self.calls: list[_Call] = []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        rotation: Rotation | None = None,
+    ) -> torch.Tensor:
+        q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out[self._least :].zero_()  # attention does not write the output of padding tokens
+        weak_ref = self._platform.weak_ref
+        self.calls.append(_Call(weak_ref(q), weak_ref(k), weak_ref(v), weak_ref(out), layer, is_stored))
+        self._between()
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """Graphs of one size. A call follows each graph but the last, which returns the hidden states.
+
+    These are the hidden states of all tokens, or of those in `PiecewiseGraphs._rows`.
+    """
+
+    graphs: list[Any]
+    calls: list[_Call]
+    hidden: torch.Tensor
+
+
+class PiecewiseGraphs:
+    """Piecewise CUDA graphs of all sizes, captured at start-up.
+
+    All sizes share their input buffers. Padding tokens are stored in slot 0 of the padding page. If a size has more tokens than
+    there can be requests, the last layer computes only the tokens that are sampled from.
+    """
+
+    def __init__(
+        self,
+        platform: Platform,
+        model: Model,
+        attention: AttentionBackend,
+        rotary: RotaryOps,
+        sizes: Sequence[int],
+        max_requests: int | None,
+        progress: bool,
+    ) -> None:
+        """Capture all sizes; see `capture_sizes`.
+
+        Without `max_requests`, the most requests of a step, the last layer computes all tokens.
+        """
+        self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
+        self._apart = separate_store(attention, rotary)
+        self._sizes = np.array(sorted(sizes))
+        device, most = platform.device, max(sizes)
+        self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
+        self._slots = torch.zeros(most, dtype=torch.int64, device=device)
+        self._rows = torch.zeros(most if max_requests is None else max_requests, dtype=torch.int32, device=device)
+        remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
+        self._recorded = capture_sizes(
+            sizes, self._record, what="piecewise CUDA graphs", remedy=remedy, progress=progress
+        )
+
+    def close(self) -> None:
+        """Free the graphs."""
+        free(self._recorded)
+        self._recorded.clear()
+
+    def fits(self, plan: BatchPlan) -> bool:
+        """Return True if graphs exist for the step's tokens and compute all hidden states that it needs."""
+        if plan.num_tokens > int(self._sizes[-1]):
+            return False
+        return len(plan.prompt_logprobs) == 0 or not self._selects(self._size(plan.num_tokens))
+
+    def _size(self, count: int) -> int:
+        return int(self._sizes[np.searchsorted(self._sizes, count)])
+
+    def _selects(self, size: int) -> bool:
+        return size > len(self._rows)
+
+    def run(self, inputs: StepInputs) -> torch.Tensor:
+        """Run a step that `fits`.
+
+        Returns:
+            Hidden states, valid until the next step: of all tokens, [T, hidden_size], or of the sampled ones, [N, hidden_size].
+        """
+        count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
+        size = self._size(count)
+        recorded = self._recorded[size]
+        plan = self._attention.plan(inputs.batch)
+        self._ids[:count].copy_(inputs.input_ids)
+        self._positions[:count].copy_(inputs.positions)
+        self._slots[:count].copy_(inputs.batch.slots)
+        self._slots[count:size].zero_()
+        if self._selects(size):
+            self._rows[:num_sampled].copy_(inputs.logits_index)
+            self._rows[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
+        for graph, call in zip(recorded.graphs, recorded.calls, strict=False):
+            graph.replay()
+            q, k, v = call.q[:count], call.k[:count], call.v[:count]
+            if call.is_stored and self._apart is not None:
+                self._apart.attend_stored(q, call.layer, plan, call.out[:count])
+            else:
+                call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
+        recorded.graphs[-1].replay()
+        return recorded.hidden[: num_sampled if self._selects(size) else count]
+
+    def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
+        least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
+        attend = _Capture(self._platform, self._attention, self._rotary, self._slots[:size], least, between)
+        index = self._rows if self._selects(size) else None
+        return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
+
+    def _record(self, size: int, pool: Any) -> _Captured:
+        calls: list[_Call] = []
+
+        def run(between: Callable[[], None]) -> torch.Tensor:
+            hidden, found = self._run(size, between)
+            calls.extend(found)
+            return hidden
+
+        self._run(size, lambda: None)  # warm-up: compiles kernels and lets libraries allocate workspaces
+        self._platform.synchronize()
+        graphs, hidden = self._platform.capture_piecewise(run, pool)
+        return _Captured(graphs, calls, self._platform.weak_ref(hidden))

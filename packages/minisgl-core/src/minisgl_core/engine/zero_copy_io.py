@@ -1,0 +1,70 @@
+"""Zero-copy input and output of a CUDA graph, through mapped pinned memory.
+
+The first kernel of a step reads the step inputs there, and its last kernel writes the tokens there. So no copy is needed
+between two steps. There are two buffers, used in turn. The device counts the turns itself, since each replay is the same:
+
+    host    | fill 0, launch | fill 1, launch | wait, read 0 | fill 0, launch | wait, read 1 | ...
+    device           | step: reads 0, leaves 0 | step: reads 1, leaves 1 | step: reads 0, ...
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_core.contracts.platform import Event, Platform
+
+
+class PendingTokens:
+    """Tokens that a step writes to one of the buffers."""
+
+    def __init__(self, place: npt.NDArray[np.int64], event: Event) -> None:
+        """`place`: int64 [N], valid from `event` until the buffer is used again."""
+        self._place, self._event = place, event
+        self._tokens: npt.NDArray[np.int64] | None = None
+
+    def read(self) -> npt.NDArray[np.int64]:
+        """Wait for the step and return a copy of its tokens, int64 [N]. Further calls return it at once."""
+        if self._tokens is None:
+            self._event.synchronize()
+            self._tokens = self._place.copy()
+        return self._tokens
+
+
+class ZeroCopyIO:
+    """Mapped pinned memory of one CUDA graph.
+
+    Attributes:
+        inputs: step inputs that the host writes, as a device tensor, int32 [2, K, B].
+        tokens: tokens that the device writes, as a device tensor, int64 [2, B].
+        turn: index of the buffer of the next step, int32 [1], on the device; see `StepOps`.
+    """
+
+    def __init__(self, platform: Platform, num_inputs: int, size: int) -> None:
+        """Allocate `num_inputs` numbers per request for `size` requests."""
+        self._platform = platform
+        self._host_inputs, self.inputs = platform.share_memory((2, num_inputs, size), torch.int32)
+        self._host_tokens, self.tokens = platform.share_memory((2, size), torch.int64)
+        self.turn = torch.zeros(1, dtype=torch.int32, device=platform.device)
+        self._turn = 0
+        self._left: list[PendingTokens | None] = [None, None]
+
+    def restart(self) -> None:
+        """Reset the device to the first buffer, after a run that the host does not count."""
+        self.turn.zero_()
+
+    def begin(self) -> npt.NDArray[np.int32]:
+        """Return the input buffer of the next step, int32 [K, B]. This waits for the step that used it last."""
+        left = self._left[self._turn]
+        if left is not None:
+            left.read()
+        place: npt.NDArray[np.int32] = self._host_inputs[self._turn].numpy()
+        return place
+
+    def launched(self, count: int) -> PendingTokens:
+        """Return the tokens to come of the step that was just launched, for its first `count` requests."""
+        left = PendingTokens(self._host_tokens[self._turn, :count].numpy(), self._platform.record_event())
+        self._left[self._turn] = left
+        self._turn = 1 - self._turn
+        return left

@@ -1,1 +1,0 @@
-"""Executors, which start the ranks of an engine."""

@@ -1,0 +1,1 @@
+"""Data that crosses processes and rooms: messages, batch plans, snapshots and counters."""

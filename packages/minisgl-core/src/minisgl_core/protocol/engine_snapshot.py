@@ -1,0 +1,153 @@
+"""Snapshot of a running engine for display: the answer to a `SnapshotRequest`.
+
+    API server  --SnapshotRequest-->  tokenizer worker  --SnapshotRequest-->  scheduler (rank 0)
+    API server  <--EngineSnapshot---  tokenizer worker  <--EngineSnapshot---  scheduler (rank 0)
+
+The scheduler answers between steps, so that a `EngineSnapshot` is consistent. It contains token ids, and the tokenizer worker adds
+their text. All sizes are bounded: see `minisgl_core.scheduler.monitor`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+
+class ReplicaState(msgspec.Struct, kw_only=True):
+    """A replica as the router sees it."""
+
+    replica: int
+    is_ready: bool
+    num_starts: int
+    """Times that its engine was ready."""
+    num_requests: int
+    """Requests that were routed to it and have not ended."""
+    num_routed: int
+    """Requests that were routed to it since the launch."""
+
+
+class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
+    """Ask for the state, including the steps after the step `since` that were kept."""
+
+    worker: int
+    """Index of the tokenizer worker that the answer goes to."""
+    since: int = 0
+    with_tokens: bool = False
+    """Include tokens of prompts and outputs."""
+    query: int = 0
+    """Number that the answer repeats."""
+    replica: int = 0
+    """Number of the replica; if that is not ready, another one answers."""
+    replicas: list[ReplicaState] = []
+    """All replicas, as the router adds them; empty if there is only one."""
+
+
+class StepSnapshot(msgspec.Struct, kw_only=True):
+    """Batch of one step: the numbers of its requests, decodes first, and the number of tokens computed for each."""
+
+    step: int
+    time_s: float
+    """Time of planning, by the scheduler's clock."""
+    num_decodes: int
+    num_tokens: int
+    """Tokens of all requests, including those left out of the arrays."""
+    requests: np.ndarray
+    num_new: np.ndarray
+    """int32, as long as `requests`."""
+
+
+class RequestSnapshot(msgspec.Struct, kw_only=True):
+    """A request that has not ended, or whose last step has not been processed."""
+
+    request_id: str
+    number: int
+    """Number in order of arrival, from 1."""
+    is_running: bool
+    age_s: float
+    num_prompt: int
+    num_cached: int
+    """Prompt tokens found in the prefix cache at admission; -1 before."""
+    num_computed: int
+    num_output: int
+    num_pages: int
+    num_shared: int
+    """Number of its first pages that belong to the prefix cache."""
+    last_shared_page: int
+    """Last of these pages, which is the last page of a cached run; 0 if there is none."""
+    token_ids: np.ndarray
+    """The newest tokens, int32; empty unless requested."""
+    text: str = ""
+
+
+class CachedRunSnapshot(msgspec.Struct, kw_only=True):
+    """A run of the prefix cache; see `minisgl_core.contracts.prefix_cache.CachedRun`."""
+
+    number: int
+    parent: int
+    num_tokens: int
+    num_pages: int
+    last_page: int
+    num_locks: int
+    num_hits: int
+    since_hit_s: float
+    token_ids: np.ndarray
+    """Its first tokens, int32; empty unless requested."""
+    text: str = ""
+
+
+class PagesSnapshot(msgspec.Struct, kw_only=True):
+    """Counts and owners of the pages. ``num_free + num_private + num_locked + num_evictable == capacity``."""
+
+    page_size: int
+    capacity: int
+    num_free: int
+    num_private: int
+    """Pages that requests own."""
+    num_locked: int
+    """Cached pages that requests read."""
+    num_evictable: int
+    stride: int
+    """Distance between the pages on the map: pages 1, 1 + stride, ..."""
+    num_mapped: int
+    """Number of pages on the map."""
+    map_starts: np.ndarray
+    """Start of each run of pages with the same owner, int32, ascending from 0, counted in pages on the map."""
+    map_owners: np.ndarray
+    """Owner of each run of pages, int64: 0 is free, n > 0 is cached run n, -1 is an unlisted cached run, -1 - n is request n."""
+
+
+class TotalsSnapshot(msgspec.Struct, kw_only=True):
+    """Totals since the engine's start."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_prefilled_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    num_aborted: int
+    num_preemptions: int
+
+
+class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
+    """Snapshot of the scheduler."""
+
+    worker: int
+    time_s: float
+    """Time of the snapshot, by the clock that also dates the steps."""
+    step: int
+    """Steps planned so far."""
+    has_tokens: bool
+    """If False, `requests` and `runs` contain no tokens and no text."""
+    num_waiting: int
+    num_running: int
+    totals: TotalsSnapshot
+    pages: PagesSnapshot
+    requests: list[RequestSnapshot]
+    """The first running and then waiting requests, in their order."""
+    runs: list[CachedRunSnapshot]
+    """Runs of the prefix cache, parents before children. If there are too many, those in use and the most recent ones."""
+    steps: list[StepSnapshot]
+    query: int = 0
+    replica: int = 0
+    replicas: list[ReplicaState] = []
+    """See `SnapshotRequest`; `replica` is the one that answers."""

@@ -1,0 +1,413 @@
+"""Messages between processes: typed msgspec structs, encoded as MessagePack and never pickled.
+
+    API server  --Tokenize/Abort-->  tokenizer worker  --Submit/Abort-->  scheduler (rank 0)
+    API server  --Detokenize-->  tokenizer worker,  API server  <--Tokens--  tokenizer worker
+    API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
+    API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
+    scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
+
+With ``--replicas``, a router receives what tokenizer workers send, and passes it on to the scheduler of one replica:
+
+    tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
+    tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
+    launcher  --ReplicaReady/ReplicaDied-->  router
+
+One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. All messages are in this
+file, so that the protocol can be read in one place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from minisgl_core.contracts.structured_outputs import GrammarSource
+from minisgl_core.sampling_params import SamplingParams
+
+
+class Logprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of one token at one position, and its rank (1 is the most likely)."""
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one position: those of the actual token and of the most likely tokens, best first."""
+
+    token: Logprob
+    top: list[Logprob]
+
+
+class ToolUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Tools of a chat.
+
+    Attributes:
+        tools: tool definitions of OpenAI's API.
+        named: name of the function that must be called; None for any.
+        allowed: names of the functions that may be called and that the model sees; None for all.
+        is_required: True if a function must be called.
+        parallel: True if several calls are allowed.
+    """
+
+    tools: list[dict[str, Any]]
+    named: str | None = None
+    allowed: list[str] | None = None
+    is_required: bool = False
+    parallel: bool = True
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """Tools that the model sees."""
+        if self.allowed is None:
+            return self.tools
+        return [tool for tool in self.tools if tool["function"]["name"] in self.allowed]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the functions that may be called."""
+        return [tool["function"]["name"] for tool in self.offered]
+
+    @property
+    def strict_names(self) -> list[str]:
+        """Names of the allowed functions whose arguments must fit their schemas, even if no call is required."""
+        return [tool["function"]["name"] for tool in self.offered if tool["function"].get("strict")]
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """New text of one tool call. The first one has the call's id and the function's name."""
+
+    index: int
+    arguments: str
+    id: str | None = None
+    name: str | None = None
+
+
+class Tokenize(msgspec.Struct, tag=True, kw_only=True):
+    """API server to tokenizer worker: a request for one prompt. Exactly one of `text`, `messages`, `token_ids` is set."""
+
+    request_id: str
+    sampling: SamplingParams
+    sibling_ids: list[str] = msgspec.field(default_factory=list)
+    """Ids of the further outputs if `sampling.n` is more than 1; `SamplingParams.split` makes their parameters."""
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    token_ids: list[int] | None = None
+    max_tokens_is_default: bool = False
+    """True if the client set no limit. If the context has room for fewer tokens, the output ends there."""
+    priority: int = 0
+    user: str = ""
+    """See `Submit.user`."""
+    cache_salt: str = ""
+    """See `Submit.cache_salt`."""
+    echo: bool = False
+    """Return the prompt's text and tokens with the first `Text`."""
+    only_prompt: bool = False
+    """Return the prompt and no output. `sampling.max_tokens` is 1, because the engine always generates one token."""
+    add_special_tokens: bool | None = None
+    """Add the tokenizer's special tokens. None means True for a text and False for messages, whose template adds them."""
+    add_generation_prompt: bool = True
+    """For messages: end with the tokens that start the assistant's turn."""
+    continue_final_message: bool = False
+    """For messages: leave the last one open, so that the answer continues it. Not with `add_generation_prompt`."""
+    truncate_prompt_tokens: int | None = None
+    """Keep only the last so many tokens; -1 keeps as many as the context has room for besides the output."""
+    return_prompt_ids: bool = False
+    """Return the prompt's tokens with the first `Text`."""
+    is_streamed: bool = True
+    """False if the client needs nothing before the whole output, so that it may be returned at once."""
+    only_tokens: bool = False
+    """Only tokenize; the answer is `Tokens`."""
+    chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
+    chat_template: str | None = None
+    """Template of the client, instead of the model's. A process with limits renders it."""
+    documents: list[dict[str, Any]] | None = None
+    """Documents for the chat template."""
+    template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
+    """More variables of the chat template. Those that the template does not have are dropped."""
+    hints_name: str = ""
+    """Request field of `template_hints`. The request is refused if the template has none of these variables; not if this is
+    empty."""
+    include_reasoning: bool = True
+    """Return the reasoning content that a parser separates from the text."""
+    separate_reasoning: bool = True
+    """Separate reasoning content from the text with a parser."""
+    tools: ToolUse | None = None
+    form_name: str = ""
+    """The client's name for the grammar in `sampling.structured_outputs`."""
+    field_names: dict[str, str] = msgspec.field(default_factory=dict)
+    """The client's names for the prompt and fields of `sampling`, by their names here; equal names may be missing."""
+
+    @property
+    def output_ids(self) -> list[str]:
+        """Ids of all outputs of the prompt."""
+        return [self.request_id, *self.sibling_ids]
+
+    @property
+    def num_chars(self) -> int:
+        """Characters of the prompt, or of the conversation with its tools, documents and template variables."""
+        if self.messages is None:
+            return len(self.text or "")
+        tools = self.tools.tools if self.tools else ()
+        return _num_chars((self.messages, tools, self.documents or (), self.chat_template_kwargs))
+
+
+def _num_chars(value: Any) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, dict):
+        return sum(map(_num_chars, value.values()))
+    return sum(map(_num_chars, value)) if isinstance(value, list | tuple) else 0
+
+
+class Detokenize(msgspec.Struct, tag=True):
+    """API server to tokenizer worker: decode these tokens to text."""
+
+    request_id: str
+    token_ids: list[int]
+
+
+class Tokens(msgspec.Struct, tag=True, kw_only=True):
+    """Tokenizer worker to API server: the answer to `Detokenize`, and to `Tokenize` with `only_tokens`."""
+
+    request_id: str
+    token_ids: list[int]
+    token_names: list[str]
+    """Vocabulary entry of each token; empty for `Detokenize`."""
+    text: str = ""
+    """Decoded text, special tokens included, for `Detokenize`."""
+
+
+class Abort(msgspec.Struct, tag=True):
+    """API server or tokenizer worker to scheduler: abort a request. Unknown ids are ignored: it may have just finished."""
+
+    request_id: str
+    reason: str = "abort"
+    """``stop`` if the output is complete because of a stop text, which the scheduler does not see."""
+
+
+class Submit(msgspec.Struct, tag=True, kw_only=True):
+    """Tokenizer worker to scheduler: a tokenized request."""
+
+    request_id: str
+    token_ids: np.ndarray
+    """int32 [n]."""
+    sampling: SamplingParams
+    worker: int = 0
+    """Index of the tokenizer worker that the output goes to."""
+    priority: int = 0
+    user: str = ""
+    """The client's id of its user, for policies."""
+    cache_salt: str = ""
+    """Requests with different salts share nothing in the prefix cache."""
+    adapter_id: str = ""
+    """Adapter to apply; empty for the base model, which is all that this engine supports."""
+    grammar: GrammarSource | None = None
+    """Grammar of the output; `sampling.structured_outputs` is not read any more."""
+    bad_words: list[list[int]] = msgspec.field(default_factory=list)
+    """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
+
+
+class Rejected(msgspec.Struct, tag=True, kw_only=True):
+    """Scheduler or tokenizer worker to API server: a request was refused before it ran.
+
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
+    ``replica_lost`` (503), after which the request may be sent again. `param` names the field at fault.
+    """
+
+    request_id: str
+    kind: str
+    message: str
+    param: str | None = None
+
+
+class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New tokens of one request; the last such message has a `finish_reason`."""
+
+    request_id: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    """``stop`` (EOS or stop token), ``length``, ``abort``, or None while running."""
+    stop_token_id: int | None = None
+    """Stop token that ended the output; it is also the last of `token_ids`."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Set once, with the first tokens. The first entry is None, because nothing predicts the first token."""
+    rejected: Rejected | None = None
+    """Set with the reason ``abort`` if a grammar does not compile or is too complex. Its `kind` says whose fault that is."""
+
+
+class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
+    """Scheduler to tokenizer worker: output of one step for the worker's requests."""
+
+    outputs: list[TokenOut]
+    engine: int = 0
+    """See `EngineInfo.engine`."""
+
+
+class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """New text of one request. The joined pieces are the whole output, without a chat's reasoning content and tool calls."""
+
+    request_id: str
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    """Stop text or stop token that ended the output; None for an EOS token or a limit."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    token_bytes: dict[int, bytes] = msgspec.field(default_factory=dict)
+    """Bytes of each token in the log-probabilities, as the API server has no tokenizer."""
+    special_ids: set[int] = msgspec.field(default_factory=set)
+    """Special tokens among those of `token_bytes`."""
+    prompt_text: str | None = None
+    prompt_token_ids: list[int] | None = None
+    """The prompt, set once with the first text. `Tokenize.echo` asks for text and tokens; `Tokenize.return_prompt_ids` and
+    log-probabilities of the prompt ask for the tokens."""
+    reasoning: str = ""
+    """New reasoning content, if a parser separates it from the text."""
+    num_reasoning_tokens: int = 0
+    """Tokens of reasoning content so far."""
+    tool_calls: list[ToolCallDelta] = msgspec.field(default_factory=list)
+
+
+class TextBatch(msgspec.Struct, tag=True):
+    """Tokenizer worker to API server: output of one step for the worker's requests."""
+
+    outputs: list[Text]
+
+
+class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
+    """Properties of a started engine. The launcher passes them to the tokenizer workers and the API server.
+
+    `choices` lists the selected providers and options as (name, value, reason), which the launch prints.
+    """
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    max_seq_len: int
+    vocab_size: int
+    num_pages: int
+    page_size: int
+    eos_token_ids: list[int]
+    bos_token_id: int | None
+    default_sampling: dict[str, Any]
+    """Fields of the model's generation_config that `SamplingParams` has, under its names."""
+    choices: list[tuple[str, str, str]]
+    max_requests: int
+    """Most requests that may run and wait at a time."""
+    grammar: str = "llguidance"
+    """Name of the grammar provider."""
+    max_token_bytes: int = 0
+    """Most bytes of text that one token stands for; 0 if that is unknown or unbounded."""
+    start_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
+    engine: int = 0
+    """Number of the engine in the launch. A replica that is restarted is a new engine."""
+    replica: int = 0
+    """Number of the replica that the engine is."""
+
+
+class Ready(msgspec.Struct, tag=True, kw_only=True):
+    """Child process to launcher: it has started. The scheduler of rank 0 sets `engine`, tokenizer workers the rest."""
+
+    process: str
+    engine: EngineInfo | None = None
+    has_chat_template: bool = False
+    max_token_bytes: int = 0
+    """See `EngineInfo.max_token_bytes`."""
+
+
+class Count(msgspec.Struct, tag=True, kw_only=True):
+    """Count of the requests that each process has state for.
+
+    It travels from the API server through a tokenizer worker to the scheduler, and back. Since messages keep their order, all
+    messages that were sent before it have been handled.
+    """
+
+    worker: int
+    counts: dict[str, int] = msgspec.field(default_factory=dict)
+    """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
+    query: int = 0
+    """Number by which a router recognises the answer of a replica."""
+
+
+class Ended(msgspec.Struct, tag=True):
+    """Tokenizer worker to router: these requests have ended in another way than by `Abort`."""
+
+    request_ids: list[str]
+
+
+class ReplicaReady(msgspec.Struct, tag=True):
+    """Launcher to router: the engine of a replica is ready for requests."""
+
+    replica: int
+    engine: int
+
+
+class ReplicaDied(msgspec.Struct, tag=True):
+    """Launcher to router: all processes of an engine have ended."""
+
+    replica: int
+    engine: int
+
+
+class ReplicaLost(msgspec.Struct, tag=True):
+    """Router to tokenizer worker: an engine has ended, and with it these requests. Its later output is not valid."""
+
+    engine: int
+    request_ids: list[str]
+
+
+class CacheEvents(msgspec.Struct, tag=True):
+    """Scheduler to router: blocks that an engine's prefix cache has taken and evicted, as far as they differ."""
+
+    engine: int
+    inserted: np.ndarray
+    """Keys of the blocks, uint64; see `minisgl_core.contracts.router.block_keys`."""
+    evicted: np.ndarray
+    """uint64; evicted before the blocks of `inserted` were taken."""
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Tells the other ranks to stop at once."""
+
+
+def _encode_extra(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.tobytes()]
+    raise NotImplementedError(f"cannot send a {type(value)}")
+
+
+def _decode_extra(kind: type, value: Any) -> Any:
+    if kind is np.ndarray:
+        return np.frombuffer(value[1], dtype=np.dtype(value[0]))
+    raise NotImplementedError(f"cannot receive a {kind}")
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_extra)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Encode a message. NumPy arrays must be one-dimensional."""
+    return _encoder.encode(message)
+
+
+class Decoder:
+    """Decoder of messages of one type or union: ``Decoder(Submit | Abort)``."""
+
+    def __init__(self, kind: Any) -> None:
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=_decode_extra)
+
+    def __call__(self, data: bytes) -> Any:
+        """Decode one message."""
+        return self._decoder.decode(data)

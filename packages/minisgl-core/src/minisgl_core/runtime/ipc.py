@@ -1,0 +1,215 @@
+"""Sockets between the processes of one launch.
+
+Every process that receives binds one PULL socket in the launch's directory, and its senders connect PUSH sockets. Messages of
+one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
+These file permissions are the only access control of the sockets.
+
+    api_in           <-- tokenizer workers, launcher
+    tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
+    scheduler_in     <-- tokenizer workers, launcher
+    RankPlacement.address  <-- scheduler of rank 0
+
+With several replicas, tokenizer workers and launcher send to `router_in` instead, and the schedulers send to it too. The
+`IpcAddresses` of each engine have the `scheduler_in` of that engine.
+
+    router_in        <-- tokenizer workers, launcher, scheduler of rank 0 of each replica
+    router_events    <-- scheduler of rank 0 of each replica
+
+Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
+number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
+so that a last message arrives and a dead peer does not delay the close.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Self, TypeVar
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.protocol.messages import Decoder, encode
+
+M = TypeVar("M")
+LINGER_MS = 1000
+MAX_PATH_BYTES = 100
+"""Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class IpcAddresses:
+    """Addresses of one launch's sockets. Plain data, passed to each process.
+
+    Attributes:
+        directory: directory of the sockets.
+        num_tokenizers: number of tokenizer workers.
+        num_replicas: number of replicas; if there are several, they are behind a router.
+        engine: number of the engine that this is for; a restarted replica is a new engine, so no message to the old one
+            reaches it.
+    """
+
+    directory: str
+    num_tokenizers: int = 1
+    num_replicas: int = 1
+    engine: int = 0
+
+    @classmethod
+    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1) -> IpcAddresses:
+        """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
+
+        Raises:
+            InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
+        """
+        directory = tempfile.mkdtemp(prefix="minisgl-")
+        if len(directory.encode()) + len("/engine-9999/rank-99") > MAX_PATH_BYTES:
+            Path(directory).rmdir()
+            raise InvalidValueError(
+                "TMPDIR",
+                tempfile.gettempdir(),
+                "a shorter path, because Unix sockets are made there",
+                "Try TMPDIR=/tmp.",
+            )
+        return cls(directory, num_tokenizers, num_replicas)
+
+    def remove(self) -> None:
+        """Delete the directory. May be called twice."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def of_engine(self, engine: int) -> IpcAddresses:
+        """Return the addresses for another engine of the launch."""
+        return replace(self, engine=engine)
+
+    @property
+    def api_in(self) -> str:
+        """Address of the API server."""
+        return f"ipc://{self.directory}/api"
+
+    @property
+    def replica(self) -> int:
+        """Number of the replica that the engine is."""
+        return self.engine % self.num_replicas
+
+    @property
+    def scheduler_in(self) -> str:
+        """Address of the scheduler of rank 0."""
+        return f"ipc://{self.directory}/scheduler" + (f"-{self.engine}" if self.num_replicas > 1 else "")
+
+    @property
+    def router_in(self) -> str:
+        """Address for requests: of the router, or of the scheduler if there is only one replica."""
+        return f"ipc://{self.directory}/router" if self.num_replicas > 1 else self.scheduler_in
+
+    @property
+    def router_events(self) -> str:
+        """Address of the router for `CacheEvents`."""
+        return f"ipc://{self.directory}/router-events"
+
+    @property
+    def scheduler_out(self) -> tuple[str, ...]:
+        """Addresses that a scheduler answers to, by `Submit.worker`: the tokenizer workers and the router, if there is one."""
+        return (*self.tokenizer_in, self.router_in) if self.num_replicas > 1 else self.tokenizer_in
+
+    @property
+    def tokenizer_in(self) -> tuple[str, ...]:
+        """Addresses of the tokenizer workers."""
+        return tuple(f"ipc://{self.directory}/tokenizer-{index}" for index in range(self.num_tokenizers))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Channel:
+    """Socket with its own context, so that closing one never waits for another."""
+
+    def __init__(self, kind: int, context: zmq.Context[Any], max_messages: int = 0) -> None:
+        """`max_messages`: length of the queue; 0 for no limit."""
+        self._context = context
+        self.socket: Any = context.socket(kind)
+        self.socket.setsockopt(zmq.SNDHWM, max_messages)
+        self.socket.setsockopt(zmq.RCVHWM, max_messages)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+
+    def close(self) -> None:
+        """Close the socket after delivering its queue for up to `LINGER_MS`. May be called twice."""
+        self.socket.close()
+        self._context.term()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Sender(_Channel):
+    """Sender of messages to one address. It never blocks if its queue is unlimited, and the peer may start later."""
+
+    def __init__(self, address: str, max_messages: int = 0) -> None:
+        super().__init__(zmq.PUSH, zmq.Context(), max_messages)
+        self.socket.connect(address)
+
+    def send(self, message: msgspec.Struct, wait: bool = True) -> None:
+        """Queue one message.
+
+        Raises:
+            zmq.Again: the queue is full, and `wait` is False.
+        """
+        self.socket.send(encode(message), 0 if wait else zmq.NOBLOCK)
+
+    def drop(self) -> None:
+        """Close the socket without delivering its queue."""
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.close()
+
+
+class Receiver(_Channel, Generic[M]):
+    """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
+
+    def __init__(self, address: str, kind: Any, max_messages: int = 0) -> None:
+        super().__init__(zmq.PULL, zmq.Context(), max_messages)
+        self._decode = Decoder(kind)
+        self.socket.bind(address)
+
+    def receive(self, timeout_s: float | None = None) -> M | None:
+        """Wait for the next message; return None after `timeout_s`. A timeout of None waits forever, 0 does not wait."""
+        if timeout_s is not None and not self.socket.poll(round(timeout_s * 1000)):
+            return None
+        return self._decode(self.socket.recv())  # type: ignore[no-any-return]
+
+    def drain(self) -> list[M]:
+        """Return all messages that have arrived, without waiting."""
+        messages: list[M] = []
+        while True:
+            try:
+                messages.append(self._decode(self.socket.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+
+class AsyncReceiver(_Channel, Generic[M]):
+    """`Receiver` for asyncio."""
+
+    def __init__(self, address: str, kind: Any) -> None:
+        super().__init__(zmq.PULL, zmq.asyncio.Context())
+        self._decode = Decoder(kind)
+        self.socket.bind(address)
+
+    async def receive(self) -> M:
+        """Wait for the next message."""
+        return self._decode(await self.socket.recv())  # type: ignore[no-any-return]
+
+
+def send_all(senders: Iterable[Sender], message: msgspec.Struct) -> None:
+    """Send one message to several addresses, encoded once."""
+    data = encode(message)
+    for sender in senders:
+        sender.socket.send(data)

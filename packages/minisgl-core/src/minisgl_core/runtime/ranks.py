@@ -1,0 +1,151 @@
+"""Processes of the other ranks, for an engine whose rank 0 is this process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import Protocol
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.communicator import Communicator
+from minisgl_core.contracts.executor import RankPlacement
+from minisgl_core.engine.build import BuiltEngine
+from minisgl_core.errors import WorkerDiedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import Stop
+from minisgl_core.runtime.executor_selection import make_executor
+from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
+from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
+from minisgl_core.runtime.worker import run_worker
+
+
+class Build(Protocol):
+    """Function that builds rank 0's engine, with all other arguments bound."""
+
+    def __call__(self, *, placement: RankPlacement, joined: Callable[[Communicator], None]) -> BuiltEngine:
+        """Build the engine; see `build_engine`."""
+
+
+class OtherRanks:
+    """Processes of ranks 1 to tp - 1, which run the plans that this process sends.
+
+    Attributes:
+        followers: senders of plans to these ranks.
+    """
+
+    def __init__(self, config: EngineConfig, registry: Registry) -> None:
+        """Start the processes, which wait for rank 0."""
+        size = config.parallel.tp
+        self._communicator: Communicator | None = None
+        self._failure = ""
+        self._has_failed = threading.Event()
+        log_level = "info" if logging.getLogger(__name__).isEnabledFor(logging.INFO) else None
+        with ExitStack() as stack:
+            endpoints = stack.enter_context(IpcAddresses.create())
+            self._supervisor = Supervisor(endpoints.directory, log_level)
+            stack.callback(self._supervisor.terminate)
+            executor = make_executor(config, registry, self._supervisor.start)
+            placements = executor.place(size, endpoints.directory)
+            self._placement = placements[0]
+            for each in placements[1:]:
+                arguments = config, placements, each.rank, endpoints
+                executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
+            self.followers = [stack.enter_context(Sender(each.address)) for each in placements[1:]]
+            self._stack = stack.pop_all()
+
+    def join(self, build: Build) -> BuiltEngine:
+        """Build rank 0's engine while the others build theirs, wait for all ranks, and watch them afterwards.
+
+        `build` runs in a thread, because it waits for the other ranks and would wait forever for one that has ended.
+
+        Raises:
+            MinisglError: `build` raised it.
+            WorkerDiedError: another rank failed.
+        """
+        built: Future[BuiltEngine] = Future()
+        reader, writer = os.pipe()
+
+        def run() -> None:
+            try:
+                built.set_result(build(placement=self._placement, joined=self._joined))
+            except BaseException as error:
+                # The frames refer to the model, whose memory the caller may need after this error.
+                traceback.clear_frames(error.__traceback__)
+                built.set_exception(error)
+            finally:
+                os.close(writer)
+
+        thread = threading.Thread(target=run, name="build rank 0", daemon=True)
+        try:
+            thread.start()
+            self._supervisor.wait(built.done, wake=reader)
+            if isinstance(built.exception(), RuntimeError):
+                self._supervisor.wait(
+                    timeout_s=GRACE_S
+                )  # a connection may break before the supervisor sees the end of its rank
+            result = built.result()
+            self._supervisor.wait_ready()
+        except BaseException:
+            self.abort()
+            self._supervisor.terminate()
+            thread.join(GRACE_S)
+            if built.done() and built.exception() is None:
+                built.result().engine.close()
+            raise
+        finally:
+            os.close(reader)
+        self._watch()
+        return result
+
+    def _joined(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+
+    def _watch(self) -> None:
+        """Start a thread that notices the end of a rank at once, even while this process waits for the device."""
+        reader, writer = os.pipe()
+
+        def watch() -> None:
+            try:
+                self._supervisor.wait(wake=reader)
+            except WorkerDiedError as error:
+                self._failure = str(error)
+                self._has_failed.set()
+                self.abort()
+            except OSError:
+                pass  # the interpreter is ending and has closed the pipes
+
+        thread = threading.Thread(target=watch, name="watch the ranks", daemon=True)
+        thread.start()
+        self._stack.callback(os.close, reader)
+        self._stack.callback(thread.join)
+        self._stack.callback(os.close, writer)
+
+    def check(self, grace_s: float = 0.0) -> None:
+        """Check that no rank has ended.
+
+        Raises:
+            WorkerDiedError: another rank ended already, or ends within `grace_s`.
+        """
+        if self._has_failed.wait(grace_s) if grace_s else self._has_failed.is_set():
+            raise WorkerDiedError(self._failure)
+
+    def abort(self) -> None:
+        """Abort collectives that wait for other ranks. The engine cannot run any more afterwards."""
+        if self._communicator is not None:
+            # In a thread, since abort may wait until the engine has freed its CUDA graphs.
+            threading.Thread(target=self._communicator.abort, name="abort", daemon=True).start()
+
+    def stop(self) -> None:
+        """Tell the ranks to end. May be called twice."""
+        followers, self.followers = self.followers, []
+        send_all(followers, Stop())
+
+    def close(self) -> None:
+        """End the processes. May be called twice."""
+        self.stop()
+        self._stack.close()

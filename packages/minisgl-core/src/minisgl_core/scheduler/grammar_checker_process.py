@@ -1,0 +1,108 @@
+"""Main function of the process that compiles grammars on trial; see `minisgl_core.scheduler.grammar_checker`.
+
+It imports the provider and nothing of the engine, so that it starts fast and needs little memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+import threading
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import setproctitle
+
+from minisgl_core.contracts.grammar import Grammar
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.scheduler.grammar_checker import CPU_LIMIT_S, MEMORY_LIMIT_BYTES, Trial, Verdict
+
+_STACK_BYTES = 1024**2
+"""Stack size, smaller than that of the engine's threads: a text that nests too deeply ends this process, not the engine."""
+_NICENESS = 10
+
+
+def main(fd: int, provider: str) -> None:
+    """Run trials from the pipe until its other end closes."""
+    setproctitle.setproctitle("minisgl: grammar check")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the engine's process handles these signals
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    with suppress(OSError):
+        os.nice(_NICENESS)
+    pipe = Connection(fd)
+    try:
+        checker: type[Grammar] = Registry.from_environment().load("grammar", provider)
+        checker.check("json_object", "", "")
+    except MinisglError as error:
+        pipe.send_bytes(encode(Verdict(plugin_error=str(error))))
+        return
+    _limit_memory()
+    pipe.send_bytes(encode(Verdict()))
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 2)  # the exit status tells of a failed allocation
+    threading.stack_size(_STACK_BYTES)
+    worker = threading.Thread(target=_serve, args=(pipe, checker))
+    worker.start()
+    worker.join()
+
+
+def _serve(pipe: Connection, checker: type[Grammar]) -> None:
+    decode = Decoder(Trial)
+    while True:
+        try:
+            trial = decode(pipe.recv_bytes())
+        except (EOFError, OSError):
+            return
+        pipe.send_bytes(encode(_verdict(checker, trial)))
+
+
+def _verdict(checker: type[Grammar], trial: Trial) -> Verdict:
+    before = _reset_peak()
+    signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
+    try:
+        checker.check(trial.kind, trial.text, trial.name)
+    except InvalidValueError as error:
+        return Verdict(allowed=error.allowed, remedy=error.remedy)
+    except MemoryError:
+        os.abort()
+    except Exception as error:
+        return Verdict(failure=f"{type(error).__name__}: {error}")
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+    return Verdict(num_bytes=max(0, _memory("VmHWM") - before))
+
+
+def _limit_memory() -> None:
+    """Limit the memory that is allocated from now on."""
+    used = _memory("VmData")
+    if used:
+        resource.setrlimit(resource.RLIMIT_DATA, (used + MEMORY_LIMIT_BYTES,) * 2)
+
+
+def _reset_peak() -> int:
+    """Return free memory to the system and reset the peak counter. Return the resident memory in bytes."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return _memory("VmRSS")
+
+
+def _memory(field: str) -> int:
+    """Return a field of ``/proc/self/status`` in bytes; 0 on systems other than Linux."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

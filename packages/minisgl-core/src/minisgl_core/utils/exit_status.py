@@ -1,0 +1,19 @@
+"""Description of a process's exit status."""
+
+from __future__ import annotations
+
+import signal
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Return a phrase that tells how a process ended and follows its name."""
+    if exitcode is None:
+        return "closed its pipe and hangs"
+    if exitcode >= 0:
+        return f"ended unexpectedly with exit code {exitcode}"
+    try:
+        name = signal.Signals(-exitcode).name
+    except ValueError:
+        name = f"signal {-exitcode}"
+    hint = " (Linux does this when memory runs out)" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}"

@@ -1,0 +1,77 @@
+"""Random weights for any architecture, to benchmark models without their checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from zlib import crc32
+
+import torch
+
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.weights import LazyTensor, WeightTarget
+from minisgl_core.weights.folder import FolderSource
+
+_STD = 0.02
+_BLOCK_ELEMENTS = 4_000_037
+"""Prime, so that no row length divides it and all rows differ."""
+
+
+class DummyWeights(FolderSource):
+    """A folder with a ``config.json``; `LLM` and the server also need its tokenizer.
+
+    Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
+    from all integers of their dtype, and their scales are 0.02. Values are copied on the device from one block of random
+    numbers, so that even a model of many billion parameters is filled at the speed of memory.
+    """
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """Refuse paths without a ``config.json``."""
+        if not path.is_dir():
+            return ["it is not a folder"]
+        return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._blocks: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield no tensors; see `generate`."""
+        return iter(())
+
+    def generate(self, name: str, target: WeightTarget) -> None:
+        """See `WeightGenerator.generate`. The values depend on the tensor's name and the slice's index."""
+        destination = target.destination
+        if name.endswith("norm.weight"):
+            destination.fill_(1)
+            return
+        if name.endswith("_scale"):
+            destination.fill_(_STD)
+            return
+        block = self._block(destination)
+        filled = destination if destination.is_contiguous() else destination.new_empty(destination.shape)
+        flat = filled.view(-1)
+        start = crc32(f"{name} {target.index}".encode()) % len(block)
+        done = 0
+        while done < len(flat):
+            part = block[start : start + len(flat) - done]
+            flat[done : done + len(part)].copy_(part)
+            done, start = done + len(part), 0
+        if filled is not destination:
+            destination.copy_(filled)
+
+    def _block(self, like: torch.Tensor) -> torch.Tensor:
+        key = (like.device, like.dtype)
+        if key not in self._blocks:
+            generator = torch.Generator(like.device).manual_seed(0)
+            is_float8 = like.dtype.is_floating_point and like.dtype.itemsize == 1
+            dtype = torch.float32 if is_float8 else like.dtype
+            block = torch.empty(_BLOCK_ELEMENTS, device=like.device, dtype=dtype)
+            if not dtype.is_floating_point:
+                info = torch.iinfo(dtype)
+                block.random_(info.min, info.max, generator=generator)
+            else:
+                block.normal_(std=1.0 if is_float8 else _STD, generator=generator)
+            self._blocks[key] = block.to(like.dtype)
+        return self._blocks[key]

@@ -1,0 +1,135 @@
+"""Weights from a checkpoint into a model, one slice at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+
+from minisgl_core.contracts.layer import prepare_all
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.utils.progress import progress_bar
+
+Targets = Mapping[str, Sequence[WeightTarget]]
+
+_NUM_NAMES_SHOWN = 5
+
+
+def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
+    """Fill `model` from `source` and prepare its layers.
+
+    Only this rank's slices are read, and one tensor's slice is in memory besides the model. Weights are allocated here, with
+    the dtypes and shapes that the layers' methods take from the checkpoint. With `progress`, a bar is drawn on stderr where
+    that is a terminal.
+
+    Raises:
+        ModelFormatError: tensors are missing, left over, or of another shape or dtype than the config says.
+    """
+    targets = _targets(model)
+    with torch.no_grad(), progress_bar(progress) as bar:
+        task = bar.add_task("Loading weights", total=len(targets))
+        if isinstance(source, WeightGenerator):
+            _generate(source, targets, lambda: bar.advance(task))
+        else:
+            _copy(model, source, targets, lambda: bar.advance(task))
+    del targets  # the last references to matrices that the kernels may repack
+    prepare_all(model)
+
+
+def _targets(model: Model) -> Targets:
+    targets: dict[str, list[WeightTarget]] = {}
+    for name, target in model.weight_targets("", model.packed_modules):
+        targets.setdefault(name, []).append(target)
+    return targets
+
+
+def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:
+    for name, places in targets.items():
+        for target in places:
+            if not target.optional:
+                source.generate(name, target)
+        advance()
+
+
+def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
+    missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
+    ignored = *model.ignored_weights(), *model.weights_elsewhere()
+    for name, tensor in source.stored_tensors(model.config, targets):
+        if name in targets:
+            for target in targets[name]:
+                fill_target(name, tensor, target)
+            missing.discard(name)
+            advance()
+        elif not any(fnmatchcase(name, pattern) for pattern in ignored):
+            unexpected.append(name)
+    problems = []
+    if missing:
+        problems.append(f"{_some(missing)} missing")
+    if unexpected:
+        problems.append(f"{_some(unexpected)} in the checkpoint but not in {model.config.architecture}")
+    if problems:
+        raise ModelFormatError(f"the checkpoint does not fit its config: {'; '.join(problems)}")
+
+
+def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
+    """Copy this rank's part of a checkpoint's tensor to where it goes.
+
+    Raises:
+        ModelFormatError: the tensor has another shape or dtype than the target.
+    """
+    shape = tuple(tensor.shape) or (1,)  # a number is as good as a list of one
+    destination = target.destination
+    held = tuple(destination.shape)
+    if target.broadcast and math.prod(shape) == 1:
+        destination.copy_(_typed(name, tensor[()], destination.dtype).reshape(()).expand(held))
+        return
+    if target.shape is not None and shape != target.shape:
+        raise _misfit(name, tensor, f"; the model expects {list(target.shape)}")
+    if _taken(shape, target.index) != held:
+        taken = f", of which this rank takes {_shown(target.index)}; the model expects {list(held)} there"
+        raise _misfit(name, tensor, taken)
+    if destination.numel() > 0:
+        destination.copy_(_typed(name, tensor[target.index], destination.dtype))
+
+
+def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
+    """Refuse values that a cast would change: packed weights, where others are expected, or the reverse."""
+    if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
+        found, expected = (str(each).removeprefix("torch.") for each in (values.dtype, wanted))
+        raise ModelFormatError(
+            f"the checkpoint does not fit its config: {name} is {found}, and its layer takes {expected}; --quantization none "
+            "loads it in --dtype, if its format can be dequantized"
+        )
+    return values
+
+
+def _is_packed(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point or dtype.itemsize == 1
+
+
+def _taken(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
+    """The shape of what `index` takes of a tensor."""
+    whole = (slice(None),) * (len(shape) - len(index))
+    return tuple(len(range(*part.indices(size))) for part, size in zip((*index, *whole), shape, strict=False))
+
+
+def _misfit(name: str, tensor: LazyTensor, why: str) -> ModelFormatError:
+    return ModelFormatError(f"the checkpoint does not fit its config: {name} has shape {list(tensor.shape)}{why}")
+
+
+def _shown(index: tuple[slice, ...]) -> str:
+    if all(part == slice(None) for part in index):
+        return "all"
+    return "[" + ", ".join(":" if part == slice(None) else f"{part.start}:{part.stop}" for part in index) + "]"
+
+
+def _some(names: Iterable[str]) -> str:
+    ordered = sorted(names)
+    shown = ", ".join(ordered[:_NUM_NAMES_SHOWN])
+    more = len(ordered) - _NUM_NAMES_SHOWN
+    verb = "is" if len(ordered) == 1 else "are"
+    return f"{shown}{f' and {more} more' if more > 0 else ''} {verb}"

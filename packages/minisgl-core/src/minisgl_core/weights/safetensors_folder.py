@@ -1,0 +1,108 @@
+"""Folders of safetensors files, the format of the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.weights import LazyTensor
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.weights.folder import FolderSource, read_json
+from minisgl_core.weights.fp8_checkpoint import joined, unreadable
+
+_INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+
+
+class SafetensorsWeights(FolderSource):
+    """A folder with ``config.json`` and ``*.safetensors``, of whose tensors only the requested slices are read.
+
+    Weights in float8 are dequantized, or read as they are stored; see `minisgl_core.weights.fp8_checkpoint`.
+    """
+
+    @classmethod
+    def unsupported(cls, path: Path) -> list[str]:
+        """Name a missing config or missing safetensors, or an unsupported quantization format."""
+        if not path.is_dir():
+            return ["it is not a folder"]
+        reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
+        if not (path / _INDEX).is_file() and next(path.glob("*.safetensors"), None) is None:
+            reasons.append("the folder has no *.safetensors file")
+        return reasons
+
+    def _files(self) -> Mapping[Path, set[str] | None]:
+        """Return the files, each with the names of its tensors in the index; None for all tensors."""
+        if (self._path / _INDEX).is_file():
+            weight_map = read_json(self._path / _INDEX).get("weight_map")
+            if not isinstance(weight_map, dict):
+                raise ModelFormatError(f"{self._path / _INDEX}: weight_map is missing")
+            files: dict[Path, set[str] | None] = {}
+            for name, file in weight_map.items():
+                names = files.setdefault(self._path / file, set())
+                assert names is not None
+                names.add(name)
+            return dict(sorted(files.items()))
+        single = self._path / _SINGLE
+        return dict.fromkeys([single] if single.is_file() else sorted(self._path.glob("*.safetensors")))
+
+    def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield the tensors in the order of the files; an FP8 matrix follows once its scales have been read, too.
+
+        Raises:
+            ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
+                quantized in another way.
+        """
+        if reasons := unreadable(self.config):
+            raise self._unreadable(reasons)
+        return joined(self._stored(), self.config)
+
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
+
+        Weights that are quantized in another way always come as they are stored.
+
+        Raises:
+            ModelFormatError: they are, and the layers take nothing but weights and biases.
+        """
+        if reasons := unreadable(self.config):
+            if not any(name in wanted and not name.endswith((".weight", ".bias")) for name, _ in self._stored()):
+                raise self._unreadable(reasons)
+            return self._stored()
+        return joined(self._stored(), self.config, wanted)
+
+    def _unreadable(self, reasons: list[str]) -> ModelFormatError:
+        remedy = (
+            "name a provider that multiplies by its packed weights (--quantization NAME), or use another checkpoint"
+        )
+        return ModelFormatError(f"{self._path} cannot be dequantized: {'; '.join(reasons)}; {remedy}")
+
+    def _stored(self) -> Iterator[tuple[str, _Slice]]:
+        for path, wanted in self._files().items():
+            try:
+                with safe_open(path, framework="pt") as file:
+                    names = file.keys()
+                    if lost := (wanted or set()) - set(names):
+                        raise ModelFormatError(f"{path} lacks {sorted(lost)[0]}, which the index locates there")
+                    for name in names:
+                        if wanted is None or name in wanted:
+                            yield name, _Slice(file.get_slice(name))
+            except (OSError, SafetensorError) as error:
+                raise ModelFormatError(f"{path} cannot be read: {error}") from error
+
+
+class _Slice:
+    """A tensor of an open file."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.shape = tuple(handle.get_shape())
+        self.is_fp8 = handle.get_dtype().startswith("F8_E")
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self._handle[index or ...]
+        return tensor

@@ -1,0 +1,289 @@
+"""Recorded decodes give the tokens of others, whatever else was asked for, and whatever ran in the same buffers before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import tiny
+import torch
+from capturing_cpu import CapturingCpu
+
+from minisgl_core.contracts.attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionCapabilities,
+    AttentionLayer,
+    AttentionSpec,
+)
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.ops import Ops, VocabShard
+from minisgl_core.engine import decode_graphs as graphs
+from minisgl_core.engine.decode_graphs import DecodeGraphs, DecodeResult
+from minisgl_core.engine.engine import BegunStep, Engine
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
+from minisgl_core.sampling_params import SamplingParams
+
+SIZES = [1, 2, 4]
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "random": {"temperature": 0.8},
+    "log-probabilities": {"temperature": 0.8, "logprobs": 2},
+    "filters": {"temperature": 0.9, "top_k": 20, "top_p": 0.9},
+    "filters of nothing random": {"temperature": 0.0, "top_k": 20, "top_p": 0.9},
+    "penalties": {"temperature": 0.0, "presence_penalty": 0.7, "repetition_penalty": 1.2},
+    "biases": {"temperature": 0.8, "logit_bias": {5: 3.0, 7: -100.0}},
+}
+
+
+class OverAllPages(AttentionBackend):
+    """Every query meets its row's whole page table, so that a batch's tensors say all that there is to say."""
+
+    capabilities = AttentionCapabilities(layouts=("HND", "NHD"), cuda_graphs=True, graph_reads_page_table=True)
+
+    @classmethod
+    def unsupported(cls, spec: AttentionSpec) -> list[str]:
+        return []
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def plan_capture(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        pass
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch
+    ) -> torch.Tensor:
+        of_k, of_v = (each.flatten(0, 1) for each in (self.pool.k(layer.index), self.pool.v(layer.index)))
+        of_k.index_copy_(0, plan.slots, k)
+        of_v.index_copy_(0, plan.slots, v)
+        rows, lengths = plan.rows, plan.seq_lens
+        if plan.num_decodes < len(q):
+            counts = torch.from_numpy(plan.q_lens_host).long()
+            rows = rows.repeat_interleave(counts)
+            ends = plan.seq_lens_host.repeat(plan.q_lens_host)
+            places = np.concatenate([np.arange(count - 1, -1, -1) for count in plan.q_lens_host])
+            lengths = torch.from_numpy(ends - places)
+        size = self.spec.page_size
+        slots = (self.page_table[rows][:, :, None] * size + torch.arange(size)).flatten(1)
+        group = q.shape[1] // k.shape[1]
+        keys, values = (each[slots].repeat_interleave(group, 2) for each in (of_k, of_v))
+        scores = torch.einsum("thd,tlhd->thl", q, keys) * layer.scale
+        hidden = torch.arange(slots.shape[1]) >= lengths[:, None]
+        return torch.einsum("thl,tlhd->thd", scores.masked_fill(hidden[:, None], -torch.inf).softmax(-1), values)
+
+
+class OverGatheredPages(OverAllPages):
+    """What is recorded reads rows of the page table that are gathered before, as for FlashAttention."""
+
+    capabilities = replace(OverAllPages.capabilities, graph_reads_page_table=False)
+
+    def plan_capture(self, batch: AttentionBatch) -> Any:
+        gathered = self.__dict__.setdefault("gathered", {})
+        gathered[len(batch.rows)] = self.page_table[batch.rows]
+        return batch, gathered[len(batch.rows)]
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        self.gathered[len(batch.rows)].copy_(self.page_table[batch.rows])
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
+    ) -> torch.Tensor:
+        if isinstance(plan, AttentionBatch):
+            return super().forward(q, k, v, layer, plan)
+        batch, gathered = plan
+        whole, self.page_table = self.page_table, gathered
+        try:
+            return super().forward(q, k, v, layer, replace(batch, rows=torch.arange(len(gathered))))
+        finally:
+            self.page_table = whole
+
+
+@pytest.fixture(scope="module", params=[1, 4])
+def options(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return {"page_size": request.param, "num_pages": 240 // request.param + 1}
+
+
+@pytest.fixture(scope="module", params=[OverAllPages, OverGatheredPages])
+def engine(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = tiny.built(**options).engine
+    was = engine.platform, engine.attention, engine._ops
+    pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
+    engine.platform, engine._ops = CapturingCpu(), Ops.of(torch.device("cpu"), torch.float32)
+    engine.attention = request.param(engine.attention.spec, pool, engine._table.data)
+    yield engine
+    engine.platform, engine.attention, engine._ops = was
+
+
+def outputs(
+    kinds: Sequence[str], options: dict[str, Any], *, overlap: bool, **more: Any
+) -> tuple[dict[str, list[int]], list[float]]:
+    """The tokens of each request, and all log-probabilities. Prompts come twice, so that a cache has nearly all of them."""
+    loop = tiny.new_loop(max_prefill_length=16, max_running_requests=4, **options, **more)
+    loop.overlap = overlap
+    tokens, logprobs = {}, []
+    for turn in range(2):
+        draw = random.Random(len(kinds))
+        for i, kind in enumerate(kinds):
+            prompt = tuple(draw.randrange(3, 60) for _ in range(draw.randrange(1, 12)))
+            sampling = SamplingParams(**SAMPLINGS[kind], seed=i, max_tokens=draw.randrange(1, 20), ignore_eos=True)
+            tiny.submit(loop, f"{turn} {i}", prompt, sampling)
+        found = tiny.run(loop)
+        entries = [entry for name in sorted(found) for output in found[name].outputs for entry in output.logprobs or ()]
+        logprobs += [each.logprob for entry in entries for each in (entry.token, *entry.top)]
+        tokens |= {name: each.tokens for name, each in found.items()}
+    return tokens, logprobs
+
+
+@contextmanager
+def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
+    """Decodes of these sizes are replayed meanwhile."""
+    engine.capture_decode_graphs(sizes, progress=False)
+    try:
+        yield
+    finally:
+        engine.free_graphs()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize(
+    "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
+)
+def test_tokens_are_those_of_steps_that_are_not_recorded(
+    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
+) -> None:
+    wanted = outputs(kinds, options, cache=cache, overlap=False)
+    with recorded(engine):
+        for _ in range(2):
+            tokens, logprobs = outputs(kinds, options, cache=cache, overlap=overlap)
+            assert tokens == wanted[0]
+            assert logprobs == pytest.approx(wanted[1], abs=1e-4)  # a padded batch may be rounded otherwise
+
+
+def with_masks(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`Engine.begin`, of decodes of which every second one is masked."""
+
+    def begin(engine: Engine, plan: BatchPlan) -> Any:
+        if plan.num_decodes == plan.num_tokens:
+            masked = np.arange(0, plan.num_tokens, 2, dtype=np.int32)
+            plan = msgspec.structs.replace(plan, sample=msgspec.structs.replace(plan.sample, masked=masked))
+        return step(engine, plan)
+
+    return begin
+
+
+def masking(step: Callable[..., Any]) -> Callable[..., Any]:
+    """`Engine.finish`, with masks that depend on a request's row and place alone and allow five tokens."""
+
+    def finish(engine: Engine, begun: BegunStep, masks: TokenMasks | None = None) -> Any:
+        plan = begun.plan
+        bits = np.zeros((len(plan.sample.masked), 64), np.uint8)
+        for allowed, place in zip(bits, plan.sample.masked, strict=True):
+            allowed[random.Random(f"{plan.rows[place]} {plan.starts[place]}").sample(range(tiny.VOCAB_SIZE), 5)] = 1
+        words = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+        return step(engine, begun, TokenMasks(words=words.ravel()) if len(bits) else None)
+
+    return finish
+
+
+@pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_masks_hold_in_recorded_decodes(
+    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "begin", with_masks(Engine.begin))
+    monkeypatch.setattr(Engine, "finish", masking(Engine.finish))
+    wanted = outputs(kinds, options, cache="naive", overlap=overlap)
+    with recorded(engine):
+        tokens, logprobs = outputs(kinds, options, cache="naive", overlap=overlap)
+    assert tokens == wanted[0]
+    assert logprobs == pytest.approx(wanted[1], abs=1e-4)
+
+
+class OtherHalf(SingleRank):
+    """Of two ranks the first, whose gathering computes the other's logits."""
+
+    def __init__(self, model: Model) -> None:
+        self.rank, self.size = 0, 2
+        self.whole = model.compute_logits
+        self.num_gathered = 0
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.hidden = hidden
+        return self.whole(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        self.num_gathered += 1
+        later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
+        return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
+
+
+@pytest.mark.parametrize("kinds", [("random",) * 6, tuple(SAMPLINGS)], ids=["random", "all"])
+def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
+    engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = outputs(kinds, options, cache="naive", overlap=False)
+    group = OtherHalf(engine.model)
+    monkeypatch.setattr(engine.model, "vocab_shard", VocabShard(group, tiny.VOCAB_SIZE))
+    monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
+    monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
+    with recorded(engine, SIZES[-1:]):
+        num_recorded = group.num_gathered
+        tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
+    assert tokens == wanted[0]
+    assert logprobs == pytest.approx(wanted[1], abs=1e-4)
+    assert (group.num_gathered > num_recorded) == (set(kinds) != {"random"}), "none is gathered for nothing"
+
+
+def test_every_size_runs_with_new_pages_and_without(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, has_pages = set(), set()
+    run = DecodeGraphs.run
+
+    def noted(recorded: DecodeGraphs, plan: BatchPlan) -> DecodeResult:
+        sizes.add(plan.num_tokens)
+        has_pages.add(len(plan.new_pages) > 0)
+        return run(recorded, plan)
+
+    monkeypatch.setattr(DecodeGraphs, "run", noted)
+    with recorded(engine):
+        outputs(("greedy",) * 6, options, cache="radix", overlap=False)
+    assert sizes == {1, 2, 3, 4}
+    assert has_pages == ({True} if options["page_size"] == 1 else {True, False})
+
+
+def test_pages_of_other_tokens_are_written_before(
+    engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a request that decodes was given pages that the cache had meanwhile."""
+    if not engine.attention.capabilities.graph_reads_page_table:
+        pytest.skip("all pages are written before")
+    wanted = outputs(("greedy",) * 6, options, overlap=False)
+    own_pages, size = graphs.own_pages, options["page_size"]
+
+    def with_others(plan: BatchPlan, page_size: int) -> np.ndarray | None:
+        found = own_pages(plan, page_size)
+        assert found is not None
+        written = plan.new_pages.reshape(3, -1)
+        again = np.concatenate((written, [plan.rows[:1], [0], table[plan.rows[:1], 0]]), axis=1, dtype=np.int32)
+        if plan.starts[0] >= size:
+            assert own_pages(msgspec.structs.replace(plan, new_pages=again.ravel()), page_size) is None
+        return None
+
+    table = engine._table.data.numpy()
+    monkeypatch.setattr(graphs, "own_pages", with_others)
+    with recorded(engine):
+        assert outputs(("greedy",) * 6, options, overlap=False) == wanted

@@ -1,0 +1,204 @@
+"""Steps recorded in pieces give the tokens of others, whatever ran in the same buffers before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from capturing_cpu import CapturingCpu
+
+from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
+from minisgl_core.contracts.model import Attend
+from minisgl_core.contracts.ops import Ops, RotaryOps
+from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
+from minisgl_core.errors import InvalidValueError, MinisglError
+from minisgl_core.kv.pool import KVPool
+from minisgl_core.runtime.engine_loop import EngineLoop
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.testing.attention_rig import dense_attention
+from minisgl_core.testing.platform_kit import PlatformTests
+
+OPTIONS = {"page_size": 2, "num_pages": 151, "num_rows": 6}
+SIZES = [4, 8, 24]
+"""Some larger than the number of requests that can be in a step, one smaller."""
+OF_TINY = torch.device("cpu"), torch.float32
+
+
+class TestRecordingCpu(PlatformTests):
+    provider = CapturingCpu
+
+
+class FusesStore(RotaryOps):
+    fuses_store = True
+
+
+class Apart(AttentionBackend):
+    """Leaves the storing of K and V to others; plain otherwise."""
+
+    capabilities = AttentionCapabilities(fused_kv_store=True)
+
+    def plan(self, batch: AttentionBatch) -> AttentionBatch:
+        return batch
+
+    def kv_slots(self, plan: AttentionBatch) -> torch.Tensor:
+        return plan.slots
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch
+    ) -> torch.Tensor:
+        raise AssertionError("K and V were to be stored with the rotation")
+
+    def attend_stored(self, q: torch.Tensor, layer: AttentionLayer, plan: AttentionBatch, out: torch.Tensor) -> None:
+        size = self.spec.page_size
+        k, v = (each.flatten(0, 1) for each in (self.pool.k(layer.index), self.pool.v(layer.index)))
+        ends = np.cumsum(plan.q_lens_host)
+        for row, start, end, length in zip(plan.rows, ends - plan.q_lens_host, ends, plan.seq_lens_host, strict=True):
+            places = torch.arange(length)
+            slots = self.page_table[row, places // size] * size + places % size
+            out[start:end] = dense_attention(q[start:end], k[slots], v[slots], layer)
+
+
+@pytest.fixture(params=["storing", "stored apart"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = tiny.new_loop(**OPTIONS).engine
+    was = engine.platform, engine.attention, engine._ops
+    engine.platform = CapturingCpu()
+    if request.param == "stored apart":
+        pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
+        engine.attention, engine._ops = (
+            Apart(engine.attention.spec, pool, engine._table.data),
+            Ops.of(*OF_TINY, FusesStore),
+        )
+    engine.capture_piecewise_graphs(SIZES, progress=False)
+    yield engine
+    engine.free_graphs()
+    engine.platform, engine.attention, engine._ops = was
+
+
+def generate(loop: EngineLoop, seed: int) -> None:
+    """Random prompts, in chunks beside decodes; checks every token against transformers'."""
+    draw = random.Random(seed)
+    prompts = {str(i): tuple(draw.randrange(3, 60) for _ in range(draw.randrange(1, 30))) for i in range(12)}
+    for name, prompt in prompts.items():
+        sampling = SamplingParams(temperature=0.0, max_tokens=draw.randrange(1, 12), ignore_eos=True)
+        tiny.submit(loop, name, prompt, sampling)
+    for name, found in tiny.run(loop).items():
+        assert tuple(found.tokens) == tiny.greedy(prompts[name], len(found.tokens)), name
+
+
+@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize("max_prefill_length", [3, 7, 16, 40])
+def test_tokens_are_those_of_transformers(
+    engine: Engine, cache: str, max_prefill_length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = []
+    run = PiecewiseGraphs.run
+    monkeypatch.setattr(
+        PiecewiseGraphs, "run", lambda self, inputs: (sizes.append(len(inputs.input_ids)), run(self, inputs))[1]
+    )
+    loop = tiny.new_loop(cache=cache, max_prefill_length=max_prefill_length, **OPTIONS)
+    assert loop.engine is engine
+    for seed in range(3):
+        generate(loop, seed)
+    assert {size > SIZES[0] for size in sizes} == {True, False}  # more than one of them was needed
+    assert max(sizes) <= SIZES[-1]
+
+
+def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where two attentions are subtracted from each other."""
+    forward = engine.model.forward
+
+    def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
+        def both(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+            first, other = attend(q.clone(), k.clone(), v, *rest), attend(torch.zeros_like(q), k.clone(), v, *rest)
+            return first + 0 * other
+
+        return forward(ids, positions, both)
+
+    monkeypatch.setattr(engine.model, "forward", with_another)
+    monkeypatch.setattr(engine, "_selects", False)
+    engine.capture_piecewise_graphs(SIZES, progress=False)
+    generate(tiny.new_loop(max_prefill_length=7, **OPTIONS), seed=5)
+
+
+def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in pieces where these compute all tokens, and otherwise not in pieces."""
+    sizes: set[int] = set()
+    run = PiecewiseGraphs.run
+    monkeypatch.setattr(
+        PiecewiseGraphs, "run", lambda self, inputs: (sizes.add(len(inputs.input_ids)), run(self, inputs))[1]
+    )
+    loop = tiny.new_loop(max_prefill_length=16, cache="naive", **OPTIONS)
+    prompts = {str(length): tuple(range(3, 3 + length)) for length in (2, 4, 9, 16)}
+    for name, prompt in prompts.items():
+        asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        found: dict[str, tiny.Collected] = {}
+        tiny.submit(loop, name, prompt, asked)
+        tiny.run(loop, found)
+        with torch.inference_mode():
+            logprobs = tiny.reference_model()(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        wanted = logprobs[:-1].gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+        entries = [entry for output in found[name].outputs for entry in output.prompt_logprobs or () if entry]
+        assert [entry.token.logprob for entry in entries] == pytest.approx(wanted, abs=1e-4)
+    assert sizes == {2, 4}
+
+
+def test_padding_is_made_of_numbers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever lay where attention is to write; a router would choose experts that there are not."""
+    run, filled = PiecewiseGraphs.run, set()
+
+    def run_after_nans(self: PiecewiseGraphs, inputs: Any) -> torch.Tensor:
+        for recorded in self._recorded.values():
+            for call in recorded.calls:
+                call.out.fill_(torch.nan)
+        hidden, count = run(self, inputs), len(inputs.input_ids)
+        size = min(size for size in SIZES if size >= count)
+        assert self._recorded[size].hidden.isfinite().all()
+        filled.add(count < size)
+        return hidden
+
+    monkeypatch.setattr(PiecewiseGraphs, "run", run_after_nans)
+    generate(tiny.new_loop(max_prefill_length=16, **OPTIONS), seed=7)
+    assert filled == {True, False}
+
+
+class FailsInTheMiddle(CapturingCpu):
+    def capture_piecewise(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
+        raise RuntimeError("operation not permitted")
+
+
+def test_a_failed_capture_names_a_remedy(engine: Engine) -> None:
+    engine.platform = FailsInTheMiddle()
+    with pytest.raises(MinisglError) as caught:
+        engine.capture_piecewise_graphs(SIZES, progress=False)
+    assert str(caught.value) == (
+        "piecewise CUDA graphs cannot be captured: RuntimeError: operation not permitted"
+        " (--piecewise-cuda-graph-max-tokens 0 captures none)"
+    )
+
+
+@pytest.mark.parametrize("most", [1, 15, 16, 17, 100, 512, 8448])
+def test_the_ladder(most: int) -> None:
+    sizes = piecewise_sizes(most)
+    assert sizes == sorted(set(sizes))
+    assert most <= sizes[-1] < most + 16
+    assert all(size % 16 == 0 for size in sizes)
+    below = [0, *sizes]
+    assert all(size - before <= max(16, before / 8) for before, size in zip(below, sizes, strict=False))
+    assert len(sizes) <= 64
+
+
+def test_a_platform_without_graphs_says_so() -> None:
+    with pytest.raises(InvalidValueError, match="--piecewise-cuda-graph-max-tokens=64 is not valid: must be 0 here"):
+        tiny.built(piecewise_cuda_graph_max_tokens=64)

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import asyncio
+import stat
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.protocol.messages import Abort, Stop, Submit
+from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Receiver, Sender, send_all
+from minisgl_core.sampling_params import SamplingParams
+
+
+def test_a_launch_has_a_private_directory_that_is_removed() -> None:
+    with IpcAddresses.create() as first, IpcAddresses.create() as second:
+        assert first.directory != second.directory
+        assert stat.S_IMODE(Path(first.directory).stat().st_mode) == 0o700
+    assert not Path(first.directory).exists()
+    first.remove()
+
+
+def test_addresses_differ() -> None:
+    addresses = IpcAddresses("/x", num_tokenizers=3)
+    named = [addresses.api_in, addresses.scheduler_in, *addresses.tokenizer_in]
+    assert len(set(named)) == 5
+
+
+def test_a_temporary_directory_too_deep_for_sockets_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(InvalidValueError, match="TMPDIR"):
+        IpcAddresses.create()
+    assert list(deep.iterdir()) == []
+
+
+def test_messages_arrive_whole_and_in_order_even_if_sent_before_the_receiver_is_there() -> None:
+    with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
+        ids = np.array([1, 2, 3], dtype=np.int32)
+        sampling = SamplingParams(stop=("x",), logit_bias={5: 1.5}, seed=3)
+        sender.send(Submit(request_id="a", token_ids=ids, sampling=sampling))
+        for place in range(500):
+            sender.send(Abort(str(place)))
+        with Receiver[Any](endpoints.scheduler_in, Submit | Abort | Stop) as receiver:
+            first = receiver.receive(timeout_s=10)
+            assert (first.request_id, first.sampling, first.token_ids.tolist()) == ("a", sampling, [1, 2, 3])
+            assert [receiver.receive(timeout_s=10).request_id for _ in range(500)] == [str(p) for p in range(500)]
+            assert receiver.receive(timeout_s=0) is None
+            assert receiver.drain() == []
+
+
+def test_what_was_sent_last_arrives_after_the_sender_has_closed() -> None:
+    with IpcAddresses.create() as endpoints, Receiver[Any](endpoints.scheduler_in, Stop) as receiver:
+        with Sender(endpoints.scheduler_in) as sender:
+            sender.send(Stop())
+        assert receiver.receive(timeout_s=10) == Stop()
+
+
+def test_closing_does_not_wait_long_for_a_receiver_that_never_came() -> None:
+    with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
+        sender.send(Stop())
+
+
+def test_asyncio() -> None:
+    async def run(endpoints: IpcAddresses) -> list[Any]:
+        with (
+            AsyncReceiver[Any](endpoints.api_in, Abort | Stop) as receiver,
+            Sender(endpoints.api_in) as one,
+            Sender(endpoints.api_in) as two,
+        ):
+            send_all([one, two], Abort("x"))
+            return [await receiver.receive(), await receiver.receive()]
+
+    with IpcAddresses.create() as endpoints:
+        assert asyncio.run(run(endpoints)) == [Abort("x"), Abort("x")]

@@ -1,0 +1,172 @@
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from minisgl_core.errors import WorkerDiedError, WorkerRefusedError
+from minisgl_core.runtime.supervisor import Supervisor
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # children import what they run by name
+import children  # noqa: E402
+
+
+@pytest.fixture
+def supervisor():
+    made = Supervisor()
+    yield made
+    made.terminate()
+
+
+def test_children_report_carry_a_title_and_end(supervisor: Supervisor) -> None:
+    supervisor.start("scheduler rank 0", children.serve, "scheduler rank 0")
+    supervisor.start("tokenizer 0", children.serve, "tokenizer 0")
+    assert supervisor.wait_ready()
+    assert set(supervisor.ready) == {"scheduler rank 0", "tokenizer 0"}
+    found = [psutil.Process(supervisor.pid(name)) for name in sorted(supervisor.ready)]
+    assert [process.cmdline()[0] for process in found] == ["minisgl: scheduler rank 0", "minisgl: tokenizer 0"]
+    supervisor.terminate()
+    assert not any(process.is_running() for process in found)
+
+
+def test_a_wait_of_no_time_looks_all_the_same(supervisor: Supervisor) -> None:
+    supervisor.start("victim", children.serve, "victim")
+    assert supervisor.wait_ready()
+    assert not supervisor.wait(timeout_s=0)
+    os.kill(supervisor.pid("victim"), signal.SIGKILL)
+
+    def look_again_and_again() -> None:
+        for _ in range(100):
+            supervisor.wait(timeout_s=0)
+            time.sleep(0.05)
+
+    with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
+        look_again_and_again()
+
+
+def test_wait_ends_at_its_timeout_and_when_woken(supervisor: Supervisor) -> None:
+    supervisor.start("slow", children.never_ready)
+    assert not supervisor.wait_ready(timeout_s=0.1)
+    reader, writer = os.pipe()
+    os.write(writer, b"x")
+    assert not supervisor.wait_ready(wake=reader)
+    os.close(reader)
+    os.close(writer)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "words"),
+    [
+        (children.fail_by_user, (), "--attn='nope' is not valid: must be one of torch. (in the process 'bad')"),
+        (children.fail_by_bug, (), "'bad' failed: KeyError: 'oops' (MINISGL_DEBUG=1 shows the traceback)"),
+        (children.end_with, (7,), "'bad' ended unexpectedly with exit code 7"),
+        (children.end_with, (0,), "'bad' ended unexpectedly with exit code 0"),
+    ],
+)
+def test_a_failure_is_raised_in_the_parent(supervisor: Supervisor, target, args, words) -> None:
+    supervisor.start("other", children.never_ready)
+    supervisor.start("bad", target, *args)
+    with pytest.raises(WorkerDiedError) as caught:
+        supervisor.wait()
+    assert words in str(caught.value)
+    assert "Traceback" not in str(caught.value)
+    assert isinstance(caught.value, WorkerRefusedError) == (target is children.fail_by_user)
+
+
+def test_debug_adds_the_traceback(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_DEBUG", "1")
+    supervisor.start("bad", children.fail_by_bug)
+    with pytest.raises(WorkerDiedError, match="Traceback"):
+        supervisor.wait()
+
+
+def test_children_log_under_their_name(capfd: pytest.CaptureFixture[str]) -> None:
+    supervisor = Supervisor(log_level="info")
+    supervisor.start("talker", children.log_and_serve)
+    supervisor.wait_ready()
+    supervisor.terminate()
+    logged = capfd.readouterr().err
+    assert "INFO talker: heard" in logged
+    assert "not heard" not in logged
+
+
+def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None:
+    supervisor.start("victim", children.serve, "victim")
+    supervisor.wait_ready()
+    os.kill(supervisor.pid("victim"), signal.SIGKILL)
+    with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
+        supervisor.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_all_is_the_parents_business(supervisor: Supervisor, number: int) -> None:
+    supervisor.start("one", children.serve, "one")
+    supervisor.wait_ready()
+    os.kill(supervisor.pid("one"), number)
+    assert not supervisor.wait(timeout_s=0.5), "it goes on"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_so_is_one_before_the_child_has_begun(supervisor: Supervisor, number: int) -> None:
+    supervisor.start("one", children.serve, "one")
+    os.kill(supervisor.pid("one"), number)
+    supervisor.wait_ready()
+    assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, []), "the parent hears its own again"
+
+
+def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
+    supervisor.start("one", children.serve, "one")
+    supervisor.wait_ready()
+    supervisor.end("one")
+    assert supervisor.wait(lambda: not supervisor.is_alive("one"))
+
+
+@pytest.mark.timeout(60)
+def test_an_end_right_after_the_condition_was_looked_at_wakes_the_wait(supervisor: Supervisor) -> None:
+    supervisor.start("one", children.serve, "one")
+    assert supervisor.wait_ready()
+    pid = supervisor.pid("one")
+
+    def has_ended() -> bool:
+        if not supervisor.is_alive("one"):
+            return True
+        supervisor.end("one")
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has ended by the time that this is known
+        return False
+
+    assert supervisor.wait(has_ended, timeout_s=math.inf)
+
+
+def test_a_child_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
+    supervisor.start("deaf", children.serve_deaf)
+    supervisor.wait_ready()
+    child = psutil.Process(supervisor.pid("deaf"))
+    supervisor.terminate(grace_s=0.2)
+    assert not child.is_running()
+
+
+def test_children_of_a_killed_parent_end_and_remove_the_directory(tmp_path: Path) -> None:
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    pid_file = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, HERE / "children.py", pid_file, sockets])
+    try:
+        while not pid_file.exists() or len(pid_file.read_text().split()) < 2:
+            assert parent.poll() is None
+        pids = [int(pid) for pid in pid_file.read_text().split()]
+        processes = [psutil.Process(pid) for pid in pids]
+    finally:
+        parent.kill()
+        parent.wait()
+    gone, alive = psutil.wait_procs(processes, timeout=20)
+    assert len(gone) == 2
+    assert not alive
+    assert not sockets.exists()

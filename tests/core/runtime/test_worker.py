@@ -1,0 +1,96 @@
+"""How a rank's process serves, and how it ends: its engine is closed, and after an error the other ranks are not waited for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.executor import RankPlacement
+from minisgl_core.engine.engine import Engine
+from minisgl_core.protocol.messages import Abort, Ready, Stop, Submit
+from minisgl_core.runtime import worker
+from minisgl_core.runtime.ipc import IpcAddresses, Sender
+from minisgl_core.sampling_params import SamplingParams
+
+CONFIG = EngineConfig.from_flat(
+    model=str(tiny.checkpoint()), platform="cpu", dtype="float32", max_seq_len_override=tiny.MAX_SEQ_LEN, num_pages=64
+)
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was done at the end, in order."""
+    done: list[str] = []
+    close, abort, send_all = Engine.close, SingleRank.abort, worker.send_all
+    monkeypatch.setattr(Engine, "close", lambda self: (done.append("close"), close(self))[1])
+    monkeypatch.setattr(SingleRank, "abort", lambda self: (done.append("abort"), abort(self))[1])
+    monkeypatch.setattr(worker, "send_all", lambda *message: (done.append("stop the others"), send_all(*message))[1])
+    return done
+
+
+def run(messages: list[Stop]) -> None:
+    with IpcAddresses.create() as endpoints:
+
+        def report(ready: Ready) -> None:
+            with Sender(endpoints.scheduler_in) as sender:
+                for message in messages:
+                    sender.send(message)
+
+        worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
+
+
+def test_a_rank_that_is_told_to_stop_closes_its_engine_when_the_others_know(ends: list[str]) -> None:
+    run([Stop()])
+    assert ends == ["stop the others", "close"]
+
+
+def test_a_rank_that_fails_waits_for_nobody(ends: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("by and by")
+
+    monkeypatch.setattr(worker, "_serve", fail)
+    with pytest.raises(RuntimeError, match="by and by"):
+        run([])
+    assert ends == ["stop the others", "abort"]
+
+
+class Backlog:
+    """What has arrived all at once, and a Stop when there is nothing left to do."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._messages = list(messages)
+
+    def receive(self) -> Any:
+        return self._messages.pop(0) if self._messages else Stop()
+
+    def drain(self) -> list[Any]:
+        taken, self._messages = self._messages, []
+        return taken
+
+
+class WorkersSocket:
+    """A tokenizer worker's."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.messages.append(message)
+
+
+def test_requests_of_one_token_that_came_together_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each ends with the step that it began with, so nothing runs between two of them."""
+    loop, socket, steps = tiny.new_loop(num_rows=9, num_pages=100), WorkersSocket(), []
+    monkeypatch.setattr(loop.scheduler, "step_planned", lambda chunks, num_decodes: steps.append(len(chunks)))
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    names = [str(place) for place in range(8)]
+    submits = [Submit(request_id=name, token_ids=np.array([5 + int(name)], np.int32), sampling=one) for name in names]
+    worker._serve(loop, Backlog(*submits, Abort("7")), [socket])  # type: ignore[arg-type, list-item]
+    assert steps == [7]
+    ended = [(out.request_id, out.finish_reason) for batch in socket.messages for out in batch.outputs]
+    assert sorted(ended) == [*((name, "length") for name in names[:7]), ("7", "abort")]

@@ -1,0 +1,113 @@
+"""Grammars are tried in a process of their own, with limits; what passes is remembered within bounds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar
+from minisgl_core.contracts.structured_outputs import GrammarSource
+from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
+from minisgl_core.scheduler import constraints
+from minisgl_core.scheduler.constraints import Grammars
+from minisgl_core.scheduler.grammar_checker import GrammarChecker
+from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
+
+INTERSECTION = "start: A\nA: " + " & ".join(f"/(.|\\n)*[a-m].{{{k}}}[n-z](.|\\n)*/" for k in range(3, 30))
+
+
+@pytest.fixture(scope="module")
+def guard() -> Iterator[GrammarChecker]:
+    made = GrammarChecker("llguidance")
+    yield made
+    made.close()
+
+
+def new_grammars(guard: GrammarChecker | None = None) -> Grammars:
+    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, guard)
+
+
+def test_what_takes_too_long_names_field_and_limit(guard: GrammarChecker) -> None:
+    with pytest.raises(InvalidValueError, match="must be compiled within") as raised:
+        guard.check("grammar", INTERSECTION, "field.of_the_user")
+    assert raised.value.name == "field.of_the_user"
+    assert guard.check("regex", "a|b", "it") > 0  # by a new process
+
+
+def test_a_fault_is_told_as_by_the_provider(guard: GrammarChecker) -> None:
+    with pytest.raises(InvalidValueError) as wanted:
+        LlguidanceGrammar.check("regex", "(a", "it")
+    with pytest.raises(InvalidValueError) as raised:
+        guard.check("regex", "(a", "it")
+    assert str(raised.value) == str(wanted.value)
+
+
+def test_an_unknown_provider_is_a_plugin_error() -> None:
+    with pytest.raises(PluginError, match="nothing-like-it"):
+        GrammarChecker("nothing-like-it").check("regex", "a", "it")
+
+
+def test_close_ends_the_process() -> None:
+    guard = GrammarChecker("llguidance")
+    guard.check("regex", "a", "it")
+    process = psutil.Process(guard._process.pid)
+    assert process.cmdline()[0] == "minisgl: grammar check"
+    guard.close()
+    assert not process.is_running()
+
+
+def test_it_ends_with_a_parent_that_is_killed() -> None:
+    code = (
+        "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; guard = GrammarChecker('llguidance');"
+        "guard.check('regex', 'a', 'it'); print(guard._process.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    process = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    psutil.wait_procs([process], timeout=30)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_no_failed_grammar_is_remembered(guard: GrammarChecker) -> None:
+    grammars = new_grammars(guard)
+    for text in ("(a", "b)", "[c"):
+        with pytest.raises(InvalidValueError):
+            grammars.check(GrammarSource("regex", text, "it"))
+    assert grammars.num_kept == 0
+    grammars.check(GrammarSource("regex", "a", "it"))
+    assert grammars.num_kept == 1
+
+
+def test_grammars_are_forgotten_by_their_bytes(guard: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = new_grammars(guard)
+    monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 3 * 64 * 1000)
+    for number in range(10):
+        grammars.check(GrammarSource("regex", f"{number}" * 1000, "it"))
+    grammars.start(GrammarSource("regex", "9" * 1000, "it"))
+    assert 1 <= grammars.num_kept <= 3
+
+
+def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = new_grammars()
+    monkeypatch.setattr(constraints, "MAX_PENDING_BYTES", 1000)
+    with grammars._making:
+        for number in range(5):
+            grammars.start(GrammarSource("regex", f"{number}" * 200, "it"))
+        with pytest.raises(QueueFullError, match="try again later"):
+            grammars.start(GrammarSource("regex", "5" * 200, "it"))
+    grammars.close()
+
+
+def test_a_part_is_named_before_the_whole(guard: GrammarChecker) -> None:
+    parts = (("tools[0].function.parameters", '{"type": "no"}'),)
+    source = GrammarSource("choice", '["a"]', "tools", parts=parts)
+    with pytest.raises(InvalidValueError) as raised:
+        new_grammars(guard).check(source)
+    assert raised.value.name == "tools[0].function.parameters"

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer, LlamaConfig, Qwen3MoeConfig
+
+from minisgl_core.config.hf import model_config
+from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
+from minisgl_core.testing.references import random_reference
+from minisgl_core.testing.weights_kit import WeightSourceTests
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
+
+CONFIG = LlamaConfig(
+    vocab_size=61,
+    hidden_size=16,
+    intermediate_size=24,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    attention_bias=True,
+)
+
+
+class TestOneFile(WeightSourceTests):
+    provider = SafetensorsWeights
+    max_shard_size = "1GB"
+    num_files = 1
+    model_config: Any = CONFIG
+
+    @contextmanager
+    def make_checkpoint(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:
+        with TemporaryDirectory() as folder:
+            path = Path(folder)
+            random_reference(self.model_config).save_pretrained(path, max_shard_size=self.max_shard_size)
+            files = list(path.glob("*.safetensors"))
+            assert (len(files) > 1) == (self.num_files > 1)
+            yield path, {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+class TestSeveralFiles(TestOneFile):
+    max_shard_size = "6KB"
+    num_files = 3
+
+
+class TestExperts(TestOneFile):
+    model_config = Qwen3MoeConfig(
+        vocab_size=61,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=3,
+        num_experts_per_tok=2,
+        moe_intermediate_size=8,
+    )
+
+    def test_experts_have_the_names_of_published_checkpoints(self) -> None:
+        with self.make_checkpoint() as (path, _):
+            source = self.provider(path)
+            names = {name for name, _ in source.tensors(model_config(source.config))}
+            assert "model.layers.0.mlp.experts.2.down_proj.weight" in names
+
+
+def folder_with(path: Path, **tensors: torch.Tensor) -> Path:
+    raw = CONFIG.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    (path / "config.json").write_text(json.dumps(raw, default=str))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def test_generation_config_is_read(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    assert SafetensorsWeights(folder).generation_config == {}
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    source = SafetensorsWeights(folder)
+    assert model_config(source.config, source.generation_config).eos_token_ids == (2, 5, 7)
+
+
+def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(100))
+    config = model_config(SafetensorsWeights(folder).config)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(ModelFormatError, match=r"model\.safetensors cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "other.safetensors"}}')
+    with pytest.raises(ModelFormatError, match=r"other\.safetensors cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    save_file({"b": torch.zeros(1)}, folder / "other.safetensors")
+    with pytest.raises(ModelFormatError, match="lacks a, which the index locates there"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "model.safetensors.index.json").write_text("{")
+    with pytest.raises(ModelFormatError, match=r"index\.json cannot be read"):
+        list(SafetensorsWeights(folder).tensors(config))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(ModelFormatError, match="is not a JSON object"):
+        SafetensorsWeights(folder)
+
+
+def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    with pytest.raises(TokenizerNotFoundError, match="holds no tokenizer"):
+        SafetensorsWeights(folder).tokenizer()
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelFormatError, match=r"the tokenizer in .* cannot be read") as caught:
+        SafetensorsWeights(folder).tokenizer()
+    assert not isinstance(caught.value, TokenizerNotFoundError), "a damaged tokenizer is not a missing one"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "tokenizer_class"),
+    [
+        ("llama", "PreTrainedTokenizerFast"),
+        ("qwen2", "LlamaTokenizerFast"),  # whose class transformers does not trust
+        ("qwen3", "Qwen2Tokenizer"),
+        ("mistral", None),
+        (None, "PreTrainedTokenizerFast"),
+    ],
+)
+def test_the_tokenizer_is_the_one_of_autotokenizer(
+    tmp_path: Path, engine_tokenizer: Any, model_type: str | None, tokenizer_class: str | None
+) -> None:
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    for name, key, value in (
+        ("config.json", "model_type", model_type),
+        ("tokenizer_config.json", "tokenizer_class", tokenizer_class),
+    ):
+        settings = json.loads((folder / name).read_text()) | {key: value}
+        (folder / name).write_text(json.dumps({each: value for each, value in settings.items() if value is not None}))
+    found, expected = SafetensorsWeights(folder).tokenizer(), AutoTokenizer.from_pretrained(folder)
+    assert type(found) is type(expected)
+    text = "Über 1234 naïve\n\n  tokens<|im_end|>"
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.name_or_path == expected.name_or_path
+
+
+def test_reading_a_tokenizer_imports_no_compilers_of_torch(tmp_path: Path, engine_tokenizer: Any) -> None:
+    """It would take every process that tokenizes two seconds more to start."""
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    engine_tokenizer.save_pretrained(folder)
+    code = f"""
+import pathlib, sys
+from minisgl_core.weights.safetensors_folder import SafetensorsWeights
+SafetensorsWeights(pathlib.Path({str(folder)!r})).tokenizer()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+END = {"__type": "AddedToken", "content": "<end>", "special": True}
+DECODER = {"2": {"content": "</s>"}, "7": {"content": "<end>"}}
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": DECODER}}, 7),
+        ({"tokenizer_config.json": {"eos_token": END, "added_tokens_decoder": DECODER}}, 7),
+        ({"tokenizer_config.json": {"eos_token": "<other>", "added_tokens_decoder": DECODER}}, None),
+        ({"tokenizer_config.json": {"eos_token": "<end>", "added_tokens_decoder": {"7": 7}}}, None),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": "<end>"},
+                "tokenizer.json": {"added_tokens": [{"id": 2, "content": "</s>"}, {"id": 7, "content": "<end>"}]},
+            },
+            7,
+        ),
+        ({"tokenizer_config.json": {"eos_token": "<end>"}, "tokenizer.json": {"added_tokens": [7]}}, None),
+    ],
+)
+def test_eos_is_read_from_the_tokenizers_files(files: Any, eos: int | None, tmp_path: Path) -> None:
+    """None of these is a whole tokenizer."""
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    source = SafetensorsWeights(folder)
+    assert source.eos_token_id == eos
+    expected = (2,) if eos is None else (2, eos)
+    assert model_config(source.config, None, source.eos_token_id).eos_token_ids == expected
+
+
+@pytest.mark.parametrize("file", ["none", "special_tokens_map.json"])
+def test_eos_is_read_from_the_tokenizer(file: str, tmp_path: Path) -> None:
+    """Also where another file, of older versions, names another token."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast
+
+    folder = folder_with(tmp_path, a=torch.zeros(1))
+    made = Tokenizer(WordLevel({"a": 0, "<end>": 1, "<other>": 2}, unk_token="a"))
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>").save_pretrained(folder)
+    (folder / file).write_text('{"eos_token": "<other>"}')
+    source = SafetensorsWeights(folder)
+    assert source.eos_token_id == source.tokenizer().eos_token_id == (1 if file == "none" else 2)
