@@ -32,6 +32,7 @@ NUM_TESTS = {
     "communicator": 1,
     "platform": 20,
     "executor": 3,
+    "router": 8,
     "weights": 7,
     "grammar": 90,
     "hooks": 2,
@@ -40,6 +41,7 @@ NUM_TESTS = {
 """By guide: the minimum number of tests that run."""
 NOT_FOR_THE_GUIDE = {
     "prefix_cache": "the cache returns no runs",
+    "router": "the router uses no events",
     "platform": "the platform does not support CUDA graphs",
     "quantization": "the provider serves no such model here",
     "ops": tuple(

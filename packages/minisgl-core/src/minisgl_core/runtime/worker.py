@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
+import msgspec
 import psutil
 
 from minisgl_core.config.options import EngineConfig
@@ -74,15 +75,22 @@ def run_worker(
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_engine(config, registry, hooks, placement)
         followers = [Sender(each.address) for each in placements[1:]]
+        info = msgspec.structs.replace(built.info, engine=endpoints.engine, replica=endpoints.replica)
         loop = make_loop(built, registry, hooks, followers, results)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
-            hooks.engine_started(info=built.info)
-        report(Ready(process="scheduler rank 0", engine=built.info))
+            hooks.engine_started(info=info)
+        report(Ready(process="scheduler rank 0", engine=info))
         with in_use(built.engine):
             try:
-                _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
+                _serve(
+                    loop,
+                    requests,
+                    [Sender(address) for address in endpoints.scheduler_out],
+                    endpoints.engine,
+                    endpoints.replica,
+                )
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -216,8 +224,10 @@ def _launch_next(engine: Engine, inbox: Receiver[FromRank0]) -> PendingStep | No
     return engine.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
 
 
-def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
-    monitor = Monitor(loop.scheduler)
+def _serve(
+    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine: int = 0, replica: int = 0
+) -> None:
+    monitor = Monitor(loop.scheduler, replica)
     while True:
         # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
@@ -233,7 +243,7 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
                 workers[message.worker].send(monitor.state(message))
             else:
                 return
-        _deliver(loop.step(), workers)
+        _deliver(loop.step(), workers, engine)
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
@@ -257,7 +267,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
+def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
     batches: dict[int, list[TokenOut]] = {}
     for worker, output in outputs:
         if output.rejected is not None:
@@ -265,4 +275,4 @@ def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
         else:
             batches.setdefault(worker, []).append(output)
     for worker, batch in batches.items():
-        workers[worker].send(TokenBatch(batch))
+        workers[worker].send(TokenBatch(batch, engine))
