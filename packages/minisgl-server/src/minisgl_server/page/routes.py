@@ -40,7 +40,7 @@ REPLICA = {
 
 
 class EngineState(BaseModel):
-    """Response of ``GET /engine/state``; the docstrings of `minisgl_core.protocol.engine_snapshot.EngineSnapshot` describe the fields."""
+    """Response of ``GET /engine/state``; its fields are those of `minisgl_core.protocol.engine_snapshot.EngineSnapshot`."""
 
     engine: dict[str, Any]
     time_s: float
