@@ -139,6 +139,27 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
         return *super().weights_elsewhere(), "model.norm.*"
 
 
+class AddsBeforeTheAllReduce(LlamaForCausalLM):
+    """Right with one rank: the first norm of the next stage adds them anyway."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        if len(args) == 5 and args[4] is not None:
+            return super().forward(*args[:4], torch.stack((args[4].sum(0), torch.zeros_like(args[4][0]))))
+        return super().forward(*args)
+
+
+class SendsItsResidualTwice(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out[1:].expand(2, -1, -1).contiguous()
+
+
+class SendsHiddenStatesAlone(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out.sum(0)
+
+
 class ForgetsANorm(LlamaForCausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden_states / self.model.norm.weight)
@@ -191,10 +212,12 @@ class ReducesInOneLayerItself(ForgetsAnAllReduce):
         self.model.layers[config.num_layers - 1].mlp.down_proj = down_proj
 
 
-class KeepsAWeightInFloat32(LlamaForCausalLM):
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model.norm.weight = torch.nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+class ReturnsHiddenStatesInFloat32(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args).float()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states.to(self.model.norm.weight.dtype))
 
 
 class ScalesLogitsInFloat32(LlamaForCausalLM):
@@ -272,12 +295,15 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),
         (HasAnEmbeddingInEveryStage, "test_a_pipeline_stage_loads_its_layers"),
         (HasNoStageForItsNorm, "test_a_pipeline_stage_loads_its_layers"),
+        (AddsBeforeTheAllReduce, "test_pipeline_parallel_logits_equal_the_reference"),
+        (SendsItsResidualTwice, "test_pipeline_parallel_logits_equal_the_reference"),
+        (SendsHiddenStatesAlone, "test_pipeline_parallel_logits_equal_the_reference"),
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
         (ForgetsAnAllReduce, "test_tensor_parallel_logits_equal_the_reference"),
         (ReducesTwice, "test_tensor_parallel_logits_equal_the_reference"),
         (ReducesInOneLayerItself, "test_tensor_parallel_logits_equal_the_reference"),
-        (KeepsAWeightInFloat32, "test_it_runs_in_bfloat16"),
+        (ReturnsHiddenStatesInFloat32, "test_it_runs_in_bfloat16"),
         (ScalesLogitsInFloat32, "test_it_runs_in_bfloat16"),
         (TakesTheFirstTokens, "test_logits_of_selected_tokens"),
         (DropsOtherTokens, "test_logits_of_selected_tokens"),

@@ -467,6 +467,13 @@ class RotatesAllByTheFirstPosition(RotatesDecodesItself):
         return super().attend_rotating(q, k, v, layer, first, plan)
 
 
+class RotatesAllLayersAlike(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        if layer.index == 0:
+            self.first = rotation
+        return super().attend_rotating(q, k, v, layer, self.first, plan)
+
+
 class StoresUnrotatedKeys(RotatesDecodesItself):
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
         return self.forward(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)

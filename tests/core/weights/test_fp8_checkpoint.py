@@ -156,7 +156,9 @@ def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> 
     config = model_config(source.config)
     found = dict(source.stored_tensors(config, {"q.qweight", "q.bias"}))
     assert torch.equal(found["q.qweight"][()], packed["q.qweight"])
-    for wanted in ({"q.weight", "q.bias"}, {"q.bias"}):
+    packed |= {"e.gate_up_proj_blocks": torch.ones(2, dtype=torch.uint8), "e.gate_up_proj_bias": torch.ones(2)}
+    write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, packed | {"a.sinks": torch.ones(2)})
+    for wanted in ({"q.weight", "q.bias"}, {"q.bias"}, {"e.gate_up_proj", "e.gate_up_proj_bias", "a.sinks"}):
         with pytest.raises(ModelFormatError, match="cannot be dequantized: its config has quant_method 'awq'"):
             source.stored_tensors(config, wanted)
     with pytest.raises(ModelFormatError, match="awq"):

@@ -110,7 +110,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         """See `NormOps.rms_norm`. One layer norm over x and -x, whose mean is zero; torch's RMS norm takes six passes."""
         size = x.shape[-1]
         both = torch.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
-        return both[..., :size] * weight
+        return (both[..., :size] * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

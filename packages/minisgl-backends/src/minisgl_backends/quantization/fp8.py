@@ -22,6 +22,7 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
@@ -64,7 +65,14 @@ class Fp8(Quantization):
         return Fp8Linear(spec, self.ops)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
-        """Return the method for a layer's experts. Either all experts of a layer are quantized or none is."""
+        """Return the method for a layer's experts. Either all experts of a layer are quantized or none is.
+
+        Raises:
+            ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
+        """
+        if spec.interleaved:
+            reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
+            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
         if self._leaves(names):
             return super().experts(spec, kernel)

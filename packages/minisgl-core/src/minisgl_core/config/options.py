@@ -68,6 +68,11 @@ class ModelOptions:
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     dtype: str = option(AUTO, "Precision of weights and activations.", choices=(AUTO, "bfloat16", "float16", "float32"))
     dummy_weight: bool = option(False, "Random weights instead of the checkpoint's, for benchmarks.")
+    model_impl: str = option(
+        AUTO,
+        "Implementation of the model: minisgl's, or transformers' with minisgl's attention; auto prefers minisgl's.",
+        choices=(AUTO, "minisgl", "transformers"),
+    )
     chat_template: str | None = option(
         None,
         "Jinja chat template, or a file with one, to use instead of the model's.",
@@ -130,8 +135,14 @@ class SchedulerOptions:
 class ParallelOptions:
     """Options of parallelism."""
 
-    tp: int = option(1, "Tensor-parallel ranks.", low=1)
+    tp: int = option(1, "Tensor-parallel ranks of each pipeline stage.", low=1)
+    pp: int = option(1, "Pipeline stages, each with a range of the layers.", low=1)
     executor: str = option("local", "Executor of the ranks; local starts processes on this host.", kind="executor")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +162,11 @@ class BackendOptions:
         "Quantization of the weights: fp8, or none; auto uses fp8 if the checkpoint has it.",
         kind="quantization",
     )
-    communicator: str = option(AUTO, "Collectives between ranks.", kind="communicator")
+    communicator: str = option(
+        AUTO,
+        "Communication between ranks; with 'a,b', a within a pipeline stage and b between stages.",
+        kind="communicator",
+    )
     platform: str = option(AUTO, "Device.", kind="platform")
     grammar: str = option(AUTO, "Grammar provider for structured outputs.", kind="grammar")
 

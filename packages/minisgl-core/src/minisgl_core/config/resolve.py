@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from minisgl_core.config.ops_roles import assign_roles
-from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig, ParallelOptions
+from minisgl_core.config.stages import describe_stages
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
@@ -112,9 +113,13 @@ def resolve(
     max_seq_len = config.model.max_seq_len_override or model.max_position
     if max_seq_len > model.max_position:
         allowed = f"at most {model.max_position}, the model's context"
+        if model.rope.kind == "dynamic":
+            allowed += "; the engine does not scale dynamic NTK beyond max_position_embeddings"
         raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
 
-    _check_tp(config.parallel.tp, hardware, model)
+    _check_parallel(config.parallel, hardware, model)
+    if config.parallel.pp > 1:
+        choices.append(Choice("pp", str(config.parallel.pp), describe_stages(config.parallel, model.num_layers)))
     torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
     page_size, page_why = config.cache.page_size, "as asked"
     if page_size == AUTO:
@@ -156,9 +161,8 @@ def resolve(
     else:
         quantization = "none"
     communicator = config.backends.communicator
-    if config.parallel.tp > 1:
-        place = CommunicatorSpec(0, config.parallel.tp, device, "")
-        communicator, why = picker.pick("communicator", communicator, place)
+    if config.parallel.size > 1:
+        communicator, why = _communicators(config, picker, device)
         choices.append(Choice("communicator", communicator, why))
 
     grammar = config.backends.grammar
@@ -258,10 +262,33 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
     return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
 
 
-def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
-    check_tp_size(model.num_q_heads, model.num_kv_heads, tp)
-    if hardware.torch_name != "cpu" and tp > hardware.num_devices:
-        raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
+def _communicators(config: EngineConfig, picker: _Picker, device: torch.device) -> tuple[str, str]:
+    """Return the providers and why: of each stage's tensor-parallel group, and of the groups between the stages."""
+    names, parallel = config.backends.communicator.split(","), config.parallel
+    if len(names) > 2 or not all(names):
+        raise InvalidValueError("--communicator", config.backends.communicator, "one name, or two as 'within,between'")
+    picks = []
+    if parallel.tp > 1:
+        picks.append(picker.pick("communicator", names[0], CommunicatorSpec(0, parallel.tp, device, "")))
+    if parallel.pp > 1:
+        between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True)
+        picks.append(picker.pick("communicator", names[-1], between))
+    names, reasons = (list(dict.fromkeys(each)) for each in zip(*picks, strict=True))
+    return ",".join(names), "; ".join(reasons)
+
+
+def _check_parallel(parallel: ParallelOptions, hardware: Hardware, model: ModelConfig) -> None:
+    check_tp_size(model.num_q_heads, model.num_kv_heads, parallel.tp)
+    num_devices = hardware.num_devices
+    if hardware.torch_name != "cpu" and parallel.tp > num_devices:
+        raise InvalidValueError("--tp", parallel.tp, f"at most {num_devices}, the devices of this machine")
+    if parallel.pp > model.num_layers:
+        raise InvalidValueError("--pp", parallel.pp, f"at most {model.num_layers}, the layers of the model")
+    if hardware.torch_name != "cpu" and parallel.size > num_devices:
+        most = num_devices // parallel.tp
+        raise InvalidValueError(
+            "--pp", parallel.pp, f"at most {most} with --tp {parallel.tp} and {num_devices} devices"
+        )
 
 
 def attention_spec(

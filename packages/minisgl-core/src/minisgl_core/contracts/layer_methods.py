@@ -151,6 +151,7 @@ class ExpertsSpec:
         projections: the checkpoint's names of the gate, up and down projections.
         adds_bias: True on the rank that adds the down projections' biases. They are zero on the other ranks, since the ranks'
             outputs are summed.
+        interleaved: True if the checkpoint stores all experts in one tensor; see `InterleavedExperts`.
     """
 
     name: str
@@ -158,6 +159,7 @@ class ExpertsSpec:
     inner: Shard
     projections: tuple[str, str, str]
     adds_bias: bool = True
+    interleaved: bool = False
 
     def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
         """Return the parts of an expert's fused gate and up projection, [2 * I, H]."""
@@ -263,3 +265,41 @@ class PlainExperts(ExpertsMethod):
     def prepare(self) -> ExpertsOp:
         """Bind the weights to the kernel."""
         return self.operation(self.gate_up, self.down)
+
+
+class InterleavedExperts(ExpertsMethod):
+    """Weights in the model's dtype, from checkpoint tensors that hold all experts of a layer, as gpt-oss's do.
+
+    Compared with `PlainExperts` they are transposed, and the outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
+
+    Attributes:
+        gate_up: as in the checkpoint, [E, H, 2 * I]; padding columns are zero.
+        down: [E, H, I]; padding columns are zero.
+    """
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
+        super().__init__(spec, kernel)
+        moe = spec.moe
+        self.gate_up = spec.empty(moe.num_experts, moe.hidden_size, 2 * moe.intermediate_size)
+        self.down = spec.empty(moe.num_experts, moe.hidden_size, moe.intermediate_size)
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.gate_up_proj`` and ``NAME.down_proj``, and their biases with the suffix ``_bias``."""
+        moe, inner, name = self.spec.moe, self.spec.inner, self.spec.name
+        experts, hidden = Shard.whole(moe.num_experts), Shard.whole(moe.hidden_size)
+        both = Shard(2 * inner.start, 2 * inner.stop, 2 * inner.size, 2 * inner.total)
+        yield f"{name}.gate_up_proj", sharded_target(self.gate_up, experts, hidden, both)
+        yield f"{name}.down_proj", sharded_target(self.down.transpose(1, 2), experts, inner, hidden)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield f"{name}.gate_up_proj_bias", sharded_target(self.gate_up_bias, experts, both)
+            yield f"{name}.down_proj_bias", sharded_target(self.down_bias, experts, hidden)
+
+    def prepare(self) -> ExpertsOp:
+        """Reorder to gate rows, then up rows, one expert at a time, and bind the weights to the kernel."""
+        gate_up = self.gate_up.new_empty(self.gate_up.transpose(1, 2).shape)
+        for expert, columns in zip(gate_up, self.gate_up, strict=True):
+            expert.copy_(columns.view(len(columns), -1, 2).permute(2, 1, 0).flatten(0, 1))
+        del self.gate_up
+        if self.gate_up_bias is not None:
+            self.gate_up_bias = self.gate_up_bias.view(len(gate_up), -1, 2).transpose(1, 2).flatten(1)
+        return self.operation(gate_up, self.down)

@@ -16,6 +16,7 @@ from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantizatio
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
     ExpertsSpec,
+    InterleavedExperts,
     LinearMethod,
     LinearSpec,
     PlainExperts,
@@ -76,4 +77,4 @@ class Quantization:
         Raises:
             ProviderUnsupportedError: the kernel cannot serve these experts.
         """
-        return PlainExperts(spec, kernel)
+        return InterleavedExperts(spec, kernel) if spec.interleaved else PlainExperts(spec, kernel)

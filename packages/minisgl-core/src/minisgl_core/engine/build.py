@@ -1,7 +1,7 @@
 """Construction of an engine from options.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> communicator --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
+    --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Any
 import torch
 
 from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
-from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops, roles_of
-from minisgl_core.contracts.platform import Hardware, Platform
+from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
+from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import (
     InvalidValueError,
@@ -40,10 +41,13 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.weights.loader import load_weights
+from minisgl_core.weights.loader import has_other_lm_head, load_weights
 from minisgl_core.weights.model_source import locate_model, open_weights
 
 logger = logging.getLogger(__name__)
+
+TRANSFORMERS = "transformers"
+"""Name of the provider that runs any architecture of transformers, and value of ``--model-impl``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,31 +58,65 @@ class Checkpoint:
         name: name of the model for clients.
         source: config, tokenizer and tensors.
         config: normalised config.
-        model_class: class of the architecture.
+        model_class: class of the model.
+        provider: name of its model provider: the architecture, or `TRANSFORMERS`.
+        provider_reason: reason for another provider than the architecture's own; otherwise empty.
     """
 
     name: str
     source: WeightSource
     config: ModelConfig
     model_class: type[Model]
+    provider: str
+    provider_reason: str
 
 
 def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if necessary, load its class, and read its config, but no tensors.
+    """Find the model, on a hub if necessary, load its class, and read its config.
+
+    It reads no tensors but a stored copy of the LM head.
 
     Raises:
         MinisglError: the model is not found, or is not supported.
     """
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    architecture = architecture_of(source.config)
+    provider, why = model_provider(config.model.model_impl, architecture_of(source.config), registry)
     # Loaded first: an unknown architecture is a clearer error than a missing key of its config.
-    model_class: type[Model] = registry.load("models", architecture)
-    normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
+    model_class: type[Model] = registry.load("models", provider)
+    try:
+        standard = model_class.standard_config(source.config)
+    except ModelFormatError as error:
+        if why and config.model.model_impl == AUTO:
+            raise ModelFormatError(f"{why.partition(';')[0]}, and {error}") from error
+        raise
+    normalised = model_config(standard, source.generation_config, source.eos_token_id)
     name = config.model.model or path.stem.split(".")[0]
-    if reasons := registry.unsupported("models", architecture, normalised):
-        raise ProviderUnsupportedError("models", architecture, reasons)
-    return Checkpoint(name, source, normalised, model_class)
+    if reasons := registry.unsupported("models", provider, normalised):
+        raise ProviderUnsupportedError("models", provider, reasons)
+    if provider == TRANSFORMERS and config.backends.quantization not in (AUTO, "none"):
+        allowed = "none with --model-impl transformers, whose weights are in --dtype"
+        raise InvalidValueError("--quantization", config.backends.quantization, allowed)
+    if provider != TRANSFORMERS and normalised.tie_embeddings and has_other_lm_head(source, normalised):
+        logger.warning(
+            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; the engine uses "
+            "lm_head.weight, as transformers does"
+        )
+        normalised = replace(normalised, tie_embeddings=False)
+    return Checkpoint(name, source, normalised, model_class, provider, why)
+
+
+def model_provider(model_impl: str, architecture: str, registry: Registry) -> tuple[str, str]:
+    """Return the name of the model provider for ``--model-impl``, and why it is not the architecture's own; empty if it is.
+
+    ``auto`` falls back to `TRANSFORMERS` where that is installed.
+    """
+    if model_impl == TRANSFORMERS:
+        return TRANSFORMERS, "as asked"
+    installed = registry.names("models")
+    if model_impl == AUTO and architecture not in installed and TRANSFORMERS in installed:
+        return TRANSFORMERS, f"no provider is installed for {architecture}; runs at the speed of transformers' modules"
+    return architecture, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +156,7 @@ def build_engine(
         hooks: installed hook modules.
         placement: placement of this rank.
         progress: True to show progress bars on rank 0.
-        joined: called with the communicator as soon as it exists, so that it can be aborted if another rank fails.
+        joined: called with each communicator as soon as it exists, so that it can be aborted if another rank fails.
 
     Raises:
         MinisglError: an option, the model or a provider is not supported.
@@ -129,6 +167,12 @@ def build_engine(
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
+    if is_transformers and checkpoint.config.quantization:
+        config = config.with_flat(quantization="none")
 
     asker = _asker(config, registry)
     resolved = resolve(
@@ -142,16 +186,14 @@ def build_engine(
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)
-    registry.load(
-        "policy", config.scheduler.policy
-    )  # used later, but an error should be raised before the weights load
+    # The policy is used later, but an error should be raised before the weights load.
+    registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
     with platform.stream():
-        communicator = _join(config, registry, platform, placement)
+        groups = join_groups(config, registry, placement, platform.device, joined)
         engine: Engine | None = None
         try:
-            joined(communicator)
-            _check_same_providers(config, registry, communicator, checkpoint.config.architecture)
+            _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
             ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
@@ -159,18 +201,19 @@ def build_engine(
             kv_dtype = kv_torch_dtype(config, ops.dtype)
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
-            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
+            layers = groups.layers(checkpoint.config.num_layers)
+            build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
             # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
             served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
             model = checkpoint.model_class(served, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            parts = EngineFactory(config, checkpoint.config, platform, communicator, model, ops, registry)
+            parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
             num_recorded = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_profile_batch, num_recorded)
+            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_recorded)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
@@ -184,7 +227,7 @@ def build_engine(
             if engine is not None:
                 engine.free_graphs()
             # Without the abort, kernels that wait for other ranks would occupy the device forever.
-            for leave in (communicator.abort, communicator.close):
+            for leave in (groups.abort, groups.close):
                 with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
@@ -237,38 +280,25 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
     return unsupported
 
 
-def _join(config: EngineConfig, registry: Registry, platform: Platform, placement: RankPlacement) -> Communicator:
-    """Join the communicator of the ranks."""
-    if config.parallel.tp == 1:
-        return SingleRank()
-    spec = CommunicatorSpec(placement.rank, config.parallel.tp, platform.device, placement.init_method, timeout_s=600)
-    provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
-    if reasons := registry.unsupported("communicator", config.backends.communicator, spec):
-        raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
-    return provider(spec)
-
-
 def _check_same_providers(
-    config: EngineConfig, registry: Registry, communicator: Communicator, architecture: str
+    config: EngineConfig, registry: Registry, groups: RankGroups, rank: int, model_provider: str
 ) -> None:
     """Check that all ranks resolved the same providers, since different ones could deadlock.
 
     Raises:
         PluginError: this rank resolved other providers than rank 0.
     """
-    if communicator.size == 1:
+    if config.parallel.size == 1:
         return
     chosen = {
         "attention": config.backends.attn,
         "communicator": config.backends.communicator,
-        "models": architecture,
+        "models": model_provider,
         "ops": config.backends.ops,
         "quantization": config.backends.quantization,
     }
     digest = registry.digest(chosen)
-    first = communicator.broadcast_object(digest)
-    if first != digest:
-        rank = communicator.rank
+    if any(group.broadcast_object(digest) != digest for group in groups.all):
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
 
 
@@ -303,6 +333,9 @@ def _info(
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
     pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
+    impl = (
+        [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
+    )
     return EngineInfo(
         model=checkpoint.name,
         architecture=model.architecture,
@@ -317,6 +350,6 @@ def _info(
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
-        choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
+        choices=[(choice.what, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
         start_s=phases.seconds,
     )

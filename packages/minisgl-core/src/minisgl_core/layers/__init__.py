@@ -14,7 +14,7 @@ from minisgl_core.layers.linear import (
     RowParallelLinear,
 )
 from minisgl_core.layers.moe import FusedMoE
-from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers.norm import RMSNorm, ShardedRMSNorm
 from minisgl_core.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ReplicatedLinear",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "ShardedRMSNorm",
     "VocabParallelEmbedding",
     "check_activation",
 ]

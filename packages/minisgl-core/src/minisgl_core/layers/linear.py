@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
-from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.weights import WeightTarget
@@ -111,6 +111,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     Attributes:
         num_q_heads: Hq of this rank.
         num_kv_heads: Hkv of this rank.
+        q_rows: this rank's part of the rows of the query projection.
+        kv_rows: likewise, of the key projection and of the value projection.
     """
 
     def __init__(
@@ -122,8 +124,19 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         build: BuildContext,
         *,
         bias: bool = False,
+        interleaved_dim: int = 0,
     ) -> None:
-        """Describe this rank's heads. `num_q_heads` and `num_kv_heads` are those of the whole model.
+        """Describe this rank's heads.
+
+        Args:
+            hidden_size: size of the input.
+            head_dim: D.
+            num_q_heads: query heads of the whole model.
+            num_kv_heads: KV heads of the whole model.
+            build: ranks, kernels and dtype.
+            bias: True if the projections have biases.
+            interleaved_dim: rotary dimension of a checkpoint whose pairs of dimensions are interleaved, as in GLM-4; otherwise 0.
+                `heads` returns them half-split, as `RotaryOps.rotary` requires. Scores do not depend on the order.
 
         Raises:
             InvalidValueError: the heads cannot be split over ``build.tp_size`` ranks.
@@ -132,11 +145,25 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         first_kv = build.tp_rank * num_kv_heads // build.tp_size
         self.num_q_heads, self.num_kv_heads = num_q_heads // build.tp_size, max(num_kv_heads // build.tp_size, 1)
         kv_start, kv_size = first_kv * head_dim, self.num_kv_heads * head_dim
-        kv = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
-        q = Shard.of(num_q_heads * head_dim, build)
-        self._describe([q, kv, kv], Shard.whole(hidden_size), build, bias=bias)
+        self.kv_rows = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
+        self.q_rows = Shard.of(num_q_heads * head_dim, build)
+        self._describe([self.q_rows, self.kv_rows, self.kv_rows], Shard.whole(hidden_size), build, bias=bias)
+        self._order = _half_split(self.num_q_heads, self.num_kv_heads, head_dim, interleaved_dim, build.device)
         self._heads = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
         self._view = (-1, sum(self._heads), head_dim)
+
+    def prepare(self) -> None:
+        """Turn the loaded weights into the layer's operation, with the rows of interleaved dimensions half-split."""
+        order, method = self._order, self._method
+        if order is None or not isinstance(method, PlainLinear):
+            super().prepare()
+            if order is not None:  # packed weights have no rows that can be moved
+                apply = self._apply
+                self._apply = lambda x: apply(x).index_select(1, order)
+            return
+        for rows in (method.weight, *([] if method.bias is None else [method.bias])):
+            rows.copy_(rows[order])
+        super().prepare()
 
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return q, [T, Hq, D], k and v, [T, Hkv, D], for x, [T, hidden_size]."""
@@ -178,6 +205,17 @@ class RowParallelLinear(ReplicatedLinear):
         yield from super().weight_targets(name, packed)
         if self._leaves_bias:
             yield f"{name}.bias", WeightTarget(torch.empty(0), (slice(0, 0),), shape=(self._parts[0].total,))
+
+
+def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device: torch.device) -> torch.Tensor | None:
+    """Return the rows of q, k and v such that pairs side by side become halves of q and k's rotated dimensions."""
+    if not rotary_dim:
+        return None
+    dims = torch.arange(head_dim, device=device)
+    dims[:rotary_dim] = dims[:rotary_dim].view(-1, 2).t().flatten()
+    starts = torch.arange(num_q + num_kv, device=device)[:, None] * head_dim
+    end = (num_q + num_kv) * head_dim
+    return torch.cat(((starts + dims).flatten(), torch.arange(end, end + num_kv * head_dim, device=device)))
 
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:

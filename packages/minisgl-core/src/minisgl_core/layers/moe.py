@@ -32,6 +32,7 @@ class FusedMoE(Layer):
         swiglu_limit: float | None = None,
         reduce: bool = True,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        interleaved: bool = False,
     ) -> None:
         """Describe this rank's shard of the experts.
 
@@ -47,6 +48,7 @@ class FusedMoE(Layer):
             swiglu_limit: see `MoeSpec`.
             reduce: see `RowParallelLinear`.
             names: the checkpoint's names for an expert's projections.
+            interleaved: the checkpoint has all experts in one tensor, see `InterleavedExperts`; `names` are not used then.
 
         Raises:
             ModelFormatError: the routing does not fit the number of experts.
@@ -73,7 +75,7 @@ class FusedMoE(Layer):
         self._apply: ExpertsOp = _not_prepared
         self._route, self._routing, self._correction_bias = build.ops.routing.route, routing, correction_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
-        self._owns_bias = build.tp_rank == 0
+        self._owns_bias, self._interleaved = build.tp_rank == 0, interleaved
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of the routed and the shared experts' outputs, after one all-reduce.
@@ -101,7 +103,7 @@ class FusedMoE(Layer):
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield the targets for this rank's shards of the tensors that the checkpoint has for the experts."""
         if self._method is None:
-            spec = ExpertsSpec(name, self._spec, self._inner, self._names, adds_bias=self._owns_bias)
+            spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._interleaved)
             self._method = self._quantization.experts(spec, self._kernel)
         yield from self._method.targets()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from minisgl_core.contracts.layer import Layer
+from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.layers.base import empty_parameter
+from minisgl_core.contracts.shard import sharded_target
+from minisgl_core.layers.base import Shard, empty_parameter
 
 
 class RMSNorm(Layer):
@@ -28,8 +30,8 @@ class RMSNorm(Layer):
             all_reduce: True if `add` all-reduces its input, the output of a layer with ``reduce=False``. Some communicators fuse
                 the all-reduce with the norm and leave the residual sharded over the ranks. So either all or none of the norms
                 that add to one residual must set it.
-            weight_offset: added to the weight after loading, in the model's dtype; 1 if the checkpoint's norms multiply by
-                ``1 + weight``, as Gemma's do.
+            weight_offset: added to the weight after loading; 1 if the checkpoint's norms multiply by ``1 + weight``, as
+                Gemma's do. The sum is kept in float32, since its rounding would affect all tokens alike.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps
@@ -40,7 +42,7 @@ class RMSNorm(Layer):
     def prepare(self) -> None:
         """Add the offset to the weight."""
         if self._weight_offset:
-            self.weight.add_(self._weight_offset)
+            self.weight = nn.Parameter(self.weight.float() + self._weight_offset, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of x, [..., size], which may have any strides."""
@@ -56,3 +58,35 @@ class RMSNorm(Layer):
         if self._communicator is None:
             return self._add_rms_norm(x, residual, self.weight, self.eps)
         return self._communicator.all_reduce_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)
+
+
+class ShardedRMSNorm(Layer):
+    """Norm over a dimension that is split over the ranks, such as all query heads together (OLMo 2).
+
+    Attributes:
+        eps: added to the mean square.
+    """
+
+    def __init__(self, shard: Shard, eps: float, build: BuildContext) -> None:
+        """Allocate this rank's part of the weight.
+
+        Args:
+            shard: this rank's part of the dimension. Parts that several ranks hold are held by equally many.
+            eps: added to the mean square.
+            build: ranks, kernels and dtype.
+        """
+        self._rms_norm, self._shard, self.eps = build.ops.norm.rms_norm, shard, eps
+        self._communicator, self._tp_size = build.communicator, build.tp_size
+        self.weight = empty_parameter(shard.size, build=build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the normalised vectors, like x [..., size]; with several ranks, a collective."""
+        if self._tp_size == 1:
+            return self._rms_norm(x, self.weight, self.eps)
+        x32 = x.float()
+        mean = self._communicator.all_reduce(x32.square().mean(-1, keepdim=True)) / self._tp_size
+        return (x32 * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+        """Yield this rank's part."""
+        yield f"{name}.weight", sharded_target(self.weight, self._shard)

@@ -46,21 +46,13 @@ def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     frequencies, scale = inverse_frequencies(rope, max_position)
     angles = torch.outer(positions, frequencies.to(device))
-    if rope.kind == "dynamic" and max_position > rope.original_max_position:
-        late = torch.arange(rope.original_max_position, max_position, dtype=torch.float32)
-        base = rope.theta * (rope.factor * (late + 1) / rope.original_max_position - (rope.factor - 1)) ** (
-            rope.rotary_dim / (rope.rotary_dim - 2)
-        )
-        rows = late[:, None] / base[:, None] ** _exponents(rope)
-        angles[rope.original_max_position :] = rows.to(device)
     return angles, scale
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
     """Return the frequency of each pair of dimensions in radians per token, float32 [D2] on the CPU, and a factor on cos and sin.
 
-    With ``dynamic``, these are the frequencies up to the unscaled context length. Later positions have those that transformers
-    uses for a sequence that ends there (see `_angles`), so that results do not depend on the batch.
+    With ``dynamic``, these are the unscaled frequencies, since the context of its models ends at the unscaled length.
 
     With ``longrope``, `max_position` selects the short or the long factors for all positions, since cached keys cannot be
     rotated again. transformers uses the short factors until a sequence exceeds the unscaled context length.

@@ -110,12 +110,13 @@ class AttentionBackendTests:
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
     def test_fused_rope_of_decodes(self, has_norms: bool, share: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE to a share of each head's dimensions."""
+        """A fused decode kernel applies QK norms, then RoPE by position and layer to a share of each head's dimensions."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
-            rig = self.rig(spec, len(lengths), max(lengths) + 1)
+            layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(2)]
+            rig = self.rig(spec, len(lengths), max(lengths) + 1, layers)
             requests = [rig.request(length - 1, length + 1) for length in lengths]
             for _ in range(2):
                 rig.rotate([(request, 1) for request in requests], has_norms, share)
@@ -194,13 +195,15 @@ class AttentionBackendTests:
                 )
 
     def test_soft_caps(self) -> None:
-        """Layers with different soft caps, or without one, with scores far above the caps."""
+        """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
+        window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs():
             spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
+            spec = replace(spec, sliding_windows=(window,) if window else ())
             if self.provider.unsupported(spec):
                 continue  # see test_undeclared_features_are_refused
-            caps = (2.0, None, 12.0)
-            layers = [AttentionLayer(index, scale, soft_cap=cap) for index, cap in enumerate(caps)]
+            fields = ((2.0, None), (None, None), (12.0, None), (12.0, window))
+            layers = [AttentionLayer(index, scale, wide, soft_cap=cap) for index, (cap, wide) in enumerate(fields)]
             rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
             rig.step([(rig.request(0, 1), 1)])
             work = [(rig.request(69, 70), 1), (rig.request(0, 40), 40), (rig.request(130, 150), 20)]
@@ -304,11 +307,18 @@ class AttentionBackendTests:
             rig.step([(None, 1), (a, 1)])
 
     def test_graph_replay(self) -> None:
-        """CUDA graphs of two batch sizes are replayed for changing requests, with other steps between the replays."""
+        """CUDA graphs of two batch sizes are replayed for changing requests, with other steps between the replays.
+
+        One layer is plain, and one has all fields that the capabilities declare.
+        """
+        capabilities = self.provider.capabilities
         for spec in self.specs():
-            windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
-            spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))
-            layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
+            windows, caps = (6,) * capabilities.sliding_windows, (2.0,) * capabilities.soft_cap
+            sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
+            fields: dict[str, Any] = {"sliding_window": next(iter(windows), None), "soft_cap": next(iter(caps), None)}
+            fields["sinks"] = sinks if capabilities.sinks else None
+            spec = replace(spec, sliding_windows=windows, soft_caps=caps, has_sinks=capabilities.sinks)
+            layers = [AttentionLayer(0, spec.head_dim**-0.5), AttentionLayer(1, spec.head_dim**-0.5, **fields)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
             if not self.provider.capabilities.cuda_graphs:
                 pytest.skip("the backend does not support CUDA graphs")

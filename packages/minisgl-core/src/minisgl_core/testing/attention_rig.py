@@ -288,15 +288,24 @@ class AttentionRig:
         return out
 
     def rotate(self, work: Work, has_norms: bool, share: float) -> None:
-        """Run a step of decodes in one layer with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
+        """Run a step of decodes with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
+
+        Each layer has its own angles, as in models whose layers have several bases.
 
         Args:
             work: requests, with one token each.
             has_norms: True to apply QK norms before RoPE.
             share: fraction of a head's dimensions that are rotated.
         """
-        spec, layer, batch = self.spec, self.layers[0], self.batch(work, len(work))
+        batch = self.batch(work, len(work))
         plan = self.backend.plan(batch)
+        for layer in self.layers:
+            self._rotate_layer(work, batch, plan, layer, has_norms, share)
+
+    def _rotate_layer(
+        self, work: Work, batch: AttentionBatch, plan: Any, layer: AttentionLayer, has_norms: bool, share: float
+    ) -> None:
+        spec = self.spec
         angles = 9 * torch.randn(batch.num_tokens, int(share * spec.head_dim) // 2, generator=self.random)
         cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
         gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)

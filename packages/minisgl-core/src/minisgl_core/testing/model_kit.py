@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -240,6 +241,40 @@ class ModelTests:
             both = stages[0] & stages[1]
             assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
 
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_pipeline_parallel_logits_equal_the_reference(self, tp_size: int) -> None:
+        """Two pipeline stages, each of `tp_size` ranks, compute the logits of the whole model, prompt and single token.
+
+        Rank by rank, the second stage gets what the first one returned. Skipped if the heads do not split.
+        """
+        with self._saved() as (reference, source):
+            ids = self._prompt(reference)
+            expected, num_layers = _reference_logits(reference, ids), self._config(source).num_layers
+            steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
+
+            def run(
+                layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator
+            ) -> list[torch.Tensor]:
+                model, attend = self._load(source, communicator, layers=layers), DenseAttention()
+                found = []
+                for step, (start, stop) in enumerate(steps):
+                    received = None if sent is None else sent[communicator.rank][step]
+                    with torch.inference_mode():
+                        out = model.forward(ids[start:stop], torch.arange(start, stop), attend, None, received)
+                        found.append(model.gather_logits(model.compute_logits(out)) if model.stage.has_lm_head else out)
+                return found
+
+            try:
+                first = run_ranks(tp_size, partial(run, range(num_layers // 2), None))
+            except InvalidValueError as error:
+                pytest.skip(str(error))
+            for (start, stop), sent in zip(steps, first[0], strict=True):
+                num_sent = self.provider.num_intermediate
+                assert sent.shape == (num_sent, stop - start, self._config(source).hidden_size), "see num_intermediate"
+                assert sent.dtype == torch.float32
+            for found in run_ranks(tp_size, partial(run, range(num_layers // 2, num_layers), first)):
+                assert (torch.cat(found) - expected).abs().max() < self.tolerance
+
     @contextmanager
     def _saved(self) -> Iterator[tuple[Any, SavedReference]]:
         """Yield the reference, and its checkpoint in a temporary folder."""
@@ -279,7 +314,7 @@ class ModelTests:
 
     def _prompt(self, reference: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(reference.config.vocab_size, (self.num_tokens,), generator=generator)
+        return torch.randint(reference.config.get_text_config().vocab_size, (self.num_tokens,), generator=generator)
 
     @staticmethod
     def _difference(reference: Any, model: Model, ids: torch.Tensor) -> float:

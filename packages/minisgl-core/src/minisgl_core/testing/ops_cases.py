@@ -121,7 +121,7 @@ def rotation_case(
         shape: heads and dimensions.
         has_norms: True to apply QK norms before RoPE.
         dtype: dtype of q, k and v.
-        table_dtype: dtype of cos and sin.
+        table_dtype: dtype of cos, sin and the norms' weights.
         device: device of all tensors.
         step: number of the step; each step has other angles.
     """
@@ -133,6 +133,6 @@ def rotation_case(
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     if not has_norms:
         return RotationCase(q, k, v, Rotation(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
-    q_norm, k_norm = random(size, dtype=dtype, device=device), random(size, dtype=dtype, device=device) + 1
+    q_norm, k_norm = (random(size, dtype=table_dtype, device=device) + offset for offset in (0, 1))
     expected = rotated(normed(q, q_norm), cos, sin), rotated(normed(k, k_norm), cos, sin)
     return RotationCase(q, k, v, Rotation(cos, sin, (q_norm, k_norm), EPS), expected)

@@ -142,6 +142,15 @@ class NormChecks(OpsChecks):
             for output in (ops.rms_norm(x, self.random(64, dtype=ops.dtype), EPS), ops.silu_and_mul(x)):
                 assert output.isnan().all()
 
+    def test_norms_with_weights_in_float32(self) -> None:
+        """The norm is rounded once, to the dtype of x."""
+        for ops in self.providers(NormOps):
+            weight = 1 + self.random(64, dtype=torch.float32) / 256
+            x, residual = (self.random(5, 64, dtype=ops.dtype) for _ in range(2))
+            self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), ops.dtype, "the norm")
+            norm, found = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+            self.compare(norm, normed(found, weight), ops.dtype, "the norm of the sum")
+
     def test_norms_of_other_dtypes(self) -> None:
         """Tensors may have another dtype than the model's."""
         for ops in self.providers(NormOps):

@@ -128,7 +128,9 @@ def random_reference(config: Any, seed: int = 0) -> Any:
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        kept = model.state_dict()
+        buffers = [each for each in model.named_buffers() if each[0] in kept]  # a router's correction bias
+        for name, weight in (*model.named_parameters(), *buffers):
             if weight.ndim == 1:
                 centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
             else:

@@ -17,6 +17,8 @@ from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_not_to_read
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PLAIN = (".weight", ".bias", ".sinks", "_bias", ".gate_up_proj", ".down_proj")
+"""Ends of the names of tensors that are not packed; the last two are those of all experts in one tensor."""
 
 
 class SafetensorsWeights(FolderSource):
@@ -67,10 +69,10 @@ class SafetensorsWeights(FolderSource):
         Weights that are quantized in another way always come as they are stored.
 
         Raises:
-            ModelFormatError: they are, and the layers take nothing but weights and biases.
+            ModelFormatError: they are, and the layers take no packed tensors.
         """
         if reasons := reasons_not_to_read(self.config):
-            if not any(name in wanted and not name.endswith((".weight", ".bias")) for name, _ in self._stored()):
+            if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
                 raise self._unreadable(reasons)
             return self._stored()
         return join_scales(self._stored(), self.config, wanted)

@@ -124,6 +124,8 @@ def rejected(message: Rejected) -> ApiError:
         return ApiError(400, message.message, message.param, "context_length_exceeded")
     if message.kind == "queue_full":
         return ApiError(429, message.message, code="queue_full")
+    if message.kind == "replica_lost":
+        return ApiError(503, message.message, code="replica_lost")
     return ApiError(500, message.message, code="internal_error")
 
 

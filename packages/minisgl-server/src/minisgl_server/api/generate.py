@@ -93,6 +93,7 @@ async def generate(request: Request) -> Response:
             sampling=sampling.sampling,
             max_tokens_is_default=sampling.max_tokens_is_default,
             priority=body.priority or 0,
+            is_streamed=bool(body.stream),
             form_name=form_name,
             field_names={**sampling.field_names, "prompt": name},
             text=prompt if isinstance(prompt, str) else None,

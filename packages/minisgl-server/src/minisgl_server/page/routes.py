@@ -31,10 +31,16 @@ SINCE = {
     "description": "Number of a step; only later steps are returned.",
     "schema": {"type": "integer", "minimum": 0, "default": 0},
 }
+REPLICA = {
+    "name": "replica",
+    "in": "query",
+    "description": "Number of a replica; while it is not ready, another one answers.",
+    "schema": {"type": "integer", "minimum": 0, "default": 0},
+}
 
 
 class EngineState(BaseModel):
-    """Response of ``GET /engine/state``; the docstrings of `minisgl_core.protocol.engine_snapshot.State` describe the fields."""
+    """Response of ``GET /engine/state``; its fields are those of `minisgl_core.protocol.engine_snapshot.EngineSnapshot`."""
 
     engine: dict[str, Any]
     time_s: float
@@ -47,6 +53,8 @@ class EngineState(BaseModel):
     requests: list[dict[str, Any]]
     runs: list[dict[str, Any]]
     steps: list[dict[str, Any]]
+    replica: int
+    replicas: list[dict[str, Any]]
 
 
 def add_routes(app: FastAPI) -> None:
@@ -54,19 +62,27 @@ def add_routes(app: FastAPI) -> None:
 
     The page's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
     """
-    feed = EngineFeed(app.state.client, app.state.options.page_prompts)
+    options = app.state.options
+    feeds = [EngineFeed(app.state.client, options.page_prompts, replica) for replica in range(options.replicas)]
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=HEADERS)
 
-    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE]})
+    @app.get(
+        "/engine/state",
+        **route_docs(response=EngineState, errors=[400]),
+        openapi_extra={"parameters": [SINCE, REPLICA]},
+    )
     async def state(request: Request) -> Response:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
         text = request.query_params.get("since", "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ApiError(400, "since must be the number of a step.", "since")
-        return json_response(await feed.state(int(text)))
+        replica = request.query_params.get("replica", "0")
+        if not (replica.isascii() and replica.isdigit() and len(replica) < 4 and int(replica) < len(feeds)):
+            raise ApiError(400, f"replica must be a number from 0 to {len(feeds) - 1}.", "replica")
+        return json_response(await feeds[int(replica)].state(int(text)))
 
     app.mount("/page", _PageFiles(directory=STATIC))
     for path in ("/", "/page/"):

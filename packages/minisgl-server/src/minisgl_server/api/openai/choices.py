@@ -156,6 +156,7 @@ def make_tokenize(
         max_tokens_is_default=sampling.max_tokens_is_default,
         priority=request.priority or 0,
         user=request.user or "",
+        is_streamed=bool(request.stream),
         cache_salt=request.cache_salt or "",
         form_name=requested_output(request)[1],
         add_special_tokens=request.add_special_tokens,
