@@ -142,9 +142,8 @@ def build_engine(
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)
-    registry.load(
-        "policy", config.scheduler.policy
-    )  # used later, but an error should be raised before the weights load
+    # The policy is used later, but an error should be raised before the weights load.
+    registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
     with platform.stream():
         communicator = _join(config, registry, platform, placement)
