@@ -43,7 +43,7 @@ NOT_FOR_THE_GUIDE = {
     "prefix_cache": "the cache returns no runs",
     "router": "the router uses no events",
     "platform": "the platform does not support CUDA graphs",
-    "quantization": "the provider serves no such model here",
+    "quantization": "the provider supports no such model on this machine",
     "ops": tuple(
         f"FusedNorm does not subclass {role}Ops" for role in ("Linear", "Rotary", "Sampling", "Step", "Routing")
     ),
