@@ -25,7 +25,7 @@ from minisgl_core.contracts.attention import check_layers
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.engine.build import open_checkpoint
+from minisgl_core.engine.checkpoint import open_checkpoint
 from minisgl_core.errors import MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.testing.references import DenseAttention, NaiveMoe, random_reference

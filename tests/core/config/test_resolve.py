@@ -223,7 +223,7 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
         reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
-        assert "the checkpoint's are fp8, and become --dtype" in reason
+        assert "the checkpoint's weights are fp8, and are dequantized to --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))

@@ -17,7 +17,8 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.engine.build import build_engine, model_provider, open_checkpoint
+from minisgl_core.engine.build import build_engine
+from minisgl_core.engine.checkpoint import model_provider, open_checkpoint
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
@@ -53,7 +54,7 @@ def test_an_architecture_without_a_provider_is_named_whatever_its_config_has(tmp
 def test_auto_falls_back_to_transformers_where_no_provider_is_installed() -> None:
     registry = tiny.registry()
     assert model_provider("auto", "LlamaForCausalLM", registry) == ("LlamaForCausalLM", "")
-    assert model_provider("transformers", "LlamaForCausalLM", registry) == ("transformers", "as asked")
+    assert model_provider("transformers", "LlamaForCausalLM", registry) == ("transformers", "set by the user")
     assert model_provider("minisgl", "GPT2LMHeadModel", registry) == ("GPT2LMHeadModel", "")
     name, reason = model_provider("auto", "GPT2LMHeadModel", registry)
     assert (name, reason.partition(";")[0]) == ("transformers", "no provider is installed for GPT2LMHeadModel")

@@ -91,6 +91,8 @@ def resolve(
 ) -> Resolved:
     """Resolve all options that are ``auto``, and check those that are not.
 
+    The function is long because later choices depend on earlier ones: it is one list in the order of the dependencies.
+
     Args:
         config: options of the user. Their platform is ignored in favour of that of `hardware`.
         hardware: properties of the device.
@@ -121,9 +123,9 @@ def resolve(
     if config.parallel.pp > 1:
         choices.append(Choice("pp", str(config.parallel.pp), describe_stages(config.parallel, model.num_layers)))
     torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
-    page_size, page_why = config.cache.page_size, "as asked"
+    page_size, page_why = config.cache.page_size, "set by the user"
     if page_size == AUTO:
-        page_size, page_why = 16, "little waste a request, few table entries"
+        page_size, page_why = 16, "little unused space per request, few page-table entries"
     spec = attention_spec(config, model, max_seq_len, int(page_size), torch_dtype, device)
 
     attn_names = config.backends.attn.split(",")
@@ -135,7 +137,7 @@ def resolve(
     choices.append(Choice("page_size", str(page_size), page_why))
     kv_dtype = dtype if config.cache.kv_dtype == AUTO else config.cache.kv_dtype
     if kv_dtype != dtype:
-        choices.append(Choice("kv_dtype", kv_dtype, "as asked"))
+        choices.append(Choice("kv_dtype", kv_dtype, "set by the user"))
 
     cache, why = picker.pick("prefix_cache", config.cache.cache)
     choices.append(Choice("cache", cache, why))
@@ -153,7 +155,7 @@ def resolve(
     quantization = config.backends.quantization
     if quantization == AUTO and model.quantization and model.moe is not None:
         quantization = "none"
-        why = _of_checkpoint(model, quantization, "experts are multiplied in fp8 where that is asked for")
+        why = _of_checkpoint(model, quantization, "experts use fp8 only with --quantization fp8")
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
         quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))
@@ -174,7 +176,7 @@ def resolve(
     overlap = config.scheduler.disable_overlap
     if overlap == AUTO:
         overlap = hardware.torch_name == "cpu"
-        why = "the device does its work within the call" if overlap else "the device runs beside the host"
+        why = "the device works synchronously" if overlap else "the device works asynchronously"
         choices.append(Choice("overlap", "off" if overlap else "on", why))
     prefill = config.scheduler.max_prefill_length
     if prefill == AUTO:
@@ -222,7 +224,7 @@ class _Picker:
             reasons = self._unsupported(kind, wanted, *spec)
             if reasons:
                 raise ProviderUnsupportedError(kind, wanted, reasons)
-            return wanted, "as asked"
+            return wanted, "set by the user"
         installed = set(self._installed(kind))
         ordered = self._preferences(kind)
         hinted = self._preferred(kind)
@@ -235,7 +237,7 @@ class _Picker:
                 continue
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
-                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that applies"
+                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that works here"
                 return name, why + ("".join(f"; not {other}" for other in passed_over))
             passed_over.append(f"{name}: {reasons[0]}")
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
@@ -256,7 +258,7 @@ class _Picker:
 
 def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:
     if wanted != AUTO:
-        return wanted, "as asked"
+        return wanted, "set by the user"
     if model_dtype in hardware.dtypes:
         return model_dtype, "the checkpoint's own"
     return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
@@ -331,7 +333,9 @@ def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
     """Return the reason, and how the checkpoint's quantized weights are used."""
     if not model.quantization:
         return why
-    return f"{why}; the checkpoint's are {model.quantization}" + (", and become --dtype" if chosen == "none" else "")
+    return f"{why}; the checkpoint's weights are {model.quantization}" + (
+        ", and are dequantized to --dtype" if chosen == "none" else ""
+    )
 
 
 def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:

@@ -14,109 +14,30 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.hf import architecture_of, model_config
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.contracts.model import BuildContext, Model
-from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops, roles_of
 from minisgl_core.contracts.platform import Hardware
-from minisgl_core.contracts.weights import WeightSource
+from minisgl_core.engine.checkpoint import TRANSFORMERS, Checkpoint, default_sampling, open_checkpoint
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import (
-    InvalidValueError,
-    ModelFormatError,
     PluginError,
-    ProviderUnsupportedError,
 )
 from minisgl_core.platforms.selection import Preferred, pick_platform
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo
-from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.weights.loader import has_other_lm_head, load_weights
-from minisgl_core.weights.model_source import locate_model, open_weights
+from minisgl_core.weights.loader import load_weights
 
 logger = logging.getLogger(__name__)
-
-TRANSFORMERS = "transformers"
-"""Name of the provider that runs any architecture of transformers, and value of ``--model-impl``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """Opened checkpoint of a model.
-
-    Attributes:
-        name: name of the model for clients.
-        source: config, tokenizer and tensors.
-        config: normalised config.
-        model_class: class of the model.
-        provider: name of its model provider: the architecture, or `TRANSFORMERS`.
-        provider_reason: reason for another provider than the architecture's own; otherwise empty.
-    """
-
-    name: str
-    source: WeightSource
-    config: ModelConfig
-    model_class: type[Model]
-    provider: str
-    provider_reason: str
-
-
-def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if necessary, load its class, and read its config.
-
-    It reads no tensors but a stored copy of the LM head.
-
-    Raises:
-        MinisglError: the model is not found, or is not supported.
-    """
-    path = locate_model(config.model)
-    source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    provider, why = model_provider(config.model.model_impl, architecture_of(source.config), registry)
-    # Loaded first: an unknown architecture is a clearer error than a missing key of its config.
-    model_class: type[Model] = registry.load("models", provider)
-    try:
-        standard = model_class.standard_config(source.config)
-    except ModelFormatError as error:
-        if why and config.model.model_impl == AUTO:
-            raise ModelFormatError(f"{why.partition(';')[0]}, and {error}") from error
-        raise
-    normalised = model_config(standard, source.generation_config, source.eos_token_id)
-    name = config.model.model or path.stem.split(".")[0]
-    if reasons := registry.unsupported("models", provider, normalised):
-        raise ProviderUnsupportedError("models", provider, reasons)
-    if provider == TRANSFORMERS and config.backends.quantization not in (AUTO, "none"):
-        allowed = "none with --model-impl transformers, whose weights are in --dtype"
-        raise InvalidValueError("--quantization", config.backends.quantization, allowed)
-    if provider != TRANSFORMERS and normalised.tie_embeddings and has_other_lm_head(source, normalised):
-        logger.warning(
-            "the config has tie_word_embeddings=true, but lm_head.weight differs from the embedding; the engine uses "
-            "lm_head.weight, as transformers does"
-        )
-        normalised = replace(normalised, tie_embeddings=False)
-    return Checkpoint(name, source, normalised, model_class, provider, why)
-
-
-def model_provider(model_impl: str, architecture: str, registry: Registry) -> tuple[str, str]:
-    """Return the name of the model provider for ``--model-impl``, and why it is not the architecture's own; empty if it is.
-
-    ``auto`` falls back to `TRANSFORMERS` where that is installed.
-    """
-    if model_impl == TRANSFORMERS:
-        return TRANSFORMERS, "as asked"
-    installed = registry.names("models")
-    if model_impl == AUTO and architecture not in installed and TRANSFORMERS in installed:
-        return TRANSFORMERS, f"no provider is installed for {architecture}; runs at the speed of transformers' modules"
-    return architecture, ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +70,8 @@ def build_engine(
     joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
     """Build one rank's engine. Every rank calls this with the same options.
+
+    The function is long because it lists all steps of a start, in order.
 
     Args:
         config: options of the user.
@@ -212,8 +135,8 @@ def build_engine(
             parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
-            num_recorded = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_recorded)
+            num_captures = len(graphs) + len(pieces)
+            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
@@ -222,7 +145,7 @@ def build_engine(
             if pieces:
                 engine.capture_piecewise_graphs(pieces, progress and rank == 0)
             platform.synchronize()
-            phases.done(f"recorded {len(graphs)} graphs, and pieces of {len(pieces)} sizes")
+            phases.done(f"captured {len(graphs)} decode graphs and {len(pieces)} sizes of piecewise graphs")
         except BaseException:
             if engine is not None:
                 engine.free_graphs()
@@ -300,25 +223,6 @@ def _check_same_providers(
     digest = registry.digest(chosen)
     if any(group.broadcast_object(digest) != digest for group in groups.all):
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
-
-
-_SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-
-
-def default_sampling(generation_config: Any) -> dict[str, Any]:
-    """Return the sampling parameters in a model's generation_config, by the names of `SamplingParams`.
-
-    Raises:
-        ModelFormatError: a value is not allowed.
-    """
-    if generation_config.get("do_sample") is False:
-        return {}
-    found = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except InvalidValueError as error:
-        raise ModelFormatError(f"generation_config.json: {error}") from error
-    return found
 
 
 def _info(

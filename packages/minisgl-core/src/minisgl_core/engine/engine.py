@@ -83,7 +83,7 @@ class Engine:
         # `Model.forward` can compute the last layer for some tokens only; see there.
         self._selects = groups.tensor.size == 1 and groups.is_last_stage
         self._graphs: DecodeGraphs | None = None
-        self._pieces: PiecewiseGraphs | None = None
+        self._piecewise: PiecewiseGraphs | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def capture_decode_graphs(self, sizes: Sequence[int], progress: bool) -> None:
@@ -98,7 +98,7 @@ class Engine:
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
             most = num_rows if self._selects else None
-            self._pieces = PiecewiseGraphs(
+            self._piecewise = PiecewiseGraphs(
                 self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
             )
 
@@ -115,8 +115,8 @@ class Engine:
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
-            if self._pieces is not None and self._pieces.fits(plan):
-                hidden = self._pieces.run(inputs)
+            if self._piecewise is not None and self._piecewise.fits(plan):
+                hidden = self._piecewise.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
@@ -203,9 +203,9 @@ class Engine:
 
         No graph may be running, since this frees the pinned host memory that it reads.
         """
-        recorded = self._graphs, self._pieces
-        self._graphs = self._pieces = None
-        for each in recorded:
+        captured = self._graphs, self._piecewise
+        self._graphs = self._piecewise = None
+        for each in captured:
             if each is not None:
                 each.close()
 

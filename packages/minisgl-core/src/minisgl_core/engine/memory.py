@@ -43,6 +43,8 @@ def size_pool(
 ) -> KVPoolSpec:
     """Set the number of pages from ``--num-pages`` or the memory that is left; equal on all ranks.
 
+    The function is long because each limit has an error of its own.
+
     A page of a pipeline stage holds the KV of its layers, so stages can have room for different numbers of pages. The smallest
     number decides.
 

@@ -13,8 +13,8 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
     launcher  --ReplicaReady/ReplicaDied-->  router
 
-One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. All messages are in this
-file, so that the protocol can be read in one place.
+One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
+it has the whole protocol between processes. Plans and snapshots, which messages contain, are in the modules beside it.
 """
 
 from __future__ import annotations

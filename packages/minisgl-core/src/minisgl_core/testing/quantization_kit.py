@@ -1,4 +1,4 @@
-"""Tests that every quantization provider must pass."""
+"""Conformance kit of quantization providers. The file is long because it has the cases of linear layers and of experts."""
 
 from __future__ import annotations
 
