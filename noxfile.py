@@ -121,6 +121,13 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+def nightly(session: nox.Session) -> None:
+    """Compare 200 random configs of each architecture with transformers; `tests` draws 10, always the same."""
+    session.env |= {"OMP_NUM_THREADS": "1", "MINISGL_CONFIG_DRAWS": "200"}
+    run_in("dev", session, "pytest", "-q", "tests/models/test_config_keys.py", "-k", "random", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
 def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, then the benchmark. scripts/gpu.sh does the same on a machine without nox."""
     # Not only what is marked: kernels that the interpreter runs elsewhere are compiled here.

@@ -24,7 +24,7 @@ from minisgl_backends.cuda.small_m_gemm import HopperSmallMGemm, StreamKWorkspac
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.attention.cases import Case, spread_lengths
-from tune_products import MADE, activated, shape_of, wrong
+from tune_small_m_gemm import MADE, activated, shape_of, wrong
 
 SETTLE_S, MEASURE_S = 0.4, 1.2
 CALLS, REPLAYS = 8, 20

@@ -28,7 +28,7 @@ RUN_BY = {
     "docs/plugins/quantization.md": "tests/docs/test_guides.py",
     **{
         f"docs/plugins/{guide}.md": "tests/docs/test_guides.py"
-        for guide in ("commands", "communicator", "executor", "grammar", "hooks", "platform", "weights")
+        for guide in ("commands", "communicator", "executor", "grammar", "hooks", "platform", "router", "weights")
     },
     "docs/api.md": "tests/docs/test_api_page.py",
     "docs/benchmarking.md": "tests/server/bench/test_guide.py",

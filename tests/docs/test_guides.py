@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import os
 import re
@@ -31,6 +32,7 @@ NUM_TESTS = {
     "communicator": 1,
     "platform": 20,
     "executor": 3,
+    "router": 8,
     "weights": 7,
     "grammar": 90,
     "hooks": 2,
@@ -39,13 +41,16 @@ NUM_TESTS = {
 """By guide: the minimum number of tests that run."""
 NOT_FOR_THE_GUIDE = {
     "prefix_cache": "the cache returns no runs",
+    "router": "the router uses no events",
     "platform": "the platform does not support CUDA graphs",
-    "quantization": "the provider serves no such model here",
+    "quantization": "the provider supports no such model on this machine",
     "ops": tuple(
         f"FusedNorm does not subclass {role}Ops" for role in ("Linear", "Rotary", "Sampling", "Step", "Routing")
     ),
 }
 """By guide: the reasons for which tests may be skipped, where it leaves out what is optional."""
+SHIPPED = {"model": DOCS.parent / "packages/minisgl-models/src/minisgl_models/granite.py"}
+"""By guide: the shipped file whose code it explains, where its example is one. The others' examples are plugins."""
 METADATA = "Metadata-Version: 2.1\nName: minisgl-guide\nVersion: 0.1.0\n"
 
 
@@ -57,22 +62,34 @@ def marked(text: str) -> dict[str, str]:
     return blocks
 
 
+def code_of(text: str) -> str:
+    """The syntax tree without docstrings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.dump(tree)
+
+
 @pytest.mark.parametrize("guide", NUM_TESTS)
 def test_guide(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = (DOCS / f"plugins/{guide}.md").read_text()
     blocks = marked(text)
     [module, test, point] = blocks
-    for mark in (module, test):
+    if guide in SHIPPED:
+        assert code_of(blocks[module]) == code_of(SHIPPED[guide].read_text())
+    for mark in (test,) if guide in SHIPPED else (module, test):
         (tmp_path / mark.removeprefix("file ")).write_text(blocks[mark])
     kind = KINDS[point.removeprefix("entry point ")]
     [(group, points)] = tomllib.loads(blocks[point])["project"]["entry-points"].items()
     assert group == kind.group
     [(name, value)] = points.items()
     # As pip would install it.
-    installed = tmp_path / "minisgl_guide-0.1.0.dist-info"
-    installed.mkdir()
-    (installed / "METADATA").write_text(METADATA)
-    (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
+    if guide not in SHIPPED:
+        installed = tmp_path / "minisgl_guide-0.1.0.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text(METADATA)
+        (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
 
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", test.removeprefix("file ")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -104,7 +121,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.layers import Layer, ReplicatedLinear
 from minisgl_core.layers.base import empty_parameter
-from minisgl_granite import GraniteForCausalLM, GraniteMLP
+from granite import GraniteForCausalLM, GraniteMLP
 
 class OneMatrix(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:

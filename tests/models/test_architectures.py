@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -14,17 +15,32 @@ from transformers import AutoConfig
 
 from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_core.config.hf import model_config
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
-from minisgl_core.testing.references import random_reference
+from minisgl_core.testing.references import NaiveMoe, WithATensor, random_reference
+from minisgl_models.gemma2 import Gemma2ForCausalLM
+from minisgl_models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
+from minisgl_models.glm4 import Glm4ForCausalLM
+from minisgl_models.glm4_moe import Glm4MoeForCausalLM
+from minisgl_models.gpt_oss import GptOssForCausalLM
+from minisgl_models.granite import GraniteForCausalLM
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.mistral import MistralForCausalLM
+from minisgl_models.mixtral import MixtralForCausalLM
+from minisgl_models.olmo2 import Olmo2ForCausalLM
+from minisgl_models.olmo3 import Olmo3ForCausalLM
+from minisgl_models.phi3 import Phi3ForCausalLM
 from minisgl_models.qwen2 import Qwen2ForCausalLM
+from minisgl_models.qwen2_moe import Qwen2MoeForCausalLM
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
 
+CPU = torch.device("cpu")
 IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 
 SMALL = {
@@ -222,6 +238,98 @@ class TestQwen3MoeWithDenseLayers(TestQwen3Moe):
     }
 
 
+class TestMixtral(Small):
+    __test__ = True
+    provider, model_type = MixtralForCausalLM, "mixtral"
+    changes: ClassVar = {"num_local_experts": 6, "num_experts_per_tok": 3, "intermediate_size": 21}
+
+
+class TestMixtralWithWindow(TestMixtral):
+    changes: ClassVar = {**TestMixtral.changes, "sliding_window": 9, "head_dim": 16, "tie_word_embeddings": True}
+
+
+class TestQwen2Moe(Small):
+    __test__ = True
+    provider, model_type = Qwen2MoeForCausalLM, "qwen2_moe"
+    experts: ClassVar[dict[str, Any]] = {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 21,
+        "shared_expert_intermediate_size": 27,
+    }
+    changes: ClassVar = experts
+
+
+class TestQwen2MoeWithDenseLayersAndWindows(TestQwen2Moe):
+    changes: ClassVar = {
+        **TestQwen2Moe.experts,
+        "qkv_bias": False,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 2,
+        "num_hidden_layers": 5,
+        "mlp_only_layers": [3],
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "max_window_layers": 3,
+    }
+
+
+class TestGlm4Moe(Small):
+    __test__ = True
+    provider, model_type = Glm4MoeForCausalLM, "glm4_moe"
+    changes: ClassVar = {
+        "head_dim": 16,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "n_shared_experts": 2,
+        "moe_intermediate_size": 21,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+        "attention_bias": True,
+    }
+
+
+class TestGlm4MoeWithoutGroups(TestGlm4Moe):
+    changes: ClassVar = {
+        "head_dim": 16,
+        "n_routed_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 21,
+        "first_k_dense_replace": 2,
+        "norm_topk_prob": False,
+        "partial_rotary_factor": 0.25,
+    }
+
+
+class TestGptOss(Small):
+    """YaRN without truncation; neither experts nor the vocabulary divide."""
+
+    __test__ = True
+    provider, model_type = GptOssForCausalLM, "gpt_oss"
+    changes: ClassVar = {
+        "head_dim": 16,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 21,
+        "sliding_window": 9,
+        "swiglu_limit": 0.7,
+    } | rope(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, truncate=False)
+
+
+class TestGptOssByTheShippedKernel(TestGptOss):
+    moe_kernel = TorchMoe
+
+
+class TestGptOssWithoutBiases(TestGptOss):
+    changes: ClassVar = {
+        **TestGptOss.changes,
+        "attention_bias": False,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    } | rope(rope_type="default")
+
+
 def test_experts_where_there_are_none_are_refused() -> None:
     raw = AutoConfig.for_model("qwen3_moe", **SMALL, **TestQwen3Moe.experts).to_dict()
     config = model_config({**raw, "architectures": ["LlamaForCausalLM"]})
@@ -239,17 +347,7 @@ def test_experts_of_other_architectures_are_refused(key: str) -> None:
     assert f"has no experts with {key}={value!r}" in Qwen3MoeForCausalLM.unsupported(config)[0]
 
 
-class Phi3ForCausalLM(LlamaForCausalLM):
-    """Llama whose checkpoints hold matrices with the same input as one."""
-
-    packed_modules: ClassVar = {}
-
-    @classmethod
-    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **raw}
-
-
-class TestFusedMatrices(Small):
+class TestPhi3(Small):
     """The MLP does not divide, and with four ranks KV heads are replicated."""
 
     __test__ = True
@@ -257,17 +355,201 @@ class TestFusedMatrices(Small):
     changes: ClassVar = {"pad_token_id": 0, "intermediate_size": 49}
 
 
-def longrope(original: int) -> dict[str, Any]:
-    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.1, 2.0, 4.0, 7.0]}
-    return {"pad_token_id": 0, "original_max_position_embeddings": original} | rope(rope_type="longrope", **factors)
+class TestPhi3WithWindow(TestPhi3):
+    changes: ClassVar = {"pad_token_id": 0, "sliding_window": 9}
 
 
-class TestLongRope(TestFusedMatrices):
+def longrope(original: int, partial_rotary_factor: float) -> dict[str, Any]:
+    size = round(4 * partial_rotary_factor)
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3][:size], "long_factor": [1.1, 2.0, 4.0, 7.0][:size]}
+    kind = rope(rope_type="longrope", partial_rotary_factor=partial_rotary_factor, **factors)
+    return {"pad_token_id": 0, "original_max_position_embeddings": original, **kind}
+
+
+class TestLongRope(TestPhi3):
     """Every sequence is longer than the original context."""
 
     num_greedy_tokens = (24, 12)
-    changes: ClassVar = longrope(16)
+    changes: ClassVar = longrope(16, 1.0)
 
 
-class TestLongRopeOfTheOriginalContext(TestFusedMatrices):
-    changes: ClassVar = longrope(128)
+class TestLongRopeOfTheOriginalContext(TestPhi3):
+    changes: ClassVar = longrope(128, 1.0)
+
+
+class TestPhi4Mini(Small):
+    """A part of each head is rotated, and every sequence is longer than the original context."""
+
+    __test__ = True
+    num_greedy_tokens = (24, 12)
+    provider, model_type = Phi3ForCausalLM, "phi3"
+    changes: ClassVar = {**longrope(8, 0.75), "tie_word_embeddings": True}
+
+
+class TestGranite(Small):
+    __test__ = True
+    provider, model_type = GraniteForCausalLM, "granite"
+    changes: ClassVar = {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.15,
+        "residual_multiplier": 0.6,
+    }
+
+
+class TestGraniteWithBiases(TestGranite):
+    changes: ClassVar = {**TestGranite.changes, "attention_bias": True, "mlp_bias": True}
+
+
+class TestGemma2(Small):
+    __test__ = True
+    provider, model_type = Gemma2ForCausalLM, "gemma2"
+    changes: ClassVar = {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 9,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    }
+
+
+class TestGemma2WithoutSoftCaps(TestGemma2):
+    changes: ClassVar = {
+        **TestGemma2.changes,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }
+
+
+class TestGemma3(Small):
+    __test__ = True
+    provider, model_type = Gemma3ForCausalLM, "gemma3_text"
+    changes: ClassVar = {
+        "head_dim": 16,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "rope_theta": 5e3,
+        "rope_local_base_freq": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    }
+
+
+class TestGemma3WithLogitSoftCap(TestGemma3):
+    changes: ClassVar = {
+        "head_dim": 16,
+        "sliding_window": 9,
+        "final_logit_softcapping": 3.0,
+        "attention_bias": True,
+        "tie_word_embeddings": False,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+    }
+
+
+class TestGemma3WithImages(Small):
+    """The text model of a multimodal checkpoint."""
+
+    __test__ = True
+    provider, model_type = Gemma3ForConditionalGeneration, "gemma3"
+
+    def make_reference(self) -> Any:
+        vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+        config = AutoConfig.for_model(
+            self.model_type,
+            text_config={**SMALL, **TestGemma3.changes},
+            vision_config={**vision, "image_size": 28, "patch_size": 14},
+            mm_tokens_per_image=4,
+        )
+        return random_reference(config)
+
+
+class TestOlmo2(Small):
+    """Two of four ranks share a KV head, and the norm of all KV heads counts it once."""
+
+    __test__ = True
+    provider, model_type = Olmo2ForCausalLM, "olmo2"
+    changes: ClassVar = {"rope_theta": 5e3}
+
+
+class TestOlmo2WithBiases(TestOlmo2):
+    changes: ClassVar = {"attention_bias": True, "num_key_value_heads": 4}
+
+
+class TestOlmo3(Small):
+    __test__ = True
+    provider, model_type = Olmo3ForCausalLM, "olmo3"
+    changes: ClassVar = {
+        "num_hidden_layers": 5,
+        "sliding_window": 9,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    }
+
+
+class TestOlmo3WithRopeOfEachKind(TestOlmo3):
+    changes: ClassVar = {
+        "sliding_window": 9,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e3},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    }
+
+
+class TestGlm4(Small):
+    __test__ = True
+    provider, model_type = Glm4ForCausalLM, "glm4"
+    changes: ClassVar = {"head_dim": 16, "pad_token_id": 0}
+
+
+class TestGlm4WithoutBiases(TestGlm4):
+    changes: ClassVar = {
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "attention_bias": False,
+        "partial_rotary_factor": 0.25,
+    }
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "value"),
+    [
+        (TestMixtral, "norm_topk_prob", False),
+        (TestMixtral, "layer_types", ["full_attention"] * 3),
+        (TestMixtral, "moe_intermediate_size", 7),
+        (TestMixtral, "num_local_experts", 0),
+        (TestQwen2Moe, "num_experts", 0),
+        (TestQwen2Moe, "shared_expert_intermediate_size", 0),
+        (TestGlm4Moe, "n_group", 3),
+        (TestGlm4Moe, "n_shared_experts", 0),
+        (TestGlm4Moe, "routed_scaling_factor", "1"),
+        (TestGlm4Moe, "scoring_func", "softmax"),
+        (TestGlm4Moe, "sliding_window", 9),
+        (TestGptOss, "swiglu_alpha", 1.5),
+        (TestGptOss, "swiglu_limit", None),
+    ],
+)
+def test_other_experts_are_refused_by_the_key(architecture: type[Small], key: str, value: Any) -> None:
+    kit = architecture()
+    raw = {**kit.make_reference().config.to_dict(), "architectures": [kit.provider.__name__], key: value}
+    build = BuildContext(SingleRank(), Ops.of(CPU, torch.float32), CPU, torch.float32, NaiveMoe)
+    config = model_config(kit.provider.standard_config(raw))
+    reasons = kit.provider.unsupported(config)
+    if not reasons:
+        with pytest.raises(ModelFormatError) as raised:
+            kit.provider(config, build)
+        reasons = [str(raised.value)]
+    assert {"n_group": "num_groups=3", "num_local_experts": "num_experts"}.get(key, key) in reasons[0]
+
+
+def test_layers_for_multi_token_prediction_are_left_out() -> None:
+    class WithPrediction(TestGlm4Moe):
+        @contextmanager
+        def _saved(self) -> Iterator[Any]:
+            with super()._saved() as (reference, source):
+                yield reference, WithATensor(source, "model.layers.3.eh_proj.weight")
+
+    WithPrediction().test_logits_equal_the_reference()

@@ -139,6 +139,27 @@ class HasNoStageForItsNorm(LlamaForCausalLM):
         return *super().weights_elsewhere(), "model.norm.*"
 
 
+class AddsBeforeTheAllReduce(LlamaForCausalLM):
+    """Right with one rank: the first norm of the next stage adds them anyway."""
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        if len(args) == 5 and args[4] is not None:
+            return super().forward(*args[:4], torch.stack((args[4].sum(0), torch.zeros_like(args[4][0]))))
+        return super().forward(*args)
+
+
+class SendsItsResidualTwice(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out[1:].expand(2, -1, -1).contiguous()
+
+
+class SendsHiddenStatesAlone(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        out = super().forward(*args)
+        return out if self.stage.has_lm_head else out.sum(0)
+
+
 class ForgetsANorm(LlamaForCausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().compute_logits(hidden_states / self.model.norm.weight)
@@ -191,10 +212,12 @@ class ReducesInOneLayerItself(ForgetsAnAllReduce):
         self.model.layers[config.num_layers - 1].mlp.down_proj = down_proj
 
 
-class KeepsAWeightInFloat32(LlamaForCausalLM):
-    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        super().__init__(config, build)
-        self.model.norm.weight = torch.nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+class ReturnsHiddenStatesInFloat32(LlamaForCausalLM):
+    def forward(self, *args: Any) -> torch.Tensor:
+        return super().forward(*args).float()
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return super().compute_logits(hidden_states.to(self.model.norm.weight.dtype))
 
 
 class ScalesLogitsInFloat32(LlamaForCausalLM):
@@ -255,15 +278,15 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
     ("model", "test"),
     [
         (HalvesPositions, "test_logits_equal_the_reference"),
-        (CountsFromTheFirstPosition, "test_sequences_of_a_batch_stand_alone"),
-        (ReadsANumber, "test_nothing_is_read_on_the_host"),
-        (ReadsATruth, "test_nothing_is_read_on_the_host"),
-        (ReadsAMask, "test_nothing_is_read_on_the_host"),
-        (ReadsALength, "test_nothing_is_read_on_the_host"),
+        (CountsFromTheFirstPosition, "test_batched_sequences_are_independent"),
+        (ReadsANumber, "test_forward_reads_no_tensor_on_the_host"),
+        (ReadsATruth, "test_forward_reads_no_tensor_on_the_host"),
+        (ReadsAMask, "test_forward_reads_no_tensor_on_the_host"),
+        (ReadsALength, "test_forward_reads_no_tensor_on_the_host"),
         (IgnoresEverything, "test_unknown_tensors_are_refused"),
         (SwapsGateAndUp, "test_logits_equal_the_reference"),
         (EveryLayerIsTheFirst, "test_attention_layers_are_in_order"),
-        (EveryLayerIsTheFirst, "test_steps_equal_the_whole"),
+        (EveryLayerIsTheFirst, "test_chunked_prefill_and_decode_equal_the_reference"),
         (ForgetsTheWindow, "test_logits_equal_the_reference"),
         (ForgetsTheWindow, "test_attention_layers_are_in_order"),
         (HasAnotherDefault, "test_missing_keys_have_their_defaults"),
@@ -272,17 +295,20 @@ def test_tied_embeddings_hide_no_missing_layers() -> None:
         (CountsLayersOfTheWholeModel, "test_a_pipeline_stage_loads_its_layers"),
         (HasAnEmbeddingInEveryStage, "test_a_pipeline_stage_loads_its_layers"),
         (HasNoStageForItsNorm, "test_a_pipeline_stage_loads_its_layers"),
+        (AddsBeforeTheAllReduce, "test_pipeline_parallel_logits_equal_the_reference"),
+        (SendsItsResidualTwice, "test_pipeline_parallel_logits_equal_the_reference"),
+        (SendsHiddenStatesAlone, "test_pipeline_parallel_logits_equal_the_reference"),
         (ForgetsANorm, "test_greedy_tokens_equal_the_reference"),
         (RefusesItsConfig, "test_logits_equal_the_reference"),
-        (ForgetsAnAllReduce, "test_ranks_together_equal_one"),
-        (ReducesTwice, "test_ranks_together_equal_one"),
-        (ReducesInOneLayerItself, "test_ranks_together_equal_one"),
-        (KeepsAWeightInFloat32, "test_it_runs_in_bfloat16"),
+        (ForgetsAnAllReduce, "test_tensor_parallel_logits_equal_the_reference"),
+        (ReducesTwice, "test_tensor_parallel_logits_equal_the_reference"),
+        (ReducesInOneLayerItself, "test_tensor_parallel_logits_equal_the_reference"),
+        (ReturnsHiddenStatesInFloat32, "test_it_runs_in_bfloat16"),
         (ScalesLogitsInFloat32, "test_it_runs_in_bfloat16"),
-        (TakesTheFirstTokens, "test_hidden_states_of_some_tokens"),
-        (DropsOtherTokens, "test_hidden_states_of_some_tokens"),
-        (TakesItsOwnLogitsForAll, "test_ranks_together_equal_one"),
-        (TakesAllLogitsForItsOwn, "test_ranks_together_equal_one"),
+        (TakesTheFirstTokens, "test_logits_of_selected_tokens"),
+        (DropsOtherTokens, "test_logits_of_selected_tokens"),
+        (TakesItsOwnLogitsForAll, "test_tensor_parallel_logits_equal_the_reference"),
+        (TakesAllLogitsForItsOwn, "test_tensor_parallel_logits_equal_the_reference"),
     ],
 )
 def test_the_model_kit_notices(model: type[Model], test: str) -> None:
@@ -368,13 +394,13 @@ def test_a_right_source_passes() -> None:
 @pytest.mark.parametrize(
     ("source", "test"),
     [
-        (LosesOne, "test_every_tensor_comes_once"),
-        (RepeatsOne, "test_every_tensor_comes_once"),
+        (LosesOne, "test_each_tensor_is_listed_once"),
+        (RepeatsOne, "test_each_tensor_is_listed_once"),
         (ReadsOnlyWhole, "test_slices_are_parts_of_the_whole"),
         (ForgetsColumns, "test_slices_are_parts_of_the_whole"),
         (CanBeListedOnce, "test_tensors_can_be_listed_again"),
-        (GivesOnlyPackedWeights, "test_weights_that_nobody_takes_packed_are_dequantized"),
-        (TakesEverything, "test_it_knows_its_files_and_no_others"),
+        (GivesOnlyPackedWeights, "test_weights_are_dequantized_if_no_layer_loads_packed"),
+        (TakesEverything, "test_only_paths_of_the_format_are_supported"),
         (HasNoArchitecture, "test_config_can_be_read"),
     ],
 )

@@ -62,10 +62,13 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
     assert not alive
 
 
-def test_a_killed_rank_ends_the_launch(launch: Launch) -> None:
-    flags = {"--model": tiny_folder.llama(), "--tp": 2, "--dtype": "float32", "--ops": "torch", "--num-pages": 200}
+@pytest.mark.parametrize("parallel", ["--tp", "--pp"])
+def test_a_killed_rank_ends_the_launch(launch: Launch, parallel: str) -> None:
+    flags = {"--model": tiny_folder.llama(), parallel: 2, "--dtype": "float32", "--ops": "torch"}
+    flags["--max-seq-len-override"] = 256
     server = launch(*(str(part) for flag in flags.items() for part in flag)).wait_started()
     children = server.children()
+    assert ("layers 0 on rank 0, 1 on rank 1" in server.banner) == (parallel == "--pp")
     assert httpx.post(f"{server.url}/generate", json={"text": "w5", "max_tokens": 2}, timeout=100).status_code == 200
     children["scheduler rank 1"].kill()
     assert server.wait_ended() == 1

@@ -58,6 +58,7 @@ def test_the_banner_is_right_and_sigterm_drains_requests(start: Launch) -> None:
     assert json.loads(answer)["model"] == "tiny"
     children = server.children()
     assert children.keys() >= {"scheduler rank 0", "tokenizer 0", "api"}
+    assert "router" not in children, "one replica needs none"
     assert psutil.Process(server.process.pid).cmdline()[0] == "minisgl: launch"
     [directory] = Path(server.sockets).iterdir()
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700

@@ -50,6 +50,7 @@ def samples(client: httpx.Client) -> dict[str, float]:
         for sample in family.samples:
             labels = dict(sample.labels)
             if labels.pop("model_name", None) == "tiny":
+                assert labels.pop("replica") == "0"
                 found[sample.name + "".join(f"{{{value}}}" for value in labels.values())] = sample.value
     return found
 
@@ -207,7 +208,7 @@ from prometheus_client import REGISTRY
 from minisgl_core import LLM, SamplingParams
 with LLM({str(tiny_checkpoint)!r}, num_pages=1100) as llm:
     llm.generate("x", SamplingParams(max_tokens=3, ignore_eos=True), progress=False)
-    print(REGISTRY.get_sample_value("minisgl_generation_tokens_total", {{"model_name": llm.info.model}}))
+    print(REGISTRY.get_sample_value("minisgl_generation_tokens_total", {{"model_name": llm.info.model, "replica": "0"}}))
 """
     environ = {**os.environ, "MINISGL_METRICS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=200)

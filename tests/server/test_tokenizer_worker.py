@@ -11,9 +11,11 @@ from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredO
 from minisgl_core.protocol.messages import (
     Abort,
     Count,
+    Ended,
     EngineInfo,
     Logprob,
     Rejected,
+    ReplicaLost,
     Stop,
     Submit,
     Text,
@@ -37,7 +39,14 @@ MAX_SEQ_LEN = 64
 class Rig:
     """A worker whose two neighbours are lists."""
 
-    def __init__(self, tokenizer: Any, tool_parser: str = "auto", reasoning_parser: str | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        tool_parser: str = "auto",
+        reasoning_parser: str | None = None,
+        *,
+        has_router: bool = False,
+    ) -> None:
         """Use a short context, except for tests with tools."""
         info = EngineInfo(
             model="m",
@@ -58,7 +67,9 @@ class Rig:
         self.scheduler: list[Any] = []
         self.api: list[Any] = []
         chats = ChatFormat(tokenizer, tool_parser, reasoning_parser)
-        self.worker = TokenizerWorker(tokenizer, info, 3, self.scheduler.append, self.send, chats)
+        self.worker = TokenizerWorker(
+            tokenizer, info, 3, self.scheduler.append, self.send, chats, has_router=has_router
+        )
 
     def send(self, message: Any) -> None:
         encode(message)  # as a socket does
@@ -418,3 +429,67 @@ def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None
     grammar = rig.scheduler.pop().grammar
     tags = tuple(thinking.convert_tokens_to_ids(["</think>", "<think>"]))
     assert (grammar.after_token, grammar.free_if_begun_by) == tags, "it may answer without a thought"
+
+
+def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) -> None:
+    """It depends on whether text was sent; output of the lost engine that arrives later is dropped."""
+    rig = Rig(engine_tokenizer, has_router=True)
+    rig.submit("sent")
+    rig.submit("waits")
+    rig.submit("half a character", echo=True)
+    rig.submit("whole", is_streamed=False)
+    rig.submit("elsewhere")
+    first = {submit.request_id: submit for submit in rig.scheduler}
+    rig.output(" world", "sent")
+    rig.output(engine_tokenizer("👩")["input_ids"][:1], "half a character")
+    rig.output(" discarded", "whole")
+    [text] = rig.take()
+    assert text.request_id == "sent"
+    rig.scheduler.clear()
+    names = ["sent", "waits", "half a character", "whole", "ended"]
+    rig.worker.handle(ReplicaLost(0, names))
+    assert rig.scheduler == [first[name] for name in names[1:4]]
+    [error] = rig.take()
+    assert (error.request_id, error.kind) == ("sent", "replica_lost")
+    rig.output(" late", "waits")
+    assert rig.take() == [], "the output of the lost engine"
+    for name in ("waits", "half a character", "whole", "elsewhere"):
+        for piece, reason in ((" new", None), (" text", "length")):
+            ids = engine_tokenizer(piece)["input_ids"]
+            out = TokenOut(request_id=name, token_ids=ids, finish_reason=reason, num_prompt_tokens=1)
+            rig.worker.handle(TokenBatch([out], engine=2))
+    found: dict[str, list[Text]] = {}
+    for each in rig.take():
+        assert isinstance(each, Text)
+        found.setdefault(each.request_id, []).append(each)
+    assert {name: "".join(each.text for each in texts) for name, texts in found.items()} == dict.fromkeys(
+        ("waits", "half a character", "whole", "elsewhere"), " new text"
+    )
+    assert found["half a character"][0].prompt_text == "Hello"
+    assert [len(found[name]) for name in ("waits", "whole")] == [2, 1]
+    assert found["whole"][0].token_ids == engine_tokenizer(" new text")["input_ids"]
+    ended = [name for message in rig.scheduler[3:] for name in message.request_ids if isinstance(message, Ended)]
+    assert ended == ["waits", "half a character", "whole", "elsewhere"]
+    assert rig.worker.num_requests == len(rig.worker._retries) == 0
+
+
+def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:
+    """The parts of an output that is returned at once are those that a stream returns."""
+    text = 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    tools = ToolUse(tools=[{"type": "function", "function": {"name": "f"}}])
+    results = []
+    for is_streamed in (True, False):
+        rig = Rig(engine_tokenizer, "hermes", has_router=True)
+        chat = [{"role": "user", "content": "Hi"}]
+        rig.submit(text=None, messages=chat, tools=tools, is_streamed=is_streamed)
+        ids = engine_tokenizer(text)["input_ids"]
+        for token in ids[:-1]:
+            rig.output([token])
+        rig.output(ids[-1:], finish_reason="stop")
+        pieces = rig.take()
+        assert (len(pieces) == 1) is not is_streamed
+        calls = [call for piece in pieces for call in piece.tool_calls]
+        names = [call.name for call in calls if call.name]
+        results.append(("".join(piece.text for piece in pieces), names, "".join(call.arguments for call in calls)))
+    assert results[0] == results[1]
+    assert results[0][1] == ["f"]

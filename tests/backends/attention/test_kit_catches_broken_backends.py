@@ -467,6 +467,13 @@ class RotatesAllByTheFirstPosition(RotatesDecodesItself):
         return super().attend_rotating(q, k, v, layer, first, plan)
 
 
+class RotatesAllLayersAlike(RotatesDecodesItself):
+    def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
+        if layer.index == 0:
+            self.first = rotation
+        return super().attend_rotating(q, k, v, layer, self.first, plan)
+
+
 class StoresUnrotatedKeys(RotatesDecodesItself):
     def attend_rotating(self, q, k, v, layer, rotation, plan) -> torch.Tensor:
         return self.forward(RotaryOps(q.device, q.dtype).rotate(q, k, rotation)[0], k, v, layer, plan)
@@ -626,9 +633,9 @@ def test_layers_beyond_the_spec_are_never_run(layer: AttentionLayer, reason: str
 
 def test_references_refuse_a_layer_that_they_do_not_know() -> None:
     x = torch.zeros(1, 2, 4)
-    with pytest.raises(AssertionError, match=r"do not know \['tilt'\]"):
+    with pytest.raises(AssertionError, match=r"the fields \['tilt'\]"):
         DenseAttention()(x, x, x, TiltedLayer(0, 0.1))
-    with pytest.raises(AssertionError, match=r"do not know \['tilt'\]"):
+    with pytest.raises(AssertionError, match=r"the fields \['tilt'\]"):
         dense_attention(x, x, x, TiltedLayer(0, 0.1))
 
 

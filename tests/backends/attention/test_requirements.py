@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch
 from minisgl_backends.attention.flash_backend import FlashAttention
 from minisgl_backends.attention.flash_versions import VERSIONS
 from minisgl_backends.attention.flashinfer_backend import FlashInferAttention
+from minisgl_backends.attention.hopper_backend import HopperAttention
 from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_backends.attention.trtllm_backend import TrtllmAttention
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec
@@ -61,6 +63,24 @@ def test_unsupported_dtypes_and_head_dims_are_named(backend: type[AttentionBacke
         new = [reason for reason in backend.unsupported(replace(SPEC, **change)) if reason not in base]
         assert len(new) == len(said), new
         assert all(word in reason for word, reason in zip(said, new, strict=True)), new
+
+
+FIELDS: dict[str, tuple[dict[str, Any], str, list[type[AttentionBackend]]]] = {
+    "window": ({"sliding_windows": (8,)}, "no sliding windows", BACKENDS),
+    "soft cap": ({"soft_caps": (30.0,)}, "no soft cap", [FlashInferAttention, TritonAttention]),
+    "sinks": ({"has_sinks": True}, "no attention sinks", [TritonAttention]),
+    "value head": ({"value_head_dim": 32}, "not 32", []),
+}
+"""Change of a spec, the reason against it, and the backends that support it."""
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, HopperAttention])
+@pytest.mark.usefixtures("hopper")
+def test_fields_of_layers_are_supported_or_refused(backend: type[AttentionBackend], field: str) -> None:
+    change, said, supporting = FIELDS[field]
+    reasons = backend.capabilities.missing(replace(SPEC, **change))
+    assert [said in reason for reason in reasons] == ([] if backend in supporting else [True])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

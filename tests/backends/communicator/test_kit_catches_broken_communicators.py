@@ -185,7 +185,7 @@ def test_the_kit_reports_what_fails_in_a_rank() -> None:
         raises_on_timeout = False
 
     (error,) = failures(Kit()).values()
-    assert "check_gathers" in str(error)
+    assert "check_all_gather" in str(error)
 
 
 class DiesWithALongText(TorchCommunicator):
@@ -201,5 +201,5 @@ def test_a_failing_checks_name_is_never_cut_off() -> None:
         raises_on_timeout = False
 
     (error,) = failures(Kit()).values()
-    assert "rank 0 failed in check_gathers, 2 ranks: " in str(error)
-    assert "rank 1 failed in check_gathers, 2 ranks: " in str(error)
+    assert "rank 0 failed in check_all_gather, 2 ranks: " in str(error)
+    assert "rank 1 failed in check_all_gather, 2 ranks: " in str(error)

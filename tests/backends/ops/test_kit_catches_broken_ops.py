@@ -524,7 +524,7 @@ def test_only_the_roles_of_a_provider_are_tested() -> None:
 
     TestNorms().test_rms_norm()
     for role, test in {
-        "LinearOps": partial(TestNorms().test_gemms, False),
+        "LinearOps": partial(TestNorms().test_gemms, False, False),
         "RotaryOps": partial(TestNorms().test_rotation, (3, 2, 80, 20), False),
         "SamplingOps": TestNorms().test_argmax,
         "StepOps": partial(TestNorms().test_scatter, 1),

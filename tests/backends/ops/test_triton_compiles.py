@@ -60,11 +60,15 @@ pool = dict.fromkeys(("k_pages", "v_pages", "k_pool", "v_pool"), "*fp8e4nv") | s
 tables = dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles", "arrived"), "*i32")
 kinds = pool | tables | dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"part": "*fp32", "part_lse": "*fp32"}
 compiled(_store_kv, kinds | {"slots": "*i64"}, {"D": 80, "D_BLOCK": 128, "H_BLOCK": 8})
-common = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
+sizes = {"G": 2, "D": 128, "PAGE_SIZE": 16, "WIDEN": False}
 of_decode = {"WINDOW": 0, "G_BLOCK": 16, "KEYS": 64, "R_BLOCK": 256, "LEAST": 2}
-for pairs in (False, True):
-    compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": pairs}, num_warps=4, num_stages=5)
-compiled(_prefill, dict(kinds), common | {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}, num_warps=8, num_stages=2)
+of_prefill = {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}
+for soft_cap, has_sinks in ((0.0, False), (30.0, True)):
+    common = sizes | {"SOFT_CAP": soft_cap} | ({} if has_sinks else {"sinks": None})
+    kinds |= {"sinks": "*bf16"} if has_sinks else {}
+    for pairs in (False, True):
+        compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": pairs}, num_warps=4, num_stages=5)
+    compiled(_prefill, dict(kinds), common | of_prefill, num_warps=8, num_stages=2)
 
 # Products in float8.
 kinds = {"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"}
@@ -99,6 +103,7 @@ kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*fp32") | dict.fromke
 kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "cu_seqlens_q", "tiles"), "*i32")
 pairs, keys = prefill_tile(256, torch.float32)
 constants = {"G": 4, "D": 256, "PAGE_SIZE": 16, "WIDEN": False, "WINDOW": 0, "M_BLOCK": pairs, "N_BLOCK": keys}
+constants |= {"SOFT_CAP": 50.0, "sinks": None}
 signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _prefill.arg_names}
 aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(_prefill.arg_names) if signature[name][0] == "*"}
 for capability in (89, 120):

@@ -75,7 +75,7 @@ def test_matrices_of_odd_sizes_stay_as_they_are(caplog: pytest.LogCaptureFixture
     provider = Fp8(spec(torch.float32, "cpu"), Ops.of(CPU, torch.float32))
     weight, x = torch.randn(24, 40), torch.randn(3, 40)
     torch.testing.assert_close(linear(provider, {"weight": weight}, (24, 40))(x), x @ weight.T)
-    assert "q, 24 by 40 on this rank, stays as it is: fp8 takes multiples of 16" in caplog.text
+    assert "q is not quantized: on this rank it is 24 by 40, and fp8 needs multiples of 16" in caplog.text
 
 
 class Noted(LinearOps):

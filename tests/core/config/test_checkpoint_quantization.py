@@ -86,14 +86,20 @@ def test_where_it_is_read_from() -> None:
     [
         ({"bits": 4}, "has no quant_method"),
         ("fp8", "has no quant_method"),
-        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "modules_to_not_convert is no list of names"),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": "lm_head"},
+            "modules_to_not_convert must be a list of names",
+        ),
         (
             {"quant_method": "fp8", "modules_to_not_convert": ["a("]},
-            "modules_to_not_convert holds no regular expression",
+            "modules_to_not_convert has an invalid regular expression",
         ),
-        ({"quant_method": "compressed-tensors", "ignore": [3]}, "ignore is no list of names"),
-        ({"quant_method": "compressed-tensors", "config_groups": [3]}, "config_groups is no mapping"),
-        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}}, "weights that are no mapping"),
+        ({"quant_method": "compressed-tensors", "ignore": [3]}, "ignore must be a list of names"),
+        ({"quant_method": "compressed-tensors", "config_groups": [3]}, "config_groups must map"),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": 3}}},
+            "weights of a group must be a mapping",
+        ),
     ],
 )
 def test_what_cannot_be_read(config: Any, message: str) -> None:
@@ -106,5 +112,5 @@ def test_sizes_of_blocks() -> None:
     assert block_shape({"weight_block_size": [128, 64]}) == (128, 64)
     assert block_shape({"block_structure": [128, 128], "strategy": "block"}) == (128, 128)
     for wrong in ([128], [0, 128], "128x128", [1.5, 2]):
-        with pytest.raises(ModelFormatError, match="not of rows and columns above 0"):
+        with pytest.raises(ModelFormatError, match="which must be two integers above 0"):
             block_shape({"weight_block_size": wrong})

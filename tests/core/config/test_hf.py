@@ -136,9 +136,20 @@ def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
     assert gemma3.hidden_act == "gelu_pytorch_tanh", "Gemma 2 and 3 have another key"
     long = read("Phi3ForCausalLM", rope_theta=5e4, rope_scaling={"rope_type": "su", "short_factor": [1.0]})
     assert (long.rope.kind, long.rope.theta, long.max_position) == ("su", 5e4, 1024)
-    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
-    gemma3 = read("Gemma3ForCausalLM", rope_parameters=kinds)
-    assert (gemma3.rope.kind, gemma3.rope.rotary_dim, gemma3.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+    kinds = {"full_attention": {"rope_theta": 1e6}, "chunked_attention": {"rope_theta": 1e4}}
+    other = read("OtherForCausalLM", rope_parameters=kinds)
+    assert (other.rope.kind, other.rope.rotary_dim, other.raw["rope_parameters"]) == ("per_layer", 8, kinds)
+
+
+def test_layers_with_a_window_have_a_rope_of_their_own() -> None:
+    """The context is the scaled one where the config has a rope per kind of layer."""
+    full = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+    config = read(rope_parameters={"full_attention": full, "sliding_attention": {"rope_theta": 1e4}})
+    assert (config.rope.kind, config.rope.theta, config.rope.factor) == ("linear", 1e6, 8.0)
+    assert (config.sliding_rope.kind, config.sliding_rope.theta) == ("default", 1e4)
+    assert config.max_position == 1024
+    assert read(rope_parameters=full).sliding_rope is None
+    assert read(rope_parameters=full).max_position == 8192
 
 
 @pytest.mark.parametrize("is_own_key", [False, True])
@@ -156,12 +167,12 @@ def test_longrope(is_own_key: bool) -> None:
 
 
 def test_attention_beyond_llamas_is_read() -> None:
-    gemma = read(attn_logit_softcapping=50.0, v_head_dim=16, attention_sinks=True)
+    gemma = read("OtherForCausalLM", attn_logit_softcapping=50.0, v_head_dim=16, attention_sinks=True)
     assert (gemma.soft_cap, gemma.value_head_dim, gemma.has_sinks) == (50.0, 16, True)
     plain = read(attn_logit_softcapping=None)
     assert (plain.soft_cap, plain.value_head_dim, plain.has_sinks) == (None, None, False)
     with pytest.raises(ModelFormatError, match="attn_logit_softcapping=-1 is not above 0"):
-        read(attn_logit_softcapping=-1)
+        read("OtherForCausalLM", attn_logit_softcapping=-1)
 
 
 def test_experts() -> None:
@@ -180,8 +191,36 @@ def test_experts() -> None:
 
 
 def test_part_of_a_head_may_rotate() -> None:
-    assert read(head_dim=32, partial_rotary_factor=0.5).rope.rotary_dim == 16
-    assert read(head_dim=32, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}).rope.rotary_dim == 8
+    def rotary_dim(**changes: Any) -> int:
+        return read("OtherForCausalLM", head_dim=32, **changes).rope.rotary_dim
+
+    assert rotary_dim(partial_rotary_factor=0.5) == 16
+    assert rotary_dim(rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 0.25}) == 8
+
+
+def test_yarn_beside_the_parameters_of_transformers_5() -> None:
+    """transformers takes rope_scaling alone; what else rope_parameters has must not get lost."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    alone = read(rope_scaling=yarn)
+    assert read(rope_scaling=yarn, rope_parameters={"rope_type": "default", "rope_theta": 1e4}) == alone
+    assert read(rope_scaling=yarn, rope_parameters={"rope_theta": 1e4, **yarn}) == alone
+    theta = read(rope_theta=1e6, rope_scaling=yarn, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    assert (theta.rope.kind, theta.rope.theta) == ("yarn", 1e6)
+    with pytest.raises(ModelFormatError, match=r"rope_theta=1000000\.0 and rope_scaling has rope_theta=10000\.0"):
+        read(rope_scaling=yarn, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    with pytest.raises(ModelFormatError, match=r"factor=2\.0 and rope_scaling has factor=4\.0"):
+        read(rope_scaling=yarn, rope_parameters={**yarn, "factor": 2.0})
+
+
+def test_the_original_context_beside_the_rope_settings_counts() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    assert read(rope_scaling=yarn, original_max_position_embeddings=256).rope.original_max_position == 256
+    assert read(rope_scaling={**yarn, "rope_type": "dynamic"}).rope.original_max_position == 1024
+
+
+def test_dynamic_ntk_ends_at_the_unscaled_context() -> None:
+    config = read(rope_scaling={"rope_type": "dynamic", "factor": 4.0})
+    assert (config.rope.kind, config.max_position) == ("dynamic", 1024)
 
 
 @pytest.mark.parametrize(
@@ -210,12 +249,29 @@ def test_part_of_a_head_may_rotate() -> None:
         ({"rope_parameters": {"rope_type": "yarn", "factor": 2, "rope_theta": 1}}, "rope_theta=1 is not above 1"),
         ({"rope_theta": 0}, "config: rope_theta=0 is not above 1"),
         (
-            {"head_dim": 2, "rope_scaling": {"rope_type": "dynamic", "factor": 2}},
-            "2 rotary dimensions; their number must be",
+            {"architectures": ["OtherForCausalLM"], "head_dim": 8, "partial_rotary_factor": 0.4},
+            "3 rotary dimensions; their number must be",
         ),
         ({"layer_types": ["full_attention"]}, "layer_types must have"),
         ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is not set or use_sliding_window is false"),
-        ({"sliding_window": 8, "use_sliding_window": 1}, "use_sliding_window=1 is neither true nor false"),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "sliding_window": 8, "use_sliding_window": 1},
+            "use_sliding_window=1 is neither true nor false",
+        ),
+        ({"is_causal": False}, "is_causal=False is not supported by LlamaForCausalLM; it supports true only"),
+        ({"sliding_window": 8, "use_sliding_window": True}, "use_sliding_window=True is not supported"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor=0.5"),
+        ({"v_head_dim": 4}, "v_head_dim=4 is not supported by LlamaForCausalLM; remove the key"),
+        (
+            {
+                "architectures": ["Qwen3MoeForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            "contradicts sliding_window=8, which Qwen3MoeForCausalLM has in all layers",
+        ),
         ({"num_experts": 4}, "num_experts_per_tok is missing"),
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is greater than num_experts=4"),
         ({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 0}, "moe_intermediate_size=0"),

@@ -74,8 +74,8 @@ def test_nothing_is_left_open() -> None:
     for hardware in (H200, LAPTOP):
         flat = choose(hardware).config.flat()
         left = [name for name, value in flat.items() if value == AUTO]
-        assert left == ["cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
-            "a model without experts, one rank, graphs asked later"
+        assert left == ["model_impl", "cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens", "moe", "communicator"], (
+            "chosen with the checkpoint, graphs asked later, a model without experts, one rank"
         )
 
 
@@ -151,6 +151,10 @@ def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
         ({"ops": "triton,torch"}, "--ops"),
         ({"tp": 3}, "--tp"),
         ({"tp": 8}, "--tp"),
+        ({"pp": 3}, "--pp"),
+        ({"tp": 4, "pp": 2}, "--pp"),
+        ({"pp": 2, "communicator": "torch,torch,torch"}, "--communicator"),
+        ({"pp": 2, "communicator": "torch,"}, "--communicator"),
         ({"max_seq_len_override": 513}, "--max-seq-len-override"),
     ],
 )
@@ -158,6 +162,37 @@ def test_options_that_do_not_fit_are_named(options: dict[str, Any], name: str) -
     with pytest.raises(InvalidValueError) as caught:
         choose(H200, **options)
     assert caught.value.name == name
+
+
+def test_a_context_beyond_that_of_dynamic_ntk_says_why() -> None:
+    dynamic = model_config({**MODEL.raw, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}})
+    with pytest.raises(
+        InvalidValueError, match="at most 512, the model's context; the engine does not scale dynamic NTK"
+    ):
+        choose(H200, model=dynamic, max_seq_len_override=513)
+
+
+def test_stages_may_have_another_communicator_than_their_ranks() -> None:
+    def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
+        if kind != "communicator":
+            return []
+        return ["not for messages alone"] if name == "oneshot" and spec[0].only_messages else []
+
+    def chosen(**options: Any) -> tuple[str, str]:
+        config = EngineConfig.from_flat(**options)
+        installed = {**INSTALLED, "communicator": {"oneshot", "torch"}}
+        resolved = resolve(config, H200, MODEL, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
+        again = resolve(resolved.config, H200, MODEL, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
+        assert again.config == resolved.config
+        reasons = {choice.what: choice.reason for choice in resolved.choices}
+        return resolved.config.backends.communicator, reasons.get("pp", "")
+
+    assert chosen(tp=2) == ("oneshot", "")
+    assert chosen(pp=2) == ("torch", "layers 0 on rank 0, 1 on rank 1")
+    assert chosen(tp=2, pp=2) == ("oneshot,torch", "layers 0 on ranks 0-1, 1 on ranks 2-3")
+    assert chosen(tp=2, pp=2, communicator="torch")[0] == "torch"
+    with pytest.raises(ProviderUnsupportedError, match="not for messages alone"):
+        chosen(tp=2, pp=2, communicator="oneshot")
 
 
 def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
@@ -188,7 +223,7 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
         reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
-        assert "the checkpoint's are fp8, and become --dtype" in reason
+        assert "the checkpoint's weights are fp8, and are dequantized to --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))

@@ -17,7 +17,8 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.engine.build import build_engine, open_checkpoint
+from minisgl_core.engine.build import build_engine
+from minisgl_core.engine.checkpoint import model_provider, open_checkpoint
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError, ProviderNotFoundError
 from minisgl_core.layers import Attention
 from minisgl_core.plugins.hooks import Hooks
@@ -45,8 +46,18 @@ def with_config(folder: Path, **changes: Any) -> EngineConfig:
 
 def test_an_architecture_without_a_provider_is_named_whatever_its_config_has(tmp_path: Path) -> None:
     config = with_config(tmp_path, architectures=["GPT2LMHeadModel"], hidden_size=..., num_hidden_layers=...)
+    config = config.with_flat(model_impl="minisgl")
     with pytest.raises(ProviderNotFoundError, match=r"no model is called 'GPT2LMHeadModel' \(installed: .*Llama"):
         open_checkpoint(config, tiny.registry())
+
+
+def test_auto_falls_back_to_transformers_where_no_provider_is_installed() -> None:
+    registry = tiny.registry()
+    assert model_provider("auto", "LlamaForCausalLM", registry) == ("LlamaForCausalLM", "")
+    assert model_provider("transformers", "LlamaForCausalLM", registry) == ("transformers", "set by the user")
+    assert model_provider("minisgl", "GPT2LMHeadModel", registry) == ("GPT2LMHeadModel", "")
+    name, reason = model_provider("auto", "GPT2LMHeadModel", registry)
+    assert (name, reason.partition(";")[0]) == ("transformers", "no provider is installed for GPT2LMHeadModel")
 
 
 def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
@@ -64,7 +75,7 @@ def test_a_model_translates_the_keys_of_its_config(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-        ({"attn_logit_softcapping": 50.0}, "soft cap of 50, and no attention layer has it"),
+        ({"attn_logit_softcapping": 50.0}, "soft cap of 50 .attn_logit_softcapping., and no attention layer has it"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "the rotary embedding is of the kind per_layer"),
         (
             {"rope_parameters": {"rope_type": "su", "rope_theta": 1e4}},
@@ -104,7 +115,7 @@ def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
     entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
     registry = Registry([*entries, Entry("models", "Capped", f"{__name__}:CappedLlama", "own", "1")])
     built = build_engine(config.with_flat(num_pages=50, max_seq_len_override=48), registry, Hooks(), progress=False)
-    assert type(built.engine.attention) is TorchAttention
+    assert built.engine.attention.capabilities.soft_cap
     loop, prompt = make_loop(built, registry, Hooks(), []), (5, 9, 3, 7, 11)
     tiny.submit(loop, "r", prompt, SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True))
     ids, model = list(prompt), built.engine.model
@@ -186,3 +197,29 @@ def test_a_start_that_fails_closes_what_it_joined(
         build_engine(config, registry, Hooks(), progress=False, joined=joined.append)
     [communicator] = joined
     assert communicator.calls == ["abort", "close"]
+
+
+@pytest.mark.parametrize("is_equal", [False, True])
+def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path: Path) -> None:
+    """As in transformers, which ties the two only if the checkpoint has no other LM head."""
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    reference = tiny.reference_model()
+    weights = dict(reference.state_dict())
+    embedding = weights.pop("model.embed_tokens.weight")
+    if is_equal:
+        weights["lm_head.weight"] = embedding.clone()
+    raw = json.loads((tiny.checkpoint() / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    save_file({"model.embed_tokens.weight": embedding}, tmp_path / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(weights, tmp_path / "model-2.safetensors", metadata={"format": "pt"})
+    files = dict.fromkeys(weights, "model-2.safetensors") | {"model.embed_tokens.weight": "model-1.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    config = EngineConfig.from_flat(model=str(tmp_path), platform="cpu", ops="torch", dtype="float32")
+    built = build_engine(config, tiny.registry(), Hooks(), progress=False)
+    assert built.checkpoint.config.tie_embeddings == is_equal
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    hidden = torch.randn(3, 24)
+    logits = built.engine.model.compute_logits(hidden)
+    assert torch.allclose(logits, loaded.lm_head(hidden), atol=1e-5)

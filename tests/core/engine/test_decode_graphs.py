@@ -1,4 +1,4 @@
-"""Recorded decodes give the tokens of others, whatever else was asked for, and whatever ran in the same buffers before."""
+"""Captured decode steps give the tokens of eager ones, for all sampling parameters, after any other step in their buffers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
 @pytest.mark.parametrize(
     "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
 )
-def test_tokens_are_those_of_steps_that_are_not_recorded(
+def test_tokens_are_those_of_steps_that_are_not_captured(
     engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], cache: str, overlap: bool
 ) -> None:
     wanted = outputs(kinds, options, cache=cache, overlap=False)
@@ -200,7 +200,7 @@ def masking(step: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("kinds", [("greedy",) * 6, tuple(SAMPLINGS)], ids=["greedy", "all"])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_masks_hold_in_recorded_decodes(
+def test_masks_hold_in_captured_decodes(
     engine: Engine, options: dict[str, Any], kinds: tuple[str, ...], overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Engine, "begin", with_masks(Engine.begin))
@@ -240,11 +240,11 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
     monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
     with recorded(engine, SIZES[-1:]):
-        num_recorded = group.num_gathered
+        num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
     assert tokens == wanted[0]
     assert logprobs == pytest.approx(wanted[1], abs=1e-4)
-    assert (group.num_gathered > num_recorded) == (set(kinds) != {"random"}), "none is gathered for nothing"
+    assert (group.num_gathered > num_before) == (set(kinds) != {"random"}), "none is gathered for nothing"
 
 
 def test_every_size_runs_with_new_pages_and_without(

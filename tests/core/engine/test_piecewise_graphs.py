@@ -157,12 +157,12 @@ def test_padding_is_made_of_numbers(engine: Engine, monkeypatch: pytest.MonkeyPa
     run, filled = PiecewiseGraphs.run, set()
 
     def run_after_nans(self: PiecewiseGraphs, inputs: Any) -> torch.Tensor:
-        for recorded in self._recorded.values():
-            for call in recorded.calls:
+        for captured in self._captured.values():
+            for call in captured.calls:
                 call.out.fill_(torch.nan)
         hidden, count = run(self, inputs), len(inputs.input_ids)
         size = min(size for size in SIZES if size >= count)
-        assert self._recorded[size].hidden.isfinite().all()
+        assert self._captured[size].hidden.isfinite().all()
         filled.add(count < size)
         return hidden
 

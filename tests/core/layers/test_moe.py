@@ -221,8 +221,8 @@ class PlainMoe(TorchMoe):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"activation": "gelu_tanh"}, "it has the activations silu, not gelu_tanh"),
-        ({"bias": True}, "it has no biases of experts"),
+        ({"activation": "gelu_tanh"}, "it supports the activations silu, not gelu_tanh"),
+        ({"bias": True}, "it does not support biases of experts"),
         ({"swiglu_limit": 7.0}, "swiglu_limit=7.0"),
     ],
 )

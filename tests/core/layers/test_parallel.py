@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.contracts.communicator import AddNorm, Communicator, SingleRank
-from minisgl_core.contracts.layer import Layer, prepare_all
+from minisgl_core.contracts.layer import Layer, Targets, prepare_all
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops, TorchOps
 from minisgl_core.contracts.ops.norm import silu_and_mul
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.layers import (
     Attention,
@@ -371,6 +373,46 @@ def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
         x = torch.eye(5)
         assert torch.equal(single.forward(x), fused.forward(x))
         assert single.forward(x).any()
+
+
+class KeepsTheStoredOrder(Quantization):
+    """Weights whose rows cannot be moved, as those of a packed format."""
+
+    class Method(LinearMethod):
+        def __init__(self, spec: LinearSpec, plain: LinearMethod) -> None:
+            super().__init__(spec)
+            self.plain = plain
+
+        def targets(self) -> Targets:
+            return self.plain.targets()
+
+        def prepare(self) -> LinearOp:
+            return self.plain.prepare()
+
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        return self.Method(spec, super().linear(spec))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_interleaved_dimensions_of_q_and_k_become_halves(tp_size: int, is_packed: bool) -> None:
+    """Only the 4 rotated dimensions of 6 move; v stays in place."""
+    rows = torch.arange(24.0).view(4, 6)
+    for rank in range(tp_size):
+        build = build_for(OfRank(rank, tp_size))
+        if is_packed:
+            spec = QuantizationSpec(build.dtype, build.device)
+            build = replace(build, quantization=KeepsTheStoredOrder(spec, build.ops))
+        layer = QKVParallelLinear(1, 6, 4, 2, build, bias=True, interleaved_dim=4)
+        for name, target in layer.weight_targets("qkv_proj", QKV):
+            stored = rows[: 4 if "q_proj" in name else 2].reshape(-1)
+            target.destination.copy_((stored[:, None] if "weight" in name else 100 * stored)[target.index])
+        layer.prepare()
+        q, k, v = layer.heads(torch.ones(1, 1))
+        halves, q_heads, kv_heads = [0, 2, 1, 3, 4, 5], 4 // tp_size, 2 // tp_size
+        assert torch.equal(q[0], 101 * rows[rank * q_heads :][:q_heads, halves])
+        assert torch.equal(k[0], 101 * rows[rank * kv_heads :][:kv_heads, halves])
+        assert torch.equal(v[0], 101 * rows[rank * kv_heads :][:kv_heads])
 
 
 def test_an_error_on_one_rank_ends_all() -> None:

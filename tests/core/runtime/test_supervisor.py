@@ -157,7 +157,7 @@ def test_children_of_a_killed_parent_end_and_remove_the_directory(tmp_path: Path
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     pid_file = tmp_path / "pids"
-    parent = subprocess.Popen([sys.executable, HERE / "children.py", pid_file, sockets])
+    parent = subprocess.Popen([sys.executable, HERE.parent / "children.py", pid_file, sockets])
     try:
         while not pid_file.exists() or len(pid_file.read_text().split()) < 2:
             assert parent.poll() is None

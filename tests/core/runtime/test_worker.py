@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,14 @@ import tiny
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.executor import RankPlacement
+from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.profile_batch import profile_batch
+from minisgl_core.engine.step import PendingStep
+from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.messages import Abort, Ready, Stop, Submit
 from minisgl_core.runtime import worker
-from minisgl_core.runtime.ipc import IpcAddresses, Sender
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 
 CONFIG = EngineConfig.from_flat(
@@ -57,6 +63,44 @@ def test_a_rank_that_fails_waits_for_nobody(ends: list[str], monkeypatch: pytest
     with pytest.raises(RuntimeError, match="by and by"):
         run([])
     assert ends == ["stop the others", "abort"]
+
+
+@contextmanager
+def stage() -> Iterator[tuple[BuiltEngine, Receiver[Any], Sender, str, str]]:
+    """An engine as the last pipeline stage has it: its queue, a sender to that, and the addresses of it and of rank 0."""
+    with IpcAddresses.create() as endpoints:
+        own, rank0 = (f"ipc://{endpoints.directory}/rank-{rank}" for rank in (1, 0))
+        with Receiver[Any](own, worker.FromRank0) as inbox, Sender(own) as sender:
+            yield build_engine(CONFIG, tiny.registry(), Hooks(), progress=False), inbox, sender, own, rank0
+
+
+def test_the_last_stage_sends_each_result_to_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, result = [], PendingStep.result
+    monkeypatch.setattr(PendingStep, "result", lambda self: (expected.append(result(self)), expected[-1])[1])
+    plans = [profile_batch(2, num_tokens, 8, tiny.VOCAB_SIZE) for num_tokens in (4, 9)]
+    with stage() as (built, inbox, sender, own, rank0), Receiver[Any](rank0, worker.FromLastStage) as results:
+        for plan in (*plans, Stop()):
+            sender.send(plan)
+        worker.follow_stage(built, inbox, own, rank0)
+        assert len(expected) == len(plans)
+        for right in expected:
+            found = results.receive()
+            assert found.tokens.tolist() == right.tokens.tolist()
+            assert (found.logprobs, found.prompt_logprobs) == (right.logprobs, right.prompt_logprobs)
+            assert len(found.prompt_logprobs[0]) > 0
+
+
+def test_a_step_that_fails_later_ends_the_rank_with_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 waits for the result, so no further plan would wake this rank."""
+
+    def fail(pending: PendingStep) -> None:
+        raise RuntimeError("the device failed")
+
+    with stage() as (built, inbox, sender, own, rank0):
+        monkeypatch.setattr(PendingStep, "result", fail)
+        sender.send(profile_batch(2, 4, 8, tiny.VOCAB_SIZE))
+        with pytest.raises(RuntimeError, match="the device failed"):
+            worker.follow_stage(built, inbox, own, rank0)
 
 
 class Backlog:

@@ -33,14 +33,14 @@ class TestLongestOutputFirst(PolicyTests):
 def test_first_come_first_served() -> None:
     queue = Queue(50, 3, seed=1)
     assert list(queue.ordered_by(FirstComeFirstServed())) == queue.waiting
-    assert not queue.asked
+    assert not queue.num_calls
 
 
 def test_longest_prefix_first_among_those_that_it_looks_at() -> None:
     queue = Queue(500, 1, seed=2)
     found = queue.ordered_by(LongestPrefixMatch())
     window = LongestPrefixMatch.window
-    assert set(queue.asked) == {request.arrival for request in queue.waiting[:window]}
+    assert set(queue.num_calls) == {request.arrival for request in queue.waiting[:window]}
     cached = [queue.num_cached(request) for request in found]
     assert cached[:window] == sorted(cached[:window], reverse=True)
     assert list(found[window:]) == queue.waiting[window:]
@@ -53,7 +53,7 @@ def test_longest_output_first_and_the_older_of_equals() -> None:
         if one.priority == next_one.priority:
             assert one.max_tokens_left >= next_one.max_tokens_left
             assert one.max_tokens_left > next_one.max_tokens_left or one.arrival < next_one.arrival
-    assert not queue.asked
+    assert not queue.num_calls
 
 
 class LeavesOneOut(Policy):
@@ -97,12 +97,12 @@ class ComparesByTheCache(Policy):
 @pytest.mark.parametrize(
     ("broken", "caught_by"),
     [
-        (LeavesOneOut, "test_orders_all_that_wait"),
-        (TakesOneTwice, "test_orders_all_that_wait"),
+        (LeavesOneOut, "test_order_has_each_waiting_request_once"),
+        (TakesOneTwice, "test_order_has_each_waiting_request_once"),
         (ForgetsPriorities, "test_lower_priorities_run_first"),
-        (ThrowsDice, "test_is_the_same_every_time"),
-        (RemembersCalls, "test_is_the_same_every_time"),
-        (ComparesByTheCache, "test_asks_about_a_request_once"),
+        (ThrowsDice, "test_order_is_deterministic"),
+        (RemembersCalls, "test_order_is_deterministic"),
+        (ComparesByTheCache, "test_num_cached_is_called_once_per_request"),
     ],
 )
 def test_the_kit_catches_broken_policies(broken: type[Policy], caught_by: str) -> None:

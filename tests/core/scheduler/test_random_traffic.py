@@ -82,14 +82,24 @@ class Traffic(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 4, 16]),
         cache=st.sampled_from(["radix", "takes a page a time", "naive"]),
         overlap=st.booleans(),
+        pp=st.sampled_from([1, 1, 2, 3]),
         policy=st.sampled_from(["fcfs", "longest-output-first", "lpm"]),
         max_running=st.integers(1, 6),
         max_prefill=st.sampled_from([1, 3, 8, 64]),
         slack=st.integers(0, 3),
     )
     def start(
-        self, page_size: int, cache: str, overlap: bool, policy: str, max_running: int, max_prefill: int, slack: int
+        self,
+        page_size: int,
+        cache: str,
+        overlap: bool,
+        pp: int,
+        policy: str,
+        max_running: int,
+        max_prefill: int,
+        slack: int,
     ) -> None:
+        """With `pp`, as many steps are in flight as with that many stages, although one rank computes them all."""
         # As tight as it gets: one longest sequence fits, and little more.
         num_pages = -(-tiny.MAX_SEQ_LEN // page_size) + 1 + slack
         self.loop = tiny.new_loop(
@@ -97,6 +107,7 @@ class Traffic(RuleBasedStateMachine):
             num_pages=num_pages,
             cache="naive" if cache == "naive" else "radix",
             disable_overlap=not overlap,
+            pp=pp,
             policy=policy,
             max_running_requests=max_running,
             max_prefill_length=max_prefill,

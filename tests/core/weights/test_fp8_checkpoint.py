@@ -20,7 +20,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.testing.references import DenseAttention
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
-from minisgl_core.weights.fp8_checkpoint import unreadable
+from minisgl_core.weights.fp8_checkpoint import reasons_not_to_read
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 
 BLOCK = (16, 32)
@@ -139,14 +139,14 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     tensors = load_file(plain / "model.safetensors")
     folder = write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, tensors)
     assert SafetensorsWeights.unsupported(folder) == []
-    [reason] = unreadable(SafetensorsWeights(folder).config)
+    [reason] = reasons_not_to_read(SafetensorsWeights(folder).config)
     assert "quant_method 'awq'" in reason
-    assert "fp8 and compressed-tensors are dequantized" in reason
+    assert "only fp8 and compressed-tensors are supported" in reason
     with pytest.raises(ModelFormatError, match=r"awq.*--quantization NAME"):
         build_engine(EngineConfig.from_flat(model=str(folder)), Registry.from_environment(), Hooks(), progress=False)
     group = {"weights": {"type": "int", "num_bits": 4}}
     write(plain, tmp_path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, tensors)
-    assert "int of 4 bits, of which float of 8 bits" in unreadable(SafetensorsWeights(folder).config)[0]
+    assert "type 'int', num_bits 4; only type 'float'" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
 
 
 def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> None:
@@ -156,7 +156,9 @@ def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> 
     config = model_config(source.config)
     found = dict(source.stored_tensors(config, {"q.qweight", "q.bias"}))
     assert torch.equal(found["q.qweight"][()], packed["q.qweight"])
-    for wanted in ({"q.weight", "q.bias"}, {"q.bias"}):
+    packed |= {"e.gate_up_proj_blocks": torch.ones(2, dtype=torch.uint8), "e.gate_up_proj_bias": torch.ones(2)}
+    write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, packed | {"a.sinks": torch.ones(2)})
+    for wanted in ({"q.weight", "q.bias"}, {"q.bias"}, {"e.gate_up_proj", "e.gate_up_proj_bias", "a.sinks"}):
         with pytest.raises(ModelFormatError, match="cannot be dequantized: its config has quant_method 'awq'"):
             source.stored_tensors(config, wanted)
     with pytest.raises(ModelFormatError, match="awq"):
@@ -205,8 +207,8 @@ def test_layers_that_the_checkpoint_leaves(kind: str, plain: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q.weight_scale": None}, "q.weight has no scales"),
-        ({"q.weight": torch.zeros(4, 8)}, "q.weight is not in float8"),
+        ({"q.weight_scale": None}, "q.weight has no weight_scale"),
+        ({"q.weight": torch.zeros(4, 8)}, "q.weight has scales but is not float8"),
         ({"q.weight_scale": torch.ones(3)}, r"q.weight has shape \[4, 8\] and scales of shape \[3\]"),
     ],
 )

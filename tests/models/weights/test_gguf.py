@@ -259,3 +259,28 @@ def test_a_damaged_file_is_reported(spoil: Callable[[bytes], bytes], message: st
 def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ModelFormatError, match="holds no tokenizer"):
         GgufWeights(write_llama(tmp_path / "m.gguf")).tokenizer()
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [
+        ({"scaling__factor": 4.0}, 4.0),
+        ({"scale_linear": 2.0}, 2.0),
+        ({"scaling__factor": 4.0, "scale_linear": 2.0}, 4.0),
+        ({"scaling__type": "linear", "scale_linear": 2.0}, 2.0),
+        ({"scaling__type": "none", "scaling__factor": 4.0}, None),
+        ({"scaling__factor": 0.0}, None),
+        ({"dimension_count": 16}, None),
+    ],
+)
+def test_rope_scaling_without_a_type_is_linear(keys: dict[str, Any], factor: float | None, tmp_path: Path) -> None:
+    """As in llama.cpp, where a factor of 0 means none, and rope.scale_linear is the older key."""
+    path = write_llama(tmp_path / "m.gguf", **{f"llama__rope__{key}": value for key, value in keys.items()})
+    rope = model_config(GgufWeights(path).config).rope
+    assert (rope.kind, rope.factor) == (("linear", factor) if factor else ("default", 1.0))
+
+
+def test_heads_of_which_a_part_is_rotated_are_refused(tmp_path: Path) -> None:
+    path = write_llama(tmp_path / "m.gguf", llama__rope__dimension_count=8)
+    with pytest.raises(ModelFormatError, match=r"llama\.rope\.dimension_count=8 is not the head size 16"):
+        _ = GgufWeights(path).config

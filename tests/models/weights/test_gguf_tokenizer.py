@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
 import pytest
+import sentencepiece
+from hypothesis import given
+from hypothesis import strategies as st
 
+from minisgl_core.errors import ModelFormatError
 from minisgl_models.weights.gguf_file import GgufWeights
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
@@ -100,27 +106,123 @@ def test_bos_and_eos_are_added_as_the_metadata_says(
     assert byte_level(tmp_path, kind, **keys)("he")["input_ids"] == expected
 
 
-def test_transformers_converts_sentencepiece_vocabularies(tmp_path: Path) -> None:
-    words = ["▁he", "he", "▁", "h", "e", "l", "o", "llo", "ll", "lo"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
-    types = [UNKNOWN, CONTROL, CONTROL, *[BYTE] * 256, *[NORMAL] * len(words)]
-    scores = [0.0] * 259 + [-1.0, -2.0, -9.0, -9.1, -9.2, -9.3, -9.4, -3.0, -4.0, -5.0]
-    source = write(
-        tmp_path / "m.gguf",
-        "llama",
-        tokens,
-        types,
-        token_scores=scores,
-        bos_token_id=1,
-        eos_token_id=2,
-        unk_token_id=0,
-        add_bos_token=True,
-        chat_template="{{ messages[0]['content'] }}",
+@pytest.mark.parametrize("kind", ["default", "grok-2", None])
+def test_unknown_pre_tokenizers_are_refused_by_name(kind: str | None, tmp_path: Path) -> None:
+    source = write(tmp_path / "m.gguf", "gpt2", byte_alphabet(), [NORMAL] * 256, token_merges=[])
+    if kind is not None:
+        source = write(
+            tmp_path / "n.gguf", "gpt2", byte_alphabet(), [NORMAL] * 256, token_merges=[], tokenizer_pre=kind
+        )
+    with pytest.raises(ModelFormatError, match=rf"tokenizer\.ggml\.pre={kind!r} is not supported \(known: llama-bpe, "):
+        source.tokenizer()
+
+
+def test_other_vocabularies_are_refused_by_name(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.gguf", "t5", ["a"], [NORMAL])
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.model='t5' is not supported"):
+        source.tokenizer()
+
+
+CORPUS = ["the cat sat on the mat", "  hello  world", "Hello, hello! 123 1234", "naïve café", "a\tb\nc", "    indented"]
+TEXTS = (
+    " Hello",
+    "    Hello",
+    "Hello",
+    "",
+    " ",
+    "   ",
+    "hello\n  world ",
+    "thecat▁mat",
+    "你好 é\u0301",
+    "<think> the </s>x",
+)
+
+
+def trained(path: Path, has_prefix: bool) -> Any:
+    """A SentencePiece model with byte fallback and a user-defined symbol, of the library that defines the algorithm."""
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS * 5),
+        model_prefix=str(path / "spm"),
+        model_type="bpe",
+        vocab_size=310,
+        hard_vocab_limit=False,
+        byte_fallback=True,
+        add_dummy_prefix=has_prefix,
+        remove_extra_whitespaces=False,
+        normalization_rule_name="identity",
+        user_defined_symbols=["<think>"],
+        minloglevel=2,
     )
-    tokenizer = source.tokenizer()
-    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
-    ids = tokenizer("hello é")["input_ids"]
-    assert ids[0] == 1
-    assert tokenizer.convert_ids_to_tokens(ids[1:3]) == ["▁he", "llo"]
-    assert tokenizer.decode(ids, skip_special_tokens=True) == "hello é"
+    return sentencepiece.SentencePieceProcessor(model_file=str(path / "spm.model"))
+
+
+def sentencepiece_gguf(path: Path, model: Any, **keys: Any) -> GgufWeights:
+    ids = range(model.get_piece_size())
+    types = [
+        UNKNOWN
+        if model.is_unknown(i)
+        else CONTROL
+        if model.is_control(i)
+        else BYTE
+        if model.is_byte(i)
+        else USER_DEFINED
+        if model.id_to_piece(i) == "<think>"
+        else NORMAL
+        for i in ids
+    ]
+    tokens = [model.id_to_piece(i) for i in ids]
+    scores = [model.get_score(i) for i in ids]
+    special = {"bos_token_id": model.bos_id(), "eos_token_id": model.eos_id(), "unk_token_id": model.unk_id()}
+    return write(path / "m.gguf", "llama", tokens, types, token_scores=scores, **special, **keys)
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sentencepiece_vocabularies_equal_the_library(has_prefix: bool, tmp_path: Path) -> None:
+    model = trained(tmp_path, has_prefix)
+    keys = {} if has_prefix else {"add_space_prefix": False}  # true is llama.cpp's default
+    tokenizer = sentencepiece_gguf(tmp_path, model, **keys).tokenizer()
+    for text in (*TEXTS[:-1], *CORPUS, "".join(CORPUS), "the <think>mat"):
+        if "<think>" in text and has_prefix:
+            continue  # llama.cpp prefixes text after special tokens with a space, the library does not
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == model.encode(text), text
+        assert tokenizer.decode(ids) == model.decode(ids), text
+
+
+@pytest.mark.parametrize("has_prefix", [True, False])
+@given(text=st.text(st.sampled_from("the caHlo \n\té1▁"), max_size=40))
+def test_random_texts_equal_the_library(text: str, has_prefix: bool) -> None:
+    model, tokenizer = pair(has_prefix)
+    assert tokenizer.encode(text, add_special_tokens=False) == model.encode(text)
+
+
+@lru_cache
+def pair(has_prefix: bool) -> tuple[Any, Any]:
+    with TemporaryDirectory() as folder:
+        model = trained(Path(folder), has_prefix)
+        return model, sentencepiece_gguf(Path(folder), model, add_space_prefix=has_prefix).tokenizer()
+
+
+def test_special_tokens_of_sentencepiece_vocabularies(tmp_path: Path) -> None:
+    model = trained(tmp_path, True)
+    tokenizer = sentencepiece_gguf(tmp_path, model, chat_template="{{ messages[0]['content'] }}").tokenizer()
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+    ids = tokenizer("hello é</s>the")["input_ids"]
+    assert ids == [model.bos_id(), *model.encode("hello é"), model.eos_id(), *model.encode("the")]
+    assert tokenizer.decode(model.encode("hello é"), skip_special_tokens=True) == "hello é"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+
+
+def test_phi3_swallows_spaces_after_its_special_tokens(tmp_path: Path) -> None:
+    """Its files do not say so; llama.cpp infers it from the model's name."""
+    model = trained(tmp_path, False)
+    for name, is_swallowed in (("Phi-3-mini", True), ("Llama", False)):
+        tokenizer = sentencepiece_gguf(tmp_path, model, name=name, add_space_prefix=False).tokenizer()
+        ids = tokenizer.encode("</s> the", add_special_tokens=False)
+        assert ids == [model.eos_id(), *model.encode("the" if is_swallowed else " the")]
+
+
+def test_a_sentencepiece_vocabulary_without_scores_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "m.gguf", "llama", ["<unk>", "a"], [UNKNOWN, NORMAL])
+    with pytest.raises(ModelFormatError, match=r"tokenizer\.ggml\.scores is missing"):
+        source.tokenizer()

@@ -20,6 +20,7 @@ from minisgl_server.parsing.chat_format import (
     call_schema,
     describe_tools_in_system_prompt,
 )
+from minisgl_server.parsing.harmony import HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, detect_tool_parser
 
@@ -286,3 +287,33 @@ def test_past_calls_are_refused_without_a_known_call_format(engine_tokenizer: An
         with pytest.raises(InvalidValueError, match="--tool-call-parser") as raised:
             render(engine_tokenizer, PLAIN, "auto", messages)
         assert raised.value.name == name
+
+
+HARMONY_OUTPUT = (
+    "<|channel|>analysis<|message|>Look < it up.<|end|><|start|>assistant<|channel|>commentary<|message|>A moment.<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>Done.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>It is <b>4.<|return|>"
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+def test_channels_of_harmony_are_reasoning_or_content(size: int) -> None:
+    splitter, pieces = HarmonySplitter(), range(0, len(HARMONY_OUTPUT), size)
+    parts = [splitter.push(HARMONY_OUTPUT[i : i + size], i == pieces[-1]) for i in pieces]
+    assert "".join(reasoning for reasoning, _ in parts) == "Look < it up.\nDone."
+    assert "".join(content for _, content in parts) == "A moment.\nIt is <b>4."
+    assert splitter.has_begun
+
+
+@pytest.mark.parametrize("text", ['{"a": 1}', "<|channel|>final<|message|>Yes <|", "a <| b"])
+def test_harmony_without_analysis_is_content(text: str) -> None:
+    parser = ChatOutputParser(HarmonySplitter(), None)
+    parsed = parser.push(text, finished=True, num_tokens=3)
+    assert (parsed.reasoning, parsed.content) == ("", text.removeprefix("<|channel|>final<|message|>"))
+    assert parser.num_reasoning_tokens == 0
+
+
+def test_tokens_of_harmony_analysis_are_counted() -> None:
+    parser = ChatOutputParser(HarmonySplitter(), None)
+    parsed = parser.push(HARMONY_OUTPUT.partition("<|end|>")[0], finished=True, num_tokens=9)
+    assert (parsed.reasoning, parsed.content, parser.num_reasoning_tokens) == ("Look < it up.", "", 9)

@@ -151,7 +151,16 @@ class QueueFullError(MinisglError):
 
 
 class WorkerDiedError(MinisglError):
-    """A worker process ended unexpectedly. The message names it, and the cause if that is known."""
+    """A worker process ended unexpectedly. The message names it, and the cause if that is known.
+
+    Args:
+        message: the message.
+        process: name of the process, as its supervisor knows it.
+    """
+
+    def __init__(self, message: str, process: str = "") -> None:
+        super().__init__(message)
+        self.process = process
 
 
 class WorkerRefusedError(WorkerDiedError):

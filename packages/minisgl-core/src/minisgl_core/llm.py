@@ -122,8 +122,8 @@ class LLM:
                 print(output.text)
 
     Several can live in one process. On a GPU, `num_pages` or `memory_ratio` of one must leave room for the next. Only one thread
-    at a time may use it. Other calls are allowed while streams are open. With ``tp`` above 1 it starts one process per further
-    rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing requires.
+    at a time may use it. Other calls are allowed while streams are open. With ``tp`` or ``pp`` above 1 it starts one process per
+    further rank, so a script needs the ``if __name__ == "__main__":`` that Python's multiprocessing requires.
     """
 
     def __init__(self, model: str | PathLike[str] | None = None, **options: Any) -> None:
@@ -148,7 +148,7 @@ class LLM:
         """Ids of abandoned requests, aborted at the next step. The garbage collector may end a stream at any time."""
         self._others: OtherRanks | None = None
         with ExitStack() as stack:
-            if config.parallel.tp == 1:
+            if config.parallel.size == 1:
                 built = build_engine(config, registry, hooks)
             else:
                 others = self._others = OtherRanks(config, registry)
@@ -162,7 +162,8 @@ class LLM:
             self.info, self._tokenizer = built.info, _tokenizer(built.checkpoint.source, template)
             self._tokens = None if self._tokenizer is None else TokenBytes(self._tokenizer)
             followers = self._others.followers if self._others else []
-            self._new_loop = partial(make_loop, built, registry, hooks, followers)
+            results = self._others.results if self._others else None
+            self._new_loop = partial(make_loop, built, registry, hooks, followers, results)
             self._loop = self._new_loop()
             if hooks.engine_started is not None:
                 hooks.engine_started(info=built.info)

@@ -1,1 +1,1 @@
-"""Llama, Qwen2, Qwen3, Qwen3-MoE and Mistral for minisgl, and readers for their checkpoint formats."""
+"""Model architectures for minisgl, and the GGUF checkpoint format."""

@@ -1,4 +1,4 @@
-"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783), and models of the same shape such as SmolLM2.
+"""Llama 1 to 3 (arXiv 2302.13971, 2407.21783), and models with the same architecture, such as SmolLM2.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
 This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
@@ -32,7 +32,7 @@ class LlamaAttention(Layer):
     """Grouped-query attention with rotary embedding."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # Its all-reduce is fused into post_attention_layernorm.
@@ -47,9 +47,9 @@ class LlamaAttention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
@@ -62,18 +62,18 @@ class LlamaMLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         check_activation(config)
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward(x))
 
 
 class LlamaDecoderLayer(Layer):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Pre-norm attention and MLP with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -104,7 +104,8 @@ class LlamaModel(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: LlamaDecoderLayer(config, index, build) for index in stage.layers}
@@ -112,21 +113,34 @@ class LlamaModel(Layer):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
-        hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
 
 class LlamaForCausalLM(Model):
-    """Llama with its output matrix."""
+    """Llama with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -144,10 +158,15 @@ class LlamaForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv 2505.09388): Llama with an RMSNorm of each query and key head.
+"""Qwen3, dense (arXiv 2505.09388): Llama with RMSNorm of each query and key head (QK norm).
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
 This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
@@ -29,10 +29,10 @@ from minisgl_core.layers import (
 
 
 class Qwen3Attention(Layer):
-    """Grouped-query attention with rotary embedding; each head of q and k is normalised before."""
+    """Grouped-query attention with QK norms and rotary embedding."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # Its all-reduce is fused into post_attention_layernorm.
@@ -49,9 +49,9 @@ class Qwen3Attention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, norms, RoPE and KV store are one kernel, or part of the attention kernel.
         rotation = Rotation(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
         attn_output = self.attn.forward(q, k, v, attend, rotation)
         if logits_index is not None:
@@ -65,18 +65,18 @@ class Qwen3MLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         check_activation(config)
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward(x))
 
 
 class Qwen3DecoderLayer(Layer):
-    """Attention and MLP, each after a norm and added to the residual stream."""
+    """Pre-norm attention and MLP with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -107,7 +107,8 @@ class Qwen3Model(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: Qwen3DecoderLayer(config, index, build) for index in stage.layers}
@@ -115,21 +116,34 @@ class Qwen3Model(Layer):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
-        hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
 
 class Qwen3ForCausalLM(Model):
-    """Qwen3 with its output matrix."""
+    """Qwen3 with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -147,10 +161,15 @@ class Qwen3ForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

@@ -1,4 +1,4 @@
-"""Qwen3 with experts (arXiv 2505.09388): Qwen3 with routed experts in place of the MLP in the sparse layers.
+"""Qwen3 with experts (arXiv 2505.09388): Qwen3 whose sparse layers have routed experts instead of an MLP.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
 Attention and the dense MLP are Qwen3's.
@@ -27,7 +27,7 @@ from minisgl_core.layers import (
 )
 from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
-_OF_OTHER_EXPERTS: Mapping[str, Any] = {
+_OTHER_EXPERT_KEYS: Mapping[str, Any] = {
     "n_group": 1,
     "n_shared_experts": 0,
     "routed_scaling_factor": 1,
@@ -36,11 +36,11 @@ _OF_OTHER_EXPERTS: Mapping[str, Any] = {
     "swiglu_limit": 0,
     "topk_group": 1,
 }
-"""Keys of other architectures' experts, and the value that changes nothing."""
+"""Keys of other architectures' experts, and their values without effect."""
 
 
 class Qwen3MoeSparseMoeBlock(Layer):
-    """A router picks `top_k` experts per token (arXiv 2101.03961)."""
+    """Router and `top_k` routed experts per token (arXiv 2101.03961)."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         check_activation(config)
@@ -56,12 +56,12 @@ class Qwen3MoeSparseMoeBlock(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.experts.forward(x, self.gate.forward(x))
 
 
 class Qwen3MoeDecoderLayer(Layer):
-    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+    """Pre-norm attention and MLP, or experts, with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -97,7 +97,8 @@ class Qwen3MoeModel(Layer):
     """Embedding, decoder layers and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: Qwen3MoeDecoderLayer(config, index, build) for index in stage.layers}
@@ -105,21 +106,34 @@ class Qwen3MoeModel(Layer):
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
-        hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
         return self.norm.add(hidden_states, residual)[0]
 
 
 class Qwen3MoeForCausalLM(Model):
-    """Qwen3-MoE with its output matrix."""
+    """Qwen3-MoE with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -128,11 +142,11 @@ class Qwen3MoeForCausalLM(Model):
         """Refuse a config without experts, or with experts that are not Qwen3's."""
         if not config.moe:
             return [f"{cls.__name__} needs experts (num_experts in the config)"]
-        others = {key: config.raw.get(key) for key in _OF_OTHER_EXPERTS}
+        others = {key: config.raw.get(key) for key in _OTHER_EXPERT_KEYS}
         return [
             f"{cls.__name__} has no experts with {key}={value!r}"
             for key, value in others.items()
-            if value not in (None, _OF_OTHER_EXPERTS[key])
+            if value not in (None, _OTHER_EXPERT_KEYS[key])
         ]
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
@@ -144,10 +158,15 @@ class Qwen3MoeForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`."""
-        return self.model.forward(input_ids, positions, attend, logits_index)
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """See `Model.compute_logits`."""

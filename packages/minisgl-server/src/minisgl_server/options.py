@@ -14,6 +14,22 @@ class ServerOptions:
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens to the whole network.")
     port: int = option(1919, "Port to listen on; 0 chooses a free one and reports it.", low=0, high=65535)
     num_tokenizers: int = option(1, "Processes that tokenize prompts and detokenize output.", low=1, high=64)
+    replicas: int = option(
+        1,
+        "Engines with the same model, behind one API; each has --tp devices or, on a CPU, its part of the cores.",
+        low=1,
+        high=64,
+    )
+    router: str = option("prefix", "Choice of the replica for a request.", kind="router")
+    router_overload_requests: int = option(
+        16,
+        "The router prefix treats a replica as overloaded if it has more requests than the least loaded one by this number"
+        " and by --router-overload-ratio.",
+        low=0,
+    )
+    router_overload_ratio: float = option(
+        1.5, "Ratio to the requests of the least loaded replica; see --router-overload-requests.", low=1.0
+    )
     served_model_name: str | None = option(None, "Name of the model in the API; by default, its own.")
     drain_timeout: float = option(10.0, "Seconds that running requests have to finish after SIGTERM.", low=0.0)
     api_key: tuple[str, ...] = option(
@@ -67,8 +83,8 @@ class ServerOptions:
     reasoning_parser: str | None = option(
         None,
         "Return reasoning as reasoning_content, separate from content; deepseek_r1 is for models that begin to reason without"
-        " a tag.",
-        choices=("qwen3", "deepseek_r1"),
+        " a tag, gpt_oss for the harmony format.",
+        choices=("qwen3", "deepseek_r1", "gpt_oss"),
     )
     trust_request_chat_template: bool = option(
         False, "Render chat templates of requests, each in a process with limits of time and memory."

@@ -28,10 +28,12 @@ from minisgl_core.contracts.kv_cache import KVPages
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
-_INT_WORKSPACE_BYTES = 8 * 2**20  # FlashInfer's own default
 
-Wrappers = dict[int | None, Any]
-"""FlashInfer's wrappers by sliding window, since a wrapper's plan is made for one window."""
+Variant = tuple[int | None, float | None]
+"""Sliding window and soft cap of a layer, for which FlashInfer makes a plan."""
+
+Wrappers = dict[Variant, Any]
+"""FlashInfer's wrappers, one per variant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,9 @@ class _Plan:
 class FlashInferAttention(FusedStoreAttention):
     """Attention by FlashInfer: one call per layer for decodes and one for prefills. Its modules compile at first use."""
 
-    capabilities = AttentionCapabilities(fused_kv_store=True, cuda_graphs=True, fp8_kv=True, sliding_windows=True)
+    capabilities = AttentionCapabilities(
+        fused_kv_store=True, cuda_graphs=True, fp8_kv=True, sliding_windows=True, soft_cap=True
+    )
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -68,10 +72,11 @@ class FlashInferAttention(FusedStoreAttention):
         from minisgl_backends.kernels import paged
 
         self._flashinfer, self._paged = flashinfer, paged
-        self._windows: tuple[int | None, ...] = (None, *spec.sliding_windows)
+        windows, caps = (None, *spec.sliding_windows), (None, *spec.soft_caps)
+        self._variants: list[Variant] = [(window, cap) for window in windows for cap in caps]
         self._workspace = torch.zeros(_workspace_bytes(spec), dtype=torch.uint8, device=spec.device)
-        self._decodes = {window: self._decode_wrapper() for window in self._windows}
-        self._prefills = {window: self._prefill_wrapper() for window in self._windows}
+        self._decodes = {variant: self._decode_wrapper() for variant in self._variants}
+        self._prefills = {variant: self._prefill_wrapper() for variant in self._variants}
         self._graphs: dict[int, Wrappers] = {}
         self._graph_pages: torch.Tensor | None = None
         self._plans_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -97,7 +102,7 @@ class FlashInferAttention(FusedStoreAttention):
             max_pages = self.spec.max_batch * self.page_table.shape[1]
             self._graph_pages = torch.zeros(max_pages, dtype=torch.int32, device=self.spec.device)
         if size not in self._graphs:
-            self._graphs[size] = {window: self._decode_wrapper(size, self._decodes[window]) for window in self._windows}
+            self._graphs[size] = {each: self._decode_wrapper(size, self._decodes[each]) for each in self._variants}
         self.plan_replay(batch)
         return _Plan(size, batch.slots, self._graphs[size], None)
 
@@ -117,21 +122,22 @@ class FlashInferAttention(FusedStoreAttention):
         n = plan.num_decodes
         # Layers with other scales share one plan: it has sm_scale=1, and the layer's scale goes into k_scale.
         k_scale, v_scale = layer.scale * layer.kv_scales[0], layer.kv_scales[1]
+        variant = layer.sliding_window, layer.soft_cap
         if plan.decodes is not None:
-            plan.decodes[layer.sliding_window].run(q[:n], pages, out=out[:n], k_scale=k_scale, v_scale=v_scale)
+            plan.decodes[variant].run(q[:n], pages, out=out[:n], k_scale=k_scale, v_scale=v_scale)
         if plan.prefills is not None:
-            plan.prefills[layer.sliding_window].run(q[n:], pages, out=out[n:], k_scale=k_scale, v_scale=v_scale)
+            plan.prefills[variant].run(q[n:], pages, out=out[n:], k_scale=k_scale, v_scale=v_scale)
 
     def _plan_decodes(self, batch: AttentionBatch, wrappers: Wrappers, pages: torch.Tensor | None = None) -> None:
         indptr, pages, last_page_lens = self._paged_kv(batch, pages)
-        for window, wrapper in wrappers.items():
-            wrapper.plan(indptr, pages, last_page_lens, *self._shape, **self._options(window))
+        for variant, wrapper in wrappers.items():
+            wrapper.plan(indptr, pages, last_page_lens, *self._shape, **self._options(variant))
 
     def _plan_prefills(self, batch: AttentionBatch, wrappers: Wrappers) -> None:
         indptr, pages, last_page_lens = self._paged_kv(batch)
         q_indptr = torch.from_numpy(_indptr(batch.q_lens_host))
-        for window, wrapper in wrappers.items():
-            options = self._options(window)
+        for variant, wrapper in wrappers.items():
+            options = self._options(variant)
             wrapper.plan(q_indptr, indptr, pages, last_page_lens, *self._shape, causal=True, **options)
 
     def _paged_kv(
@@ -157,10 +163,12 @@ class FlashInferAttention(FusedStoreAttention):
     def _shape(self) -> tuple[int, int, int, int]:
         return self.spec.num_q_heads, self.spec.num_kv_heads, self.spec.head_dim, self.spec.page_size
 
-    def _options(self, window: int | None) -> dict[str, Any]:
+    def _options(self, variant: Variant) -> dict[str, Any]:
+        window, soft_cap = variant
         left = -1 if window is None else window - 1  # FlashInfer does not count the query's own token
         return {
             "window_left": left,
+            "logits_soft_cap": soft_cap,
             "sm_scale": 1.0,
             "q_data_type": self.spec.dtype,
             "kv_data_type": self.spec.kv_dtype,
@@ -171,7 +179,7 @@ class FlashInferAttention(FusedStoreAttention):
 
         Args:
             graph_size: requests of the graph; 0 for an eager wrapper.
-            eager: the eager wrapper for the same window.
+            eager: the eager wrapper for the same variant.
         """
         make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
         if not graph_size:

@@ -71,7 +71,7 @@ class _Plan:
 class NativeAttention(TorchAttention):
     """Attention on CPUs in C. Scores stay in float32, except in bfloat16 prefills on processors without AVX512-BF16."""
 
-    capabilities = AttentionCapabilities(layouts=("HND",), sliding_windows=True)
+    capabilities = AttentionCapabilities(layouts=("HND",), sliding_windows=True, soft_cap=True, sinks=True)
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -136,22 +136,24 @@ class NativeAttention(TorchAttention):
     ) -> None:
         k_pages, v_pages, table, batch = self.pool.k(layer.index), self.pool.v(layer.index), self.page_table, plan.batch
         heads, size, dim = k_pages.shape[1:]
+        sinks = _float_sinks(layer)
         self._kernels.decode(
             out.data_ptr(), q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(),
             table.data_ptr(), table.stride(0), batch.rows.data_ptr(), batch.seq_lens.data_ptr(),
             batch.num_decodes, heads, q.shape[1] // heads, dim, size, layer.scale, layer.sliding_window or 0,
-            partials.data_ptr(), plan.num_chunks,
+            layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(), partials.data_ptr(), plan.num_chunks,
         )  # fmt: skip
 
     def _prefill(self, q: torch.Tensor, layer: AttentionLayer, prefills: _Prefills, out: torch.Tensor) -> None:
         k_pages, v_pages, table = self.pool.k(layer.index), self.pool.v(layer.index), self.page_table
         heads, size, dim = k_pages.shape[1:]
+        sinks = _float_sinks(layer)
         self._kernels.prefill(
             out.data_ptr(), q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(),
             table.data_ptr(), table.stride(0), prefills.batch.rows.data_ptr(),
             prefills.cu_seqlens_q.ctypes.data, prefills.seq_lens.ctypes.data, prefills.cu_seqlens_k.ctypes.data,
             len(prefills.seq_lens), prefills.tiles.ctypes.data, len(prefills.tiles), heads, q.shape[1] // heads, dim, size,
-            layer.scale, layer.sliding_window or 0,
+            layer.scale, layer.sliding_window or 0, layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(),
             prefills.packed[0].data_ptr(), prefills.packed[1].data_ptr(), prefills.scratch.data_ptr(),
             prefills.max_keys, len(prefills.scratch),
         )  # fmt: skip
@@ -163,7 +165,7 @@ class NativeAttention(TorchAttention):
         pool, (k_rows, v_rows) = self._rows[layer.index], group.gather.chunk(2)
         k = pool.index_select(0, k_rows).view(num * heads, -1, dim)
         v = self._zero_past_end(pool.index_select(0, v_rows), group)
-        outs = []
+        sinks, outs = _float_sinks(layer), []
         for start in range(0, group.num_queries, _BLOCK):
             stop = min(start + _BLOCK, group.num_queries)
             num_keys = min(int(group.first.max()) + stop, group.num_keys)
@@ -173,10 +175,16 @@ class NativeAttention(TorchAttention):
             self._kernels.causal_softmax(
                 scores.data_ptr(), first.ctypes.data, num, heads, q.shape[3], stop - start, num_keys,
                 layer.scale, layer.sliding_window or 0,
+                layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(),
             )  # fmt: skip
             outs.append(self._weighted_values(scores, v, num))
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
         return out.reshape(-1, self.spec.num_q_heads, dim)
+
+
+def _float_sinks(layer: AttentionLayer) -> torch.Tensor | None:
+    """Return the layer's sinks as the kernels read them, float32 [Hq]."""
+    return None if layer.sinks is None else layer.sinks.float()
 
 
 def _cumulative(sizes: Int64s) -> Int64s:

@@ -51,7 +51,13 @@ class TritonAttention(FusedStoreAttention):
     """
 
     capabilities = AttentionCapabilities(
-        fused_kv_store=True, cuda_graphs=True, graph_reads_page_table=True, fp8_kv=True, sliding_windows=True
+        fused_kv_store=True,
+        cuda_graphs=True,
+        graph_reads_page_table=True,
+        fp8_kv=True,
+        sliding_windows=True,
+        soft_cap=True,
+        sinks=True,
     )
 
     @classmethod

@@ -44,6 +44,8 @@ class OneShotCommunicator(NcclCommunicator):
         """Name the GPUs without peer access to each other, an unsupported number of ranks, or missing packages."""
         if reasons := super().unsupported(spec):
             return reasons
+        if spec.only_messages:
+            return ["its messages are NCCL's, which torch and pynccl send without its buffers"]
         if spec.size not in _SIZES:
             return [f"it serves {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
         if importlib.util.find_spec("triton") is None:

@@ -15,7 +15,7 @@ def _decode_inputs(
     shared, turn, inputs, last_tokens, table, known, slots, num_tokens, stride,
     K: tl.constexpr, K_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All that is in the host's memory is asked for before any of it is used."""
+    """Read the step inputs from mapped pinned memory. All loads precede the first use, so that their latencies overlap."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = token < num_tokens
     start = shared + tl.load(turn) * K * num_tokens + token
@@ -48,7 +48,7 @@ def decode_inputs(
     page_table: torch.Tensor,
     page_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `minisgl_core.contracts.ops.StepOps.decode_inputs`; all are contiguous but for rows of the page table."""
+    """See `minisgl_core.contracts.ops.StepOps.decode_inputs`. Only the rows of the page table may be strided."""
     kinds, count = inputs.shape
     known, slots = (torch.empty(count, dtype=dtype, device=inputs.device) for dtype in (torch.int32, torch.int64))
     _decode_inputs[(triton.cdiv(count, _BLOCK),)](
@@ -60,7 +60,7 @@ def decode_inputs(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _decode_outputs(tokens, rows, last_tokens, shared, turn, num_tokens, BLOCK: tl.constexpr):
-    """One program, as the turn changes when all have read it."""
+    """Write tokens to the host and to `last_tokens`, in one program, since it flips `turn` after all threads have read it."""
     now = tl.load(turn)
     for start in range(0, num_tokens, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -75,7 +75,7 @@ def _decode_outputs(tokens, rows, last_tokens, shared, turn, num_tokens, BLOCK: 
 def decode_outputs(
     tokens: torch.Tensor, rows: torch.Tensor, last_tokens: torch.Tensor, shared: torch.Tensor, turn: torch.Tensor
 ) -> None:
-    """See `minisgl_core.contracts.ops.StepOps.decode_outputs`; all are contiguous."""
+    """See `minisgl_core.contracts.ops.StepOps.decode_outputs`. All tensors are contiguous."""
     _decode_outputs[(1,)](tokens, rows, last_tokens, shared, turn, len(tokens), BLOCK=256, num_warps=4)
 
 
@@ -106,6 +106,6 @@ def _scatter(table, index, values, num_values, BLOCK: tl.constexpr):
 
 
 def scatter(table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-    """See `minisgl_core.contracts.ops.StepOps.scatter`; all are contiguous."""
+    """See `minisgl_core.contracts.ops.StepOps.scatter`. All tensors are contiguous."""
     if len(index):
         _scatter[(triton.cdiv(len(index), _BLOCK),)](table, index, values, len(index), BLOCK=_BLOCK, num_warps=4)

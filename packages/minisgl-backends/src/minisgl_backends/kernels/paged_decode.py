@@ -21,7 +21,7 @@ import triton.language as tl
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
-from minisgl_backends.kernels.paged_prefill import LOG2_E
+from minisgl_backends.kernels.paged_prefill import LOG2_E, LOG2_E_IN_KERNELS, soft_capped
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.utils.fp8 import FP8
 
@@ -40,10 +40,12 @@ def _pages(table, key, stop, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def _online_softmax(
-    queries, k, inside, scale, top, norm, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr
-):
+    queries, k, inside, scale, top, norm,
+    SOFT_CAP: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
     """Return a tile's softmax weights, the factor that rescales earlier sums, the running maximum and the sum of weights."""
     scores = add_dot(tl.zeros((G_BLOCK, KEYS), tl.float32), queries, tl.trans(k), WIDEN) * scale
+    scores = soft_capped(scores, SOFT_CAP)
     scores = tl.where(inside[None, :], scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     weights, rescale = tl.exp2(scores - new_top[:, None]), tl.exp2(top - new_top)
@@ -52,12 +54,13 @@ def _online_softmax(
 
 @triton.jit
 def _attend(
-    queries, k_pages, v_pages, table, head, heads, begin, end, stop, scale,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr, PAIRS: tl.constexpr,
-    WIDEN: tl.constexpr,
+    queries, k_pages, v_pages, table, head, heads, begin, end, stop, scale, top, norm,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, G_BLOCK: tl.constexpr, KEYS: tl.constexpr,
+    PAIRS: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend with queries [G_BLOCK, D] to the keys ``[begin, end)`` that lie before `stop`.
 
+    `top` and `norm` [G_BLOCK] are the maximum score and the sum of weights without these keys: none, or those of a sink.
     Returns the weighted mean of the values, [G_BLOCK, D], and the log-sum-exp of the scores, to base 2.
 
     Pages are looked up one tile ahead. A lookup in the iteration that uses the pages would take a pipeline stage from the keys.
@@ -65,8 +68,6 @@ def _attend(
     PAIRS, FP8 V is read as pairs of columns, which are unpacked in registers.
     """
     key, dim, pair = begin + tl.arange(0, KEYS), tl.arange(0, D), tl.arange(0, D // 2)
-    top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
-    norm = tl.zeros((G_BLOCK,), tl.float32)
     page = _pages(table, key, stop, PAGE_SIZE)
     if PAIRS:
         even = tl.zeros((G_BLOCK, D // 2), tl.float32)
@@ -77,7 +78,7 @@ def _attend(
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             weights, rescale, top, norm = _online_softmax(
-                queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN
+                queries, k, key < stop, scale, top, norm, SOFT_CAP, G_BLOCK, KEYS, WIDEN
             )
             pairs = tl.load(v_pairs + row * (D // 2) + pair[None, :], mask=inside, other=0)
             first, second = halves_of_pairs(pairs)
@@ -93,7 +94,7 @@ def _attend(
             inside, row = (key < stop)[:, None], ((page * PAGE_SIZE + key % PAGE_SIZE) * heads + head)[:, None]
             k = tl.load(k_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             weights, rescale, top, norm = _online_softmax(
-                queries, k, key < stop, scale, top, norm, G_BLOCK, KEYS, WIDEN
+                queries, k, key < stop, scale, top, norm, SOFT_CAP, G_BLOCK, KEYS, WIDEN
             )
             v = tl.load(v_pages + row * D + dim[None, :], mask=inside, other=0.0).to(queries.dtype)
             total = add_dot(total * rescale[:, None], weights if WIDEN else weights.to(v.dtype), v, WIDEN)
@@ -126,9 +127,10 @@ def _merge(part, part_lse, head, heads, one, other, G: tl.constexpr, D: tl.const
 @triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _decode(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, seq_lens, out, part, part_lse, arrived,
-    scale, v_scale, num_requests, heads,
-    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, G_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr, WIDEN: tl.constexpr,
+    sinks, scale, v_scale, num_requests, heads,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    G_BLOCK: tl.constexpr, KEYS: tl.constexpr, R_BLOCK: tl.constexpr, LEAST: tl.constexpr, PAIRS: tl.constexpr,
+    WIDEN: tl.constexpr,
 ):  # fmt: skip
     head, partition, num_partitions = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     requests = tl.arange(0, R_BLOCK)
@@ -158,9 +160,15 @@ def _decode(
         q_index = request.to(tl.int64) * q_stride_t + q_head[:, None] * q_stride_h + dim[None, :]
         queries, factor = as_multiplied(tl.load(q + q_index, mask=is_head, other=0.0), scale, k_pages)
         begin, end = start + (tile - first) * KEYS, start + (until - first) * KEYS
+        top = tl.full((G_BLOCK,), float("-inf"), tl.float32)
+        norm = tl.zeros((G_BLOCK,), tl.float32)
+        if sinks is not None:  # it counts once per request, in the partition that has the first key
+            sink = tl.load(sinks + q_head, mask=member < G, other=0.0).to(tl.float32) * LOG2_E_IN_KERNELS
+            top = tl.where(tile == first, sink, float("-inf"))
+            norm += (tile == first).to(tl.float32)
         values, lse = _attend(
-            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor,
-            D, PAGE_SIZE, G_BLOCK, KEYS, PAIRS, WIDEN,
+            queries, k_pages, v_pages, table, head, heads, begin, end, stop, factor, top, norm,
+            D, PAGE_SIZE, SOFT_CAP, G_BLOCK, KEYS, PAIRS, WIDEN,
         )  # fmt: skip
         values *= v_scale
         is_last = True
@@ -239,7 +247,7 @@ def decode(
         seq_lens: int32 [B].
         out: [B, Hq, D], contiguous.
         workspace: made for B requests.
-        layer: scales and window.
+        layer: scales, window, soft cap and sinks.
         max_requests: B of the largest batch, for which the kernel is compiled.
     """
     num_requests, num_q_heads, dim = q.shape
@@ -250,9 +258,10 @@ def decode(
     pairs = k_pages.dtype == FP8 and q.dtype == torch.bfloat16 and dim == 128 and group <= 16
     _decode[(heads, len(workspace.part))](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, seq_lens, out,
-        workspace.part, workspace.lse, workspace.arrived, layer.scale * k_scale * LOG2_E, v_scale, num_requests, heads,
+        workspace.part, workspace.lse, workspace.arrived, layer.sinks, layer.scale * k_scale * LOG2_E, v_scale,
+        num_requests, heads,
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
-        G_BLOCK=max(16, triton.next_power_of_2(group)),
+        SOFT_CAP=(layer.soft_cap or 0.0) * LOG2_E, G_BLOCK=max(16, triton.next_power_of_2(group)),
         KEYS=min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128), R_BLOCK=triton.next_power_of_2(max_requests),
         LEAST=_MIN_TILES, PAIRS=pairs, WIDEN=not q.is_cuda,
         num_warps=4, num_stages=1 + 2 * q.element_size() // k_pages.element_size(),

@@ -18,12 +18,21 @@ from minisgl_backends.kernels.fp8 import as_multiplied
 from minisgl_core.contracts.attention import AttentionLayer
 
 LOG2_E = 1.4426950408889634
+LOG2_E_IN_KERNELS = tl.constexpr(LOG2_E)
+
+
+@triton.jit
+def soft_capped(scores, SOFT_CAP: tl.constexpr):
+    """Return ``SOFT_CAP * tanh(scores / SOFT_CAP)``, or the scores if SOFT_CAP is 0."""
+    if SOFT_CAP > 0:  # tanh(x) = 2 * sigmoid(2 * x) - 1; Triton has no tanh on all of its targets
+        scores = SOFT_CAP * (2.0 * tl.sigmoid(scores * (2.0 / SOFT_CAP)) - 1.0)
+    return scores
 
 
 @triton.jit
 def _attend_tile(
     q, k_pages, v_pages, table, head, heads, start, stop, position, scale, total, top, norm,
-    D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, N_BLOCK: tl.constexpr,
+    D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, N_BLOCK: tl.constexpr,
     MASKED: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Attend with q [rows, D] to the tile of keys at `start`; with MASKED, only to visible ones.
@@ -37,6 +46,7 @@ def _attend_tile(
     index = (slot * heads + head)[:, None] * D + tl.arange(0, D)[None, :]
     k = tl.load(k_pages + index, mask=inside[:, None], other=0.0).to(q.dtype)
     scores = add_dot(tl.zeros((q.shape[0], N_BLOCK), tl.float32), q, tl.trans(k), WIDEN) * scale
+    scores = soft_capped(scores, SOFT_CAP)
     if MASKED:
         visible = inside[None, :] & (key[None, :] <= position[:, None])
         if WINDOW > 0:
@@ -54,8 +64,8 @@ def _attend_tile(
 @triton.jit(do_not_specialize_on_alignment=["rows", "cu_seqlens_q", "seq_lens"])
 def _prefill(
     q, q_stride_t, q_stride_h, k_pages, v_pages, page_table, row_stride, rows, cu_seqlens_q, seq_lens, tiles, out,
-    scale, v_scale, heads,
-    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    sinks, scale, v_scale, heads,
+    G: tl.constexpr, D: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
     M_BLOCK: tl.constexpr, N_BLOCK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """A tile holds M_BLOCK (query, head of the group) pairs of a request; the head varies fastest."""
@@ -74,6 +84,9 @@ def _prefill(
     total = tl.zeros((M_BLOCK, D), tl.float32)
     top = tl.full((M_BLOCK,), float("-inf"), tl.float32)
     norm = tl.zeros((M_BLOCK,), tl.float32)
+    if sinks is not None:  # as if each row had seen a key with this score and no value
+        top = tl.load(sinks + q_head).to(tl.float32) * LOG2_E_IN_KERNELS
+        norm = tl.full((M_BLOCK,), 1.0, tl.float32)
     position = cached + query
     earliest = cached + first_pair // G
     stop = cached + tl.minimum((first_pair + M_BLOCK - 1) // G + 1, num_queries)
@@ -86,12 +99,12 @@ def _prefill(
     for key in range(start, masked_from, N_BLOCK):
         total, top, norm = _attend_tile(
             queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
-            D, PAGE_SIZE, WINDOW, N_BLOCK, False, WIDEN,
+            D, PAGE_SIZE, WINDOW, SOFT_CAP, N_BLOCK, False, WIDEN,
         )  # fmt: skip
     for key in range(masked_from, stop, N_BLOCK):
         total, top, norm = _attend_tile(
             queries, k_pages, v_pages, table, head, heads, key, stop, position, scale, total, top, norm,
-            D, PAGE_SIZE, WINDOW, N_BLOCK, True, WIDEN,
+            D, PAGE_SIZE, WINDOW, SOFT_CAP, N_BLOCK, True, WIDEN,
         )  # fmt: skip
     total = total * v_scale / tl.maximum(norm, 1.0)[:, None]  # norm is at least 1, except in padding rows
     to = (token * heads * G + q_head)[:, None] * D + dim[None, :]
@@ -133,7 +146,7 @@ def prefill(
         seq_lens: int32 [B].
         tiles: request and first of its ``queries * G`` pairs, per tile; int32 [tiles, 2].
         out: [T, Hq, D], contiguous.
-        layer: scales and window.
+        layer: scales, window, soft cap and sinks.
     """
     num_q_heads, dim = q.shape[1:]
     heads = k_pages.shape[2]
@@ -141,7 +154,8 @@ def prefill(
     k_scale, v_scale = layer.kv_scales
     _prefill[(len(tiles), heads)](
         q, q.stride(0), q.stride(1), k_pages, v_pages, page_table, page_table.stride(0), rows, cu_seqlens_q, seq_lens,
-        tiles, out, layer.scale * k_scale * LOG2_E, v_scale, heads,
-        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0, M_BLOCK=pairs,
-        N_BLOCK=keys, WIDEN=not q.is_cuda, num_warps=8 if pairs == 128 and dim == 128 else 4, num_stages=2,
+        tiles, out, layer.sinks, layer.scale * k_scale * LOG2_E, v_scale, heads,
+        G=num_q_heads // heads, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
+        SOFT_CAP=(layer.soft_cap or 0.0) * LOG2_E, M_BLOCK=pairs, N_BLOCK=keys, WIDEN=not q.is_cuda,
+        num_warps=8 if pairs == 128 and dim == 128 else 4, num_stages=2,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Rows sorted by expert and cut into blocks of one expert each: what a grouped matrix product runs over."""
+"""Sort of (token, expert) pairs into blocks of one expert each, over which a grouped GEMM runs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class SortedBlocks:
-    """The rows of a batch, one for each token and chosen expert; a row is numbered ``token * K + choice``.
+    """Rows of a batch, one per token and selected expert, in blocks. Row ``token * K + choice`` belongs to the token's choice.
 
-    Sizes depend on the shapes alone, so that the device need not be asked; blocks at the end may be unused.
+    The sizes depend on shapes alone, so the CPU does not wait for the device. Blocks at the end may be unused.
 
     Attributes:
-        rows: int32 [num_blocks * block_size]; where a block is not full, the number of rows, which is none of them;
-            nothing in particular in an unused block.
+        rows: row indices, int32 [num_blocks * block_size]. A partial block is padded with the total number of rows, which is
+            not a valid index. The content of unused blocks is undefined.
         experts: expert of each block, int32 [num_blocks]; the number of experts for an unused block.
-        block_size: rows in a block.
+        block_size: rows per block.
     """
 
     rows: torch.Tensor
@@ -41,7 +41,7 @@ def _sort(  # type: ignore[no-untyped-def]
     E_BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Program e lays out expert e's blocks; one more marks what is left as unused. Each counts all rows by itself."""
+    """Program e writes the blocks of expert e, and the last program marks the unused blocks. Each program counts all rows."""
     mine = tl.program_id(0)
     lane, everyone = tl.arange(0, CHUNK), tl.arange(0, E_BLOCK)
     counts = tl.zeros((E_BLOCK,), dtype=tl.int32)
@@ -65,14 +65,14 @@ def _sort(  # type: ignore[no-untyped-def]
 
 
 def sort_into_blocks(expert_ids: torch.Tensor, num_experts: int, block_size: int) -> SortedBlocks:
-    """Sort rows by expert and fill up each expert's rows to whole blocks, in one launch, without waiting for the device.
+    """Sort rows by expert and pad each expert's rows to whole blocks, in one launch and without a device synchronization.
 
     The layout is that of vLLM's ``moe_align_block_size``.
 
     Args:
         expert_ids: int64 [T, K], contiguous.
         num_experts: E.
-        block_size: rows in a block, a power of two.
+        block_size: rows per block, a power of two.
     """
     device, num_rows = expert_ids.device, expert_ids.numel()
     num_blocks = min(num_rows, (num_rows + num_experts * (block_size - 1)) // block_size)

@@ -1,4 +1,4 @@
-"""How the grouped matrix products are cut: rows of a block, and the other sizes of a tile."""
+"""Tile sizes of the grouped GEMMs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a grouped product is cut.
+    """Tile of a grouped GEMM.
 
     Attributes:
-        cols: columns of the output a program computes.
-        depth: elements of the inner dimension a step takes.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
+        cols: output columns per program (BLOCK_N).
+        depth: elements of the inner dimension per iteration (BLOCK_K).
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline.
     """
 
     cols: int
@@ -23,7 +23,10 @@ class Tiles:
 
 
 def choose_block_size(num_rows: int, num_experts: int) -> int:
-    """Rows in a block: half as many again as an expert has, from the 16 that a tensor core takes at least up to 128."""
+    """Return the rows per block (BLOCK_M): the power of two from 16 to 128 that reaches 1.5 times the mean rows per expert.
+
+    Tensor cores need at least 16 rows.
+    """
     block_size = 16
     while block_size < 128 and 2 * block_size * num_experts < 3 * num_rows:
         block_size *= 2
@@ -31,13 +34,15 @@ def choose_block_size(num_rows: int, num_experts: int) -> int:
 
 
 def choose_tiles(num_rows: int, block_size: int, element_size: int, large_memory: bool) -> tuple[Tiles, Tiles]:
-    """For both products; the fastest of ``scripts/tune_moe.py`` on an H200, for 128 experts of 768 and a hidden size of 2048.
+    """Return the tiles of the gate-up GEMM and of the down GEMM.
+
+    ``scripts/tune_moe.py`` found them to be the fastest on an H200, for 128 experts, intermediate size 768 and hidden size 2048.
 
     Args:
-        num_rows: rows in all.
-        block_size: of them, in a block.
-        element_size: bytes.
-        large_memory: whether a program can have 200 KB of shared memory; else tiles are such that 96 KB will do.
+        num_rows: total number of rows.
+        block_size: rows per block.
+        element_size: bytes per weight.
+        large_memory: a program may use 200 KB of shared memory. If False, the tiles fit into 96 KB.
     """
     if element_size > 2 or not large_memory:
         tiles = Tiles(64, 128 // element_size, 8 if block_size == 128 else 4, 3)

@@ -1,4 +1,4 @@
-"""Mixture of experts in plain torch: the reference, on any device."""
+"""Mixture of experts in plain torch, for any device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.utils.fp8 import FP8
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of gate and up."""
+"""Function of gate and up."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": lambda gate, up: F.silu(gate) * up,
@@ -22,10 +22,10 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class TorchMoe(MoeKernel):
-    """Sorts the tokens by expert, then two matmuls for each expert that has any.
+    """Sorts the tokens by expert and runs two matmuls per expert that has tokens.
 
-    Matmuls are in `x`'s dtype, the weighted sum in float32. Quantized matrices are dequantized, one expert's at a time. On CUDA
-    it waits for the device once per call, for each expert's number of tokens; so it cannot be captured in a graph.
+    Matmuls use `x`'s dtype, the weighted sum float32. Quantized weights are dequantized, one expert at a time. On CUDA each call
+    synchronizes once, to read the number of tokens per expert, so it cannot be captured in a CUDA graph.
     """
 
     capabilities = MoeCapabilities(
@@ -61,13 +61,13 @@ class TorchMoe(MoeKernel):
     def _by_expert(
         self, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None
     ) -> tuple[torch.Tensor | _Dequantized, torch.Tensor | tuple[None, ...]]:
-        """Return matrices and biases, to be indexed by the expert."""
+        """Return weights and biases, both indexed by the expert."""
         matrices = weight if scales is None else _Dequantized(weight, scales, self.spec.dtype)
         return matrices, self._no_bias if bias is None else bias
 
 
 class _Dequantized:
-    """Quantized matrices, of which each is dequantized when it is indexed."""
+    """Quantized weights of all experts. Indexing dequantizes one expert's."""
 
     def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
         self._codes, self._scales, self._dtype = codes, scales, dtype

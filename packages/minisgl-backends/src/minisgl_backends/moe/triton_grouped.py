@@ -1,7 +1,7 @@
 """The two grouped GEMMs of a gated expert layer. Imports triton.
 
-Shape legend: T tokens, K experts a token, R = T * K rows, E experts, H hidden size, I intermediate size. Each program
-computes one block of rows, all of one expert, times one block of the output's columns.
+Shape legend: T tokens, K experts per token, R = T * K rows, E experts, H hidden size, I intermediate size. Each program
+computes one block of rows, which belong to one expert, and one block of output columns.
 """
 
 from __future__ import annotations
@@ -156,18 +156,18 @@ def gate_up_activation(
     activation: str = "silu",
     limit: float | None = None,
 ) -> None:
-    """``out[row] = activation(gate @ x[token], up @ x[token])``, for every row.
+    """Compute ``out[row] = activation(gate @ x[token], up @ x[token])`` for every row.
 
     Args:
         x: [T, H].
-        x_scales: factors of the tokens, float32, T of them, where x is float8.
+        x_scales: scales of the tokens, float32 [T], if `x` is float8.
         gate_up: [E, 2 * I, H].
-        scales: factors of the rows of `gate_up`, float32 [E, 2 * I], where it is float8.
+        scales: scales of the rows of `gate_up`, float32 [E, 2 * I], if it is float8.
         bias: [E, 2 * I], or None.
         out: [R, I].
         blocks: rows by expert.
         top_k: K.
-        tiles: of the GEMM.
+        tiles: tile sizes of the GEMM.
         activation: see `MoeSpec.activation`.
         limit: see `MoeSpec.swiglu_limit`.
     """
@@ -192,18 +192,18 @@ def weighted_down(
     blocks: SortedBlocks,
     tiles: Tiles,
 ) -> None:
-    """``out[row] = row_weights[row] * (down @ hidden[row] + bias)``, for every row.
+    """Compute ``out[row] = row_weights[row] * (down @ hidden[row] + bias)`` for every row.
 
     Args:
         hidden: [R, I].
-        hidden_scales: factors of its rows, float32, R of them, where it is float8.
+        hidden_scales: scales of its rows, float32 [R], if it is float8.
         down: [E, H, I].
-        scales: factors of the rows of `down`, float32 [E, H], where it is float8.
+        scales: scales of the rows of `down`, float32 [E, H], if it is float8.
         bias: [E, H], or None.
-        row_weights: float32, R of them.
+        row_weights: float32 [R].
         out: [R, H].
         blocks: rows by expert.
-        tiles: of the GEMM.
+        tiles: tile sizes of the GEMM.
     """
     num_experts, hidden_size, intermediate_size = down.shape
     grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
@@ -226,7 +226,7 @@ def _options(
         "BLOCK_ROWS": blocks.block_size,
         "BLOCK_COLS": tiles.cols,
         "BLOCK_DEPTH": tiles.depth,
-        "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies bfloat16 as if it were integers
+        "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies the bits of bfloat16 as integers
         "SCALED": scales is not None,
         "HAS_BIAS": bias is not None,
         "EVEN": inner_size % tiles.depth == 0,
@@ -249,7 +249,7 @@ def _sum_choices(  # type: ignore[no-untyped-def]
 
 
 def sum_choices(rows: torch.Tensor, out: torch.Tensor) -> None:
-    """``out[token]`` = the sum of the token's rows, taken in float32.
+    """Write the float32 sum of each token's rows to ``out[token]``.
 
     Args:
         rows: [R, H].

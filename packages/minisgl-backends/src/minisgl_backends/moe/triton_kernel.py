@@ -1,4 +1,4 @@
-"""Mixture of experts in Triton: rows sorted by expert, two grouped GEMMs, a sum over the choices."""
+"""Mixture of experts in Triton: rows sorted by expert, two grouped GEMMs, and a sum over each token's experts."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class TritonMoe(MoeKernel):
-    """Matmuls and the weighted sum are in float32, what lies between them in `x`'s dtype. Never waits for the device.
+    """Grouped GEMMs that accumulate in float32 and store in `x`'s dtype. They never synchronize with the device.
 
-    With float8 weights, tokens are quantized, too, and so is what lies between the matmuls. Runs on a CPU as well, under
-    Triton's interpreter (TRITON_INTERPRET=1), which is slow and meant for tests.
+    If the weights are float8, the inputs of both GEMMs are quantized too. Triton's interpreter (TRITON_INTERPRET=1) runs this
+    kernel on a CPU, slowly, for tests.
     """
 
     capabilities = MoeCapabilities(
@@ -27,7 +27,7 @@ class TritonMoe(MoeKernel):
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
-        """Name what is missing of triton, a GPU, and dtypes that both take; does not import triton."""
+        """Check for triton, a GPU and the dtypes, without importing triton."""
         reasons = super().unsupported(spec)
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (pip install triton)")
@@ -39,12 +39,12 @@ class TritonMoe(MoeKernel):
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):
                 has = ".".join(map(str, capability))
-                reasons.append(f"matmuls in float8 need compute capability 8.9 or later, and this GPU has {has}")
+                reasons.append(f"float8 matmuls need compute capability 8.9 or later, and this GPU has {has}")
         return reasons
 
     def __init__(self, spec: MoeSpec) -> None:
         super().__init__(spec)
-        from minisgl_backends.kernels import device, quantize  # not before: listing providers must not need triton
+        from minisgl_backends.kernels import device, quantize  # listing providers must not import triton
         from minisgl_backends.moe import sorted_blocks, triton_grouped
 
         self._blocks, self._grouped, self._quantize_rows = sorted_blocks, triton_grouped, quantize.quantize_rows
@@ -92,7 +92,7 @@ class TritonMoe(MoeKernel):
     def _inputs(
         self, x: torch.Tensor, scales_of_weights: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Rows as they are multiplied, and their scales, where weights have scales."""
+        """Return a GEMM's input and its scales: quantized if the weights are, else `x` and None."""
         return (x, None) if scales_of_weights is None else self._quantize_rows(x)
 
 

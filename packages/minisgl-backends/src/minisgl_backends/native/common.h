@@ -51,6 +51,12 @@ INLINE float exp_of_negative(float x) {
     return x < -87.0f ? 0.0f : p * power;
 }
 
+/* cap * tanh(x / cap) */
+INLINE float soft_capped(float x, float cap) {
+    float e = exp_of_negative(-2.0f * fabsf(x) / cap);
+    return copysignf(cap * (1.0f - e) / (1.0f + e), x);
+}
+
 /* Offset of key t in pages [P, heads, page_size, dim]; `table` is the request's row of the page table. */
 INLINE int64_t key_offset(const int32_t *table, int64_t t, int64_t head, int64_t heads, int64_t page_size, int64_t dim) {
     return ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim;

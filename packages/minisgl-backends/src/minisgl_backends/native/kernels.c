@@ -99,9 +99,10 @@ void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_page
 }
 
 /* Causal softmax of the scaled scores [N * Hkv, G, C, keys], in place; masked keys get weight 0.
+   `cap`: soft cap of the scaled scores, or 0. `sinks`: a logit per query head that takes part in the softmax, or null.
    Query c of request n has position first[n] + c. */
 void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t heads, int64_t group, int64_t queries,
-                    int64_t keys, float scale, int64_t window) {
+                    int64_t keys, float scale, int64_t window, float cap, const float *sinks) {
     int64_t rows = requests * heads * group * queries;
 #pragma omp parallel for if (rows * keys > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
@@ -109,13 +110,23 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
         int64_t stop = first[row / (heads * group * queries)] + row % queries + 1;
         if (stop > keys) stop = keys;  /* a padded query */
         int64_t start = window && stop > window ? stop - window : 0;
-        float largest = -INFINITY, sum = 0;
+        float largest = -INFINITY, sum = 0, unit = scale;
+        if (cap > 0) {
+            unit = 1;
+#pragma omp simd
+            for (int64_t i = start; i < stop; i++) x[i] = from_float(soft_capped(to_float(x[i]) * scale, cap));
+        }
 #pragma omp simd reduction(max : largest)
         for (int64_t i = start; i < stop; i++) largest = to_float(x[i]) > largest ? to_float(x[i]) : largest;
+        if (sinks) {
+            float sink = sinks[row / queries % (heads * group)];
+            if (sink > largest * unit) largest = sink / unit;
+            sum = exp_of_negative(sink - largest * unit);
+        }
         float e[stop - start];
 #pragma omp simd reduction(+ : sum)
         for (int64_t i = 0; i < stop - start; i++) {
-            e[i] = exp_of_negative((to_float(x[start + i]) - largest) * scale);
+            e[i] = exp_of_negative((to_float(x[start + i]) - largest) * unit);
             sum += e[i];
         }
         float factor = 1 / sum;
@@ -132,7 +143,7 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
    sums of weights. */
 INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
                          int64_t start, int64_t stop, int64_t head, int64_t heads, int64_t group, int64_t page_size,
-                         const int64_t dim) {
+                         float cap, const int64_t dim) {
     float weights[group][CHUNK], row[dim];
     float *largest = partial + group * dim, *sums = largest + group;
     for (int64_t t = start; t < stop; t++) {
@@ -148,6 +159,9 @@ INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const
     }
     for (int64_t g = 0; g < group; g++) {
         float max_score = -INFINITY, sum = 0;
+        if (cap > 0)
+#pragma omp simd
+            for (int64_t t = 0; t < stop - start; t++) weights[g][t] = soft_capped(weights[g][t], cap);
 #pragma omp simd reduction(max : max_score)
         for (int64_t t = 0; t < stop - start; t++) max_score = weights[g][t] > max_score ? weights[g][t] : max_score;
 #pragma omp simd reduction(+ : sum)
@@ -172,10 +186,11 @@ INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const
 }
 
 /* Split-KV decode attention (Flash-Decoding): one query per request; partial outputs of chunks of keys are merged at the end.
-   `partials` has room for requests * heads * chunks * group * (dim + 2) floats. */
+   `cap` and `sinks`: see causal_softmax. `partials` has room for requests * heads * chunks * group * (dim + 2) floats. */
 void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
             int64_t columns, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
-            int64_t dim, int64_t page_size, float scale, int64_t window, float *partials, int64_t chunks) {
+            int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks,
+            float *partials, int64_t chunks) {
     int64_t partial_size = group * (dim + 2);
 #pragma omp parallel
     {
@@ -191,11 +206,11 @@ void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_p
             const int32_t *pages = table + rows[n] * columns;
             float *partial = partials + item * partial_size;
             if (dim == 64)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 64);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 64);
             else if (dim == 128)
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, 128);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, 128);
             else
-                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, dim);
+                attend_chunk(partial, scaled, k_pages, v_pages, pages, start, stop, head, heads, group, page_size, cap, dim);
         }
 #pragma omp for
         for (int64_t item = 0; item < requests * heads; item++) {
@@ -203,8 +218,9 @@ void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_p
             int64_t count = (num_visible + CHUNK - 1) / CHUNK;
             const float *first = partials + item * chunks * partial_size;
             for (int64_t g = 0; g < group; g++) {
-                float max_score = -INFINITY, sum = 0, total[dim];
+                float max_score = sinks ? sinks[item % heads * group + g] : -INFINITY, sink = max_score, total[dim];
                 for (int64_t c = 0; c < count; c++) max_score = fmaxf(max_score, first[c * partial_size + group * dim + g]);
+                float sum = exp_of_negative(sink - max_score);
                 memset(total, 0, sizeof total);
                 for (int64_t c = 0; c < count; c++) {
                     const float *partial = first + c * partial_size;

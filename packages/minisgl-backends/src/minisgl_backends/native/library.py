@@ -33,9 +33,9 @@ _ARGUMENTS = {
     "silu_and_mul": "ppii",
     "argmax": "ppii",
     "store": "pipipppiiii",
-    "causal_softmax": "ppiiiiifi",
-    "decode": "ppipppippiiiiifipi",
-    "prefill": "ppipppippppipiiiiifipppii",
+    "causal_softmax": "ppiiiiififp",
+    "decode": "ppipppippiiiiififppi",
+    "prefill": "ppipppippppipiiiiififppppii",
     "linear": "pppppiii",
     "gated": "ppppiii",
 }

@@ -34,11 +34,17 @@ INLINE void pack_values(T *packed, const T *pages, const int32_t *table, int64_t
 INLINE uint32_t pack_pair(float even, float odd) { return from_float(even) | (uint32_t)from_float(odd) << 16; }
 
 /* Softmax of a tile: scores [keys][ROWS] to unnormalized weights [keys / 2][ROWS] of pairs, and their sums.
+   `cap`: soft cap of the scaled scores, or 0. `sink`: a logit that takes part in the softmax, or -INFINITY.
    Keys [from[r], to[r]) are visible to query r, keys [all_from, all_to) to all queries. */
 INLINE void tile_softmax(uint32_t *weights, float *sums, float *scores, const int64_t *from, const int64_t *to,
-                  int64_t all_from, int64_t all_to, int64_t keys, float scale) {
+                  int64_t all_from, int64_t all_to, int64_t keys, float scale, float cap, float sink) {
     float largest[ROWS], total[ROWS];
-    for (int64_t r = 0; r < ROWS; r++) largest[r] = -INFINITY, total[r] = 0;
+    if (cap > 0) {
+#pragma omp simd
+        for (int64_t i = 0; i < keys * ROWS; i++) scores[i] = soft_capped(scores[i] * scale, cap);
+        scale = 1;
+    }
+    for (int64_t r = 0; r < ROWS; r++) largest[r] = sink / scale;
     for (int64_t t = 0; t < keys; t++) {
         float *row = scores + t * ROWS;
         if (t < all_from || t >= all_to)
@@ -46,6 +52,7 @@ INLINE void tile_softmax(uint32_t *weights, float *sums, float *scores, const in
 #pragma omp simd
         for (int64_t r = 0; r < ROWS; r++) largest[r] = row[r] > largest[r] ? row[r] : largest[r];
     }
+    for (int64_t r = 0; r < ROWS; r++) total[r] = exp_of_negative(sink - largest[r] * scale);
     for (int64_t p = 0; p < keys / 2; p++) {
         const float *even = scores + 2 * p * ROWS, *odd = even + ROWS;
 #pragma omp simd
@@ -60,13 +67,13 @@ INLINE void tile_softmax(uint32_t *weights, float *sums, float *scores, const in
 }
 
 /* `tiles` [num_tiles][2]: request and first query per tile. `cu_seqlens_q`: first token of each request in q and out.
-   `cu_seqlens_k`: first key of each request in `k_packed` and `v_packed`, then the number of keys. `scratch`:
+   `cap` and `sinks` (per query head): see causal_softmax. `cu_seqlens_k`: first key of each request in `k_packed` and `v_packed`, then the number of keys. `scratch`:
    1.5 * ROWS * max_keys floats per thread. */
 void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
              int64_t columns, const int32_t *rows, const int64_t *cu_seqlens_q, const int64_t *seq_lens, const int64_t *cu_seqlens_k,
              int64_t requests, const int32_t *tiles, int64_t num_tiles, int64_t heads, int64_t group, int64_t dim,
-             int64_t page_size, float scale, int64_t window, T *k_packed, T *v_packed, float *scratch, int64_t max_keys,
-             int64_t threads) {
+             int64_t page_size, float scale, int64_t window, float cap, const float *sinks, T *k_packed, T *v_packed,
+             float *scratch, int64_t max_keys, int64_t threads) {
 #pragma omp parallel num_threads(threads)
     {
         for (int64_t n = 0; n < requests; n++) {
@@ -108,7 +115,8 @@ void prefill(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_
                 gemm_tile((float(*)[COLUMNS])(scores + t * ROWS), block, (const T *)queries, dim / 2, COLUMNS);
             }
             float sums[ROWS], values[ROWS][COLUMNS];
-            tile_softmax(weights, sums, scores, from, to, from[ROWS - 1], to[0], num_visible, scale);
+            tile_softmax(weights, sums, scores, from, to, from[ROWS - 1], to[0], num_visible, scale, cap,
+                         sinks ? sinks[q_head] : -INFINITY);
             for (int64_t d = 0; d < dim; d += COLUMNS) {
                 gemm_tile(values, weights, v_packed + offset + d * keys + begin * COLUMNS, num_visible / 2, ROWS);
                 for (int64_t r = 0; r < count; r++) {

@@ -1,1 +1,1 @@
-"""Fused kernels between attention calls."""
+"""Providers of `minisgl_core.contracts.ops`: GEMMs, norms, rotary embedding, sampling and step inputs."""

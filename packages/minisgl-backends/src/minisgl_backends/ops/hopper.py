@@ -12,15 +12,16 @@ from minisgl_core.contracts.ops import LinearOp
 
 
 class HopperOps(TritonLinear, TritonNorm, TritonRotary):
-    """Small-M GEMMs at memory bandwidth, and a GEMM of many tokens with the activation in its epilogue.
+    """Small-M GEMMs at memory bandwidth, and a large GEMM of gate and up with the activation in its epilogue.
 
-    They use programmatic dependent launch, as do the norms, activations and rotary embedding between them, which are roles of
-    this provider for that reason. A kernel may read its weights while the kernel before it ends, so that one must write none.
+    The GEMMs use programmatic dependent launch (PDL): a kernel may prefetch its weights while the kernel before it ends. This
+    needs PDL in the kernels between the GEMMs too, so norms, activations and rotary embedding are roles of this provider. No
+    kernel of a step may write weights.
     """
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Needs a Hopper GPU, bfloat16, and what compiles CUDA C++."""
+        """Check for a Hopper GPU, bfloat16 and a CUDA C++ compiler."""
         if device.type != "cuda":
             return hopper_missing(device, dtype)
         return [*super().unsupported(device, dtype), *hopper_missing(device, dtype)]
@@ -30,32 +31,32 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         from minisgl_backends.cuda import gated_gemm, small_m_gemm
 
         self._gated = gated_gemm
-        self._product, self._stream_scratch = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
+        self._small_m, self._stream_scratch = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
         self._most_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
-        """Return whether the GEMMs of so many tokens are its own."""
+        """Return True if GEMMs over `num_rows` tokens run in the small-M kernel, which launches with PDL."""
         return num_rows <= self._most_rows
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
-        return self._with_product(super().prepare_linear(weight, bias), weight, bias, gated=False)
+        return self._with_small_m_gemm(super().prepare_linear(weight, bias), weight, bias, gated=False)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
-        few = self._with_product(super().prepare_gated(weight, bias), weight, bias, gated=True)
+        few = self._with_small_m_gemm(super().prepare_gated(weight, bias), weight, bias, gated=True)
         if not self._gated.fits(weight, bias):
             return few
         many = self._gated.HopperGatedGemm(weight)
         return lambda x: many(x) if x.dim() == 2 and many.takes(x) else few(x)
 
-    def _with_product(
+    def _with_small_m_gemm(
         self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
-        if not self._product.fits(weight, bias, gated=gated):
+        if not self._small_m.fits(weight, bias, gated=gated):
             return other
         max_rows = worthwhile_rows(*weight.shape, gated=gated)
         self._most_rows = max(self._most_rows, max_rows)
-        row_sizes = [rows for rows in self._product.ROW_SIZES if rows <= max_rows]
-        own = self._product.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
+        row_sizes = [rows for rows in self._small_m.ROW_SIZES if rows <= max_rows]
+        own = self._small_m.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

@@ -9,11 +9,11 @@ from minisgl_backends.ops.onednn import OneDnnOps
 from minisgl_core.contracts.ops import LinearOp, Rotation
 
 _COLUMNS = 16
-"""Of a block of a packed matrix; COLUMNS of tiles.h."""
+"""Output columns per block of the packed weights; COLUMNS in tiles.h."""
 
 
-class PackedProduct:
-    """``x @ weight.T + bias`` with the weight in the layout of products.c."""
+class PackedGemm:
+    """``x @ weight.T + bias`` with the weight in the layout of tiles.h."""
 
     __slots__ = ("_bias", "_linear", "_packed", "_size")
 
@@ -30,8 +30,8 @@ class PackedProduct:
         return out
 
 
-class PackedGatedProduct:
-    """``silu(x @ gate.T) * (x @ up.T)``; blocks of both matrices take turns in one."""
+class PackedGatedGemm:
+    """``silu(x @ gate.T) * (x @ up.T)``; blocks of gate and up alternate in one packed tensor."""
 
     __slots__ = ("_gated", "_packed", "_size")
 
@@ -49,14 +49,14 @@ class PackedGatedProduct:
 
 
 class NativeOps(OneDnnOps):
-    """Norms, rotation and activations in one pass each; products of bfloat16 where the processor has dot products of it.
+    """Norms, rotary embedding and activations in one pass each, and bfloat16 GEMMs on processors with AVX512-BF16.
 
-    Other products are oneDNN's.
+    Other GEMMs are oneDNN's.
     """
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Needs what `OneDnnOps` needs, Linux and gcc."""
+        """Check for what `OneDnnOps` needs, Linux and gcc."""
         return super().unsupported(device, dtype) or library.unsupported(device, dtype)
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -64,22 +64,22 @@ class NativeOps(OneDnnOps):
         self._kernels = library.load(dtype)
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack; see `PackedProduct`."""
+        """Pack the weight; see `PackedGemm`."""
         if self._fits_tiles(weight) and (bias is None or self._owns(bias)):
-            return PackedProduct(weight, bias, self._kernels)
+            return PackedGemm(weight, bias, self._kernels)
         return super().prepare_linear(weight, bias)
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack; see `PackedGatedProduct`."""
+        """Pack the weights; see `PackedGatedGemm`."""
         if bias is None and self._fits_tiles(weight):
-            return PackedGatedProduct(weight, self._kernels)
+            return PackedGatedGemm(weight, self._kernels)
         return super().prepare_gated(weight, bias)
 
     def _fits_tiles(self, weight: torch.Tensor) -> bool:
         return self._kernels.has_tiles and self._owns(weight) and weight.shape[1] % 2 == 0
 
     def _owns(self, *tensors: torch.Tensor) -> bool:
-        """Whether they are of the dtype that the C was compiled for, which reads no other."""
+        """Return True if all tensors have the dtype that the C kernels were compiled for."""
         return all(each.dtype == self.dtype for each in tensors)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -97,7 +97,7 @@ class NativeOps(OneDnnOps):
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NormOps.add_rms_norm`; the sum is written over `x`."""
+        """See `NormOps.add_rms_norm`. The sum overwrites `x`."""
         if not self._owns(x, residual, weight):
             return super().add_rms_norm(x, residual, weight, eps)
         x, residual, size = x.contiguous(), residual.contiguous(), x.shape[-1]
@@ -127,13 +127,13 @@ class NativeOps(OneDnnOps):
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place."""
+        """See `RotaryOps.rotary`; q and k are overwritten."""
         if not self._owns(q, k):
             return super().rotary(q, k, cos, sin)
         return self.rotate(q, k, Rotation(cos, sin))
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """In place, norms included."""
+        """See `RotaryOps.rotate`; q and k are overwritten."""
         if not self._owns(q, k, *(rotation.norms or ())):
             return super().rotate(q, k, rotation)
         cos, sin = (x.to(self.dtype).contiguous() for x in (rotation.cos, rotation.sin))
@@ -147,7 +147,7 @@ class NativeOps(OneDnnOps):
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] to [ceil(out / 16), in / 2, 16, 2], a view where it can be."""
+    """Return a weight [out, in] as blocks [ceil(out / 16), in / 2, 16, 2]: a view if 16 divides `out`, else a padded copy."""
     num, width = -(-len(weight) // _COLUMNS), weight.shape[1]
     if num * _COLUMNS != len(weight):
         weight = torch.nn.functional.pad(weight, (0, 0, 0, num * _COLUMNS - len(weight)))
@@ -155,11 +155,15 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _checked(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
-    """x, if the product can be computed: the C would read past the end of what is narrower."""
+    """Return `x` if it fits the weight, since the C kernel would read past the end of a narrower `x`.
+
+    Raises:
+        TypeError: its last dimension or its dtype does not match the weight.
+    """
     width = 2 * packed.shape[-3]
     if x.dtype != packed.dtype or x.shape[-1] != width:
         raise TypeError(
-            f"x is {list(x.shape)} of {x.dtype}, and must be [..., {width}] of {packed.dtype}, as the matrix"
+            f"x has shape {list(x.shape)} and dtype {x.dtype}, but the weight needs [..., {width}] in {packed.dtype}"
         )
     return x
 
@@ -170,5 +174,5 @@ def _rows_out_room(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch
 
 
 def _dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D] whose heads lie side by side; itself if they do."""
+    """Return [T, heads, D] with contiguous heads per token: `x` itself if they are, else a copy."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()

@@ -1,6 +1,6 @@
-"""Kernels for CPUs: matrices packed for oneDNN once at load, activations fused into the products.
+"""Kernels for CPUs: weights packed for oneDNN once at load, and activations fused into the GEMMs.
 
-The packed products are those that torch.compile's CPU backend emits (`mkldnn::_linear_pointwise`).
+The packed GEMMs are those that torch.compile's CPU backend emits (`mkldnn::_linear_pointwise`).
 """
 
 from __future__ import annotations
@@ -15,60 +15,60 @@ from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, 
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 16
-"""Rows of x that the packed layout is chosen for; products of other sizes use the same layout."""
+"""Rows of x that the packed layout is chosen for. GEMMs with other numbers of rows use the same layout."""
 
 
 _SMALL_BYTES = psutil.virtual_memory().total // 10
-"""Plain copies may take this much memory in all, besides the packed ones."""
+"""Most memory of all plain weights that are kept beside the packed ones."""
 
 
 class PackedLinear:
     """``x @ weight.T + bias`` with the weight in oneDNN's blocked layout.
 
-    With `keep`, the plain weight is kept too, for single rows: then all that matters is to read the matrix once, in order, and
-    torch's own product of a bfloat16 matrix and a vector does that faster than oneDNN's.
+    With `keep`, the plain weight is kept too, for inputs of one row. Such a GEMM is bound by reading the weight once, and
+    torch's bfloat16 GEMV reads it faster than oneDNN does.
     """
 
-    __slots__ = ("_bias", "_packed", "_plain", "_product")
+    __slots__ = ("_bias", "_gemm", "_packed", "_plain")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, keep: bool) -> None:
         self._plain, self._bias = weight if keep else None, bias
         self._packed = _pack(weight)
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._gemm = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._plain is not None and len(x) == 1:
             return _one_row(x, self._plain, self._bias)
-        out: torch.Tensor = self._product(x, self._packed, self._bias, "none", [], "")
+        out: torch.Tensor = self._gemm(x, self._packed, self._bias, "none", [], "")
         return out
 
 
 class PackedGated:
-    """``silu(x @ gate.T) * (x @ up.T)``; the activation and the product run inside the matrix products."""
+    """``silu(x @ gate.T) * (x @ up.T)``, with the activation and the multiplication in the GEMMs' epilogues."""
 
-    __slots__ = ("_gate", "_plain", "_product", "_times", "_up")
+    __slots__ = ("_gate", "_gemm", "_plain", "_times", "_up")
 
     def __init__(self, weight: torch.Tensor, keep: bool) -> None:
         self._plain = weight if keep else None
         self._gate, self._up = (_pack(half) for half in weight.chunk(2))
-        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._gemm = torch.ops.mkldnn._linear_pointwise.default
         self._times = torch.ops.mkldnn._linear_pointwise.binary
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._plain is not None and len(x) == 1:
             gate, up = _one_row(x, self._plain, None).chunk(2, dim=-1)
             return F.silu(gate).mul_(up)
-        activated = self._product(x, self._gate, None, "swish", [], "")
+        activated = self._gemm(x, self._gate, None, "swish", [], "")
         out: torch.Tensor = self._times(x, activated, self._up, None, "mul")
         return out
 
 
 class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
-    """Packed GEMMs; norms, rotary embedding and argmax in few calls, since a call costs microseconds."""
+    """Packed GEMMs, and norms, rotary embedding and argmax in few torch calls, since each call costs microseconds."""
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Needs a CPU, a torch that was built with oneDNN, and a dtype that oneDNN is quick in."""
+        """Check for a CPU, a torch built with oneDNN, and a dtype that oneDNN supports on this processor."""
         reasons = []
         if device.type != "cpu":
             reasons.append(f"oneDNN is for CPUs, not for {device.type}")
@@ -87,46 +87,46 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack; see `PackedLinear`."""
+        """Pack the weight; see `PackedLinear`."""
         return PackedLinear(weight, bias, self._keeps(weight))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the halves each by itself; see `PackedGated`."""
+        """Pack gate and up separately; see `PackedGated`."""
         if bias is not None:
             gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
             return lambda x: silu_and_mul(gate_up(x))
         return PackedGated(weight, self._keeps(weight))
 
     def _keeps(self, weight: torch.Tensor) -> bool:
-        """Whether to keep a plain copy: in bfloat16, as long as all of them together are small."""
+        """Return True if the plain weight is kept: it is bfloat16, and all kept weights together stay below `_SMALL_BYTES`."""
         self._plain_bytes += weight.nbytes
         return weight.dtype == torch.bfloat16 and self._plain_bytes <= _SMALL_BYTES
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
-        """Several times faster in float32 than in bfloat16."""
+        """See `SamplingOps.argmax`. In float32, as torch's bfloat16 argmax is several times slower."""
         return logits.float().argmax(-1)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """A layer norm of x beside -x, whose mean is zero: a single pass, where torch's own RMS norm takes six."""
+        """See `NormOps.rms_norm`. One layer norm over x and -x, whose mean is zero; torch's RMS norm takes six passes."""
         size = x.shape[-1]
         both = torch.layer_norm(torch.cat((x, -x), dim=-1), (2 * size,), None, None, eps)
-        return both[..., :size] * weight
+        return (both[..., :size] * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `NormOps.add_rms_norm`; the sum is written over `x`."""
+        """See `NormOps.add_rms_norm`. The sum overwrites `x`."""
         total = x.add_(residual)
         return self.rms_norm(total, weight, eps), total
 
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both at once where they lie side by side, as parts of one projection's output do."""
+        """See `RotaryOps.rotary`. q and k are rotated in one call if they are adjacent in one projection's output."""
         half = cos.shape[-1]
         if 2 * half != q.shape[-1]:
             return super().rotary(q, k, cos, sin)
-        if cos is not self._cos or q.dtype != self._tables[0].dtype:  # a step's layers share them
+        if cos is not self._cos or q.dtype != self._tables[0].dtype:  # the layers of a step share the tables
             self._cos = cos
             cos, sin = cos.to(q.dtype), sin.to(q.dtype)
             self._tables = torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
@@ -142,7 +142,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         )
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RotaryOps.rotate`; the norms of heads are `rms_norm`."""
+        """See `RotaryOps.rotate`. `rms_norm` normalizes the heads."""
         if rotation.norms is not None:
             q, k = (self.rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
         return self.rotary(q, k, rotation.cos, rotation.sin)
@@ -154,7 +154,7 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:
-    """Whether k's heads lie behind q's in one tensor."""
+    """Return True if k's heads directly follow q's in one storage."""
     return (
         q.stride() == k.stride()
         and k.storage_offset() - q.storage_offset() == q.shape[1] * q.stride(1)

@@ -1,4 +1,4 @@
-"""The part that the Triton kernels of all roles share."""
+"""Base class of the Triton providers of all roles."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from minisgl_core.contracts.ops import OpsProvider
 
 
 class TritonProvider(OpsProvider):
-    """A provider of Triton kernels. Its roles put it before the role's class, so that `silu_and_mul` overrides `NormOps`'."""
+    """Provider of Triton kernels. Subclasses list it before the role's class, so that its `silu_and_mul` overrides `NormOps`."""
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Needs Triton, and a GPU or Triton's interpreter."""
+        """Check for Triton, and for a GPU or Triton's interpreter."""
         reasons = []
         if importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (pip install triton)")
@@ -30,14 +30,14 @@ class TritonProvider(OpsProvider):
         self._activation = activation
 
     def overlaps(self, num_rows: int) -> bool:
-        """Return whether launches over so many tokens use PDL; see `minisgl_backends.kernels.dependent_launch`."""
+        """Return True if launches over `num_rows` tokens use PDL; see `minisgl_backends.kernels.dependent_launch`."""
         return False
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """See `NormOps.silu_and_mul`; GEMMs whose epilogue has no activation call it, too."""
+        """See `NormOps.silu_and_mul`. GEMMs without a fused activation call it too."""
         return self._activation.silu_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
 
 
 def dense(x: torch.Tensor) -> torch.Tensor:
-    """Return x itself where its last dimension is contiguous, as kernels expect; the others may have any stride."""
+    """Return `x` if its last dimension is contiguous, as kernels expect, else a copy. Other dimensions may have any stride."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,7 +9,7 @@ from minisgl_core.contracts.ops import LinearOp, LinearOps
 
 
 class TritonLinear(TritonProvider, LinearOps):
-    """Small-M GEMMs, with the activation in their epilogue, that read weights faster than cuBLAS; larger ones are torch's."""
+    """Small-M GEMMs with fused activation, which read weights faster than cuBLAS. Larger GEMMs are torch's."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -52,7 +52,7 @@ class TritonLinear(TritonProvider, LinearOps):
             out: torch.Tensor = torch._scaled_mm(
                 codes, right, row_scales, right_scales, out_dtype=x.dtype, use_fast_accum=True
             )
-            return out if bias is None else out.add_(bias)  # apart: with some shapes cuBLAS takes none
+            return out if bias is None else out.add_(bias)  # not fused: cuBLAS takes no bias with some shapes
 
         return gemm
 
@@ -82,7 +82,7 @@ class TritonLinear(TritonProvider, LinearOps):
 
 
 def _of_rows(gemm: LinearOp) -> LinearOp:
-    """Let a GEMM of [M, in] take [..., in]."""
+    """Return a GEMM that accepts [..., in], from one that accepts [M, in]."""
 
     def of_rows(x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 2 and x.stride(1) == 1:

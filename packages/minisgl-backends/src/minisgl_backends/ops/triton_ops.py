@@ -66,7 +66,7 @@ class TritonRotary(TritonProvider, RotaryOps):
 
 
 class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, RoutingOps):
-    """Every role, in one launch per operation."""
+    """Kernels of every role, one launch per operation."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -116,13 +116,13 @@ class TritonOps(TritonLinear, TritonNorm, TritonRotary, SamplingOps, StepOps, Ro
     def sample_shard(
         self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
-        """See `SamplingOps.sample_shard`: two short sums instead of all logits on every rank."""
+        """See `SamplingOps.sample_shard`: two small all-reduces instead of an all-gather of all logits."""
         return self._sample.sample_shard(logits, temperature, uniform, shard)
 
     def route(
         self, logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `RoutingOps.route`; one launch where the routing is plain."""
+        """See `RoutingOps.route`; one launch if the routing is plain softmax and top-k."""
         if correction_bias is not None or not spec.is_plain:
             return super().route(logits, spec, correction_bias)
         return self._route.route(dense(logits), spec.top_k, spec.renormalize)

@@ -1,4 +1,4 @@
-"""``--quantization fp8``: weights in float8 with a scale per output, activations in float8 with a scale per token."""
+"""``--quantization fp8``: float8 weights with a scale per output channel, and float8 activations with a scale per token."""
 
 from __future__ import annotations
 
@@ -22,36 +22,37 @@ from minisgl_core.contracts.layer_methods import (
 from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, LinearOps, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.utils.fp8 import FP8
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 2048
-"""Rows of a weight that are quantized at once, which bounds what that takes besides the weight."""
+"""Rows of a weight that are quantized at once, which bounds the temporary memory."""
 _MULTIPLE = 16
-"""Both sides of a weight must be multiples of it."""
+"""Both dimensions of a quantized weight are multiples of this number."""
 
 
 class Fp8(Quantization):
     """Quantizes a 16-bit checkpoint at load, and loads an FP8 checkpoint from its own codes and scales.
 
-    Scales of activations are found for each token: nothing has to be calibrated. A weight whose sides are no multiples of 16
-    stays in the model's dtype, and so do the layers that an FP8 checkpoint leaves unquantized. On a CPU, weights become float32
-    again in each matmul: that is for tests, and to see what is lost.
+    Activations are quantized per token at run time, so no calibration is needed. A weight whose dimensions are not multiples of
+    16 keeps the model's dtype, as do the layers that an FP8 checkpoint leaves unquantized. On a CPU, each matmul dequantizes its
+    weight to float32, which serves tests and measurements of accuracy.
     """
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse a GPU without float8, or another dtype than its matmuls have."""
+        """Refuse a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
         if spec.device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)
             if capability < (8, 9):
                 has = ".".join(map(str, capability))
-                reasons.append(f"products in float8 need compute capability 8.9 or later, and this GPU has {has}")
+                reasons.append(f"float8 matmuls need compute capability 8.9 or later, and this GPU has {has}")
             if spec.dtype != torch.bfloat16:
                 name = str(spec.dtype).removeprefix("torch.")
-                reasons.append(f"its products have results in bfloat16, not {name} (--dtype bfloat16)")
+                reasons.append(f"its matmuls return bfloat16, not {name} (--dtype bfloat16)")
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
@@ -64,7 +65,14 @@ class Fp8(Quantization):
         return Fp8Linear(spec, self.ops)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
-        """Return the method for a layer's experts, likewise; all of them are quantized or none is."""
+        """Return the method for a layer's experts. Either all experts of a layer are quantized or none is.
+
+        Raises:
+            ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
+        """
+        if spec.interleaved:
+            reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
+            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
         if self._leaves(names):
             return super().experts(spec, kernel)
@@ -74,7 +82,7 @@ class Fp8(Quantization):
 
     @property
     def _is_stored(self) -> bool:
-        """Return whether the checkpoint has codes and scales in float8."""
+        """Return True if the checkpoint has float8 weights and their scales."""
         stored = self.spec.checkpoint
         if stored is None:
             return False
@@ -120,7 +128,7 @@ class Fp8Experts(PlainExperts):
 
 
 def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float8 codes like `weight`, [out, in], and the scale of each row, float32 [out]."""
+    """Return the float8 codes of `weight`, [out, in], and a scale per row, float32 [out]."""
     codes = torch.empty(weight.shape, dtype=FP8, device=weight.device)
     scales = torch.empty(len(weight), 1, dtype=torch.float32, device=weight.device)
     for start in range(0, len(weight), _ROWS):
@@ -135,5 +143,7 @@ def _fits(spec: LinearSpec) -> bool:
     sides = spec.out_features, spec.in_features
     if all(size % _MULTIPLE == 0 for size in sides):
         return True
-    logger.warning("%s, %d by %d on this rank, stays as it is: fp8 takes multiples of %d", spec.name, *sides, _MULTIPLE)
+    logger.warning(
+        "%s is not quantized: on this rank it is %d by %d, and fp8 needs multiples of %d", spec.name, *sides, _MULTIPLE
+    )
     return False

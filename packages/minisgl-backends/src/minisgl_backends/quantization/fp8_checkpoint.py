@@ -1,12 +1,12 @@
 """Weights of FP8 checkpoints, loaded from the checkpoint's codes and scales.
 
-The kernels take one scale per row. Scales per channel are that. A scale per tensor is copied to the tensor's rows, so that
-parts of a fused weight keep scales of their own. Both give the checkpoint's weights exactly.
+The kernels take one scale per row (output channel). Per-channel scales are used as they are. A per-tensor scale is copied to all
+rows of its tensor, so that the parts of a fused weight keep their own scales. Both represent the checkpoint's weights exactly.
 
-Scales of blocks (128 by 128 in DeepSeek's and Qwen's checkpoints) are converted. Each row takes the largest scale of its
-blocks. The codes of its other blocks are rescaled and rounded again. A weight is off by at most 2^-4 of itself then, or by
-2^-10 of its row's scale where that is more. Nothing is lost in the block with the largest scale, nor where scales are powers of
-two and codes stay normal numbers. Two megabytes are converted at a time, in place: the weight is never held at full width.
+Block scales (128 by 128 in DeepSeek's and Qwen's checkpoints) are converted. Each row takes the largest scale of its blocks, and
+the codes of its other blocks are rescaled and rounded again. The error of a weight is then at most 2^-4 of the weight, or 2^-10
+of its row's scale if that is more. There is no error in the block with the largest scale, nor if all scales are powers of two
+and the codes stay normal numbers. The conversion runs in place, in chunks of 2 MB, so the weight is never dequantized as a whole.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.utils.fp8 import FP8, LEAST_SCALE
 
 Block = tuple[int, int]
-"""Rows and columns that share a scale."""
+"""Numbers of rows and columns that share a scale."""
 _CHUNK = 2**18
-"""Weights that are converted at once: about 2 MB besides the weight."""
+"""Elements that are converted at once, which take about 2 MB of temporary memory."""
 
 
 class StoredMatrix:
     """Codes and scales of one weight on this rank.
 
     Attributes:
-        codes: float8_e4m3fn [out, in]; rows and columns that are padding are zero.
+        codes: float8_e4m3fn [out, in]; padding rows and columns are zero.
         scales: one per row, float32 [out].
     """
 
@@ -53,14 +53,14 @@ class StoredMatrix:
         columns: Shard,
         block: Block | None,
     ) -> None:
-        """Load into `codes` and `scales`.
+        """Set up the load targets.
 
         Args:
-            codes: zeros where nothing is loaded.
-            scales: likewise.
-            parts: rows of the weight.
-            columns: this rank's part of them.
-            block: None for a scale per tensor or per row.
+            codes: filled by loading; zeros.
+            scales: filled by loading or by `convert`; zeros.
+            parts: parts of a fused weight, in the order of its rows.
+            columns: this rank's shard of the columns.
+            block: block of a block scale; None for a scale per tensor or per row.
         """
         self.codes, self.scales = codes, scales
         self._columns, self._block, self._parts = columns, block, []
@@ -90,7 +90,7 @@ class StoredMatrix:
             yield f"{part.name}.weight_scale", target
 
     def convert(self) -> None:
-        """Give every row one scale, in place."""
+        """Convert block scales to one scale per row, in place."""
         if self._block is None or not self._columns.num_real:
             return
         height, width = self._block
@@ -104,7 +104,7 @@ class StoredMatrix:
             for start in range(0, part.rows.num_real, num_rows):
                 codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
                 wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)
-                codes.copy_(wide.mul_(codes.float()))  # no factor is above 1, so nothing saturates
+                codes.copy_(wide.mul_(codes.float()))  # factors are at most 1, so nothing saturates
         self._of_blocks = []
 
 
@@ -131,7 +131,7 @@ class StoredFp8Linear(LinearMethod):
             yield from self.spec.row_targets("bias", self._bias)
 
     def prepare(self) -> LinearOp:
-        """Convert the scales of blocks; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
+        """Convert block scales; see `LinearOps.prepare_fp8_linear` and `LinearOps.prepare_fp8_gated`."""
         self._matrix.convert()
         kernels = self._ops.linear
         make = kernels.prepare_fp8_gated if self.spec.gated else kernels.prepare_fp8_linear
@@ -167,7 +167,7 @@ class StoredFp8Experts(ExpertsMethod):
         yield from self.bias_targets()
 
     def prepare(self) -> ExpertsOp:
-        """Convert the scales of blocks."""
+        """Convert block scales to scales per row."""
         for matrix in self._matrices:
             matrix.convert()
         return self.operation(self._gate_up, self._down, self._gate_up_scales, self._down_scales)

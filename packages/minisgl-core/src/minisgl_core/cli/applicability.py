@@ -18,7 +18,7 @@ from minisgl_core.plugins.registry import Entry, Registry, reasons_of
 
 
 def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[str, list[str]]:
-    """Ask a provider if it supports a typical model here.
+    """Ask a provider if it supports a typical model on this machine.
 
     Args:
         registry: registry with the platforms.

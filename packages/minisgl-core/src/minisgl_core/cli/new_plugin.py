@@ -80,6 +80,7 @@ SCAFFOLDS = {
     "executor": Scaffold(
         "executor", "{Name}Executor", "An executor of ranks", "minisgl launch --tp 2 --executor {name}"
     ),
+    "router": Scaffold("router", "{Name}Router", "A router of requests", "minisgl launch --replicas 2 --router {name}"),
     "platform": Scaffold(
         "platform", "{Name}Platform", "A device", "minisgl launch --platform {name}", dependencies=("psutil", "torch")
     ),

@@ -53,7 +53,7 @@ def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]
 
     Returns:
         A decorator; the function is called with keywords ``values: dict[str, Any]`` and ``sources: dict[str, str]``,
-        and with whatever its other click decorators give it.
+        and with the arguments of its other click decorators.
     """
     declared = [item for section in sections for item in _option_fields(section)]
     names = [item.name for item in declared]
@@ -135,7 +135,7 @@ class ConfigOption(click.Option):
         )
 
     def source(self, ctx: click.Context) -> str:
-        """Return a phrase that tells where the value came from."""
+        """Return a phrase that names the source of the value."""
         found = ctx.get_parameter_source(self.name or "")
         if found is ParameterSource.COMMANDLINE:
             negated = self.is_flag and ctx.params.get(self.name or "") is False

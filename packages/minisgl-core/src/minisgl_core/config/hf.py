@@ -1,4 +1,7 @@
-"""Conversion of Hugging Face configs, from transformers 4 or 5, to a `ModelConfig`."""
+"""Conversion of Hugging Face configs, from transformers 4 or 5, to a `ModelConfig`.
+
+The file is long because all rules of one format are in it: defaults, fixed values, and checks of each key.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,21 @@ _CLASS_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 """Defaults of missing keys that differ between transformers' config classes, and values that an architecture fixes without a
 key. An architecture whose entry lacks ``max_window_layers`` ignores that key."""
 
+_WHOLE_HEADS: Mapping[str, Any] = {"partial_rotary_factor": 1.0, "v_head_dim": None}
+_NO_BIASES: Mapping[str, Any] = {"attention_bias": False, "mlp_bias": False}
+_FIXED: Mapping[str, Mapping[str, Any]] = {
+    "LlamaForCausalLM": {"use_sliding_window": False, **_WHOLE_HEADS},
+    "MistralForCausalLM": {**_NO_BIASES, **_WHOLE_HEADS},
+    "Qwen2ForCausalLM": {"attention_bias": True, "mlp_bias": False, **_WHOLE_HEADS},
+    "Qwen3ForCausalLM": {"mlp_bias": False, **_WHOLE_HEADS},
+    "Qwen3MoeForCausalLM": {"mlp_bias": False, **_WHOLE_HEADS},
+}
+"""Keys that transformers' class of an architecture does not read, and the value whose meaning it has. Other engines read some of
+them, so another value is refused, instead of ignored."""
+
+_SAME_WINDOW = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen3MoeForCausalLM"})
+"""Architectures of which all layers have the same window, or none: they do not read ``layer_types``."""
+
 
 def model_config(
     raw: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None, tokenizer_eos: int | None = None
@@ -41,6 +59,7 @@ def model_config(
     architecture = architecture_of(raw)
     defaults = _CLASS_DEFAULTS.get(architecture, {})
     keys = _Keys({**defaults, **raw})
+    _check_fixed(keys, architecture)
     hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
     num_layers, intermediate_size = keys.positive("num_hidden_layers"), keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
@@ -54,7 +73,8 @@ def model_config(
         )
     head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
     max_position = keys.positive("max_position_embeddings")
-    rope = _rope(keys, head_dim, max_position)
+    whole = _FIXED.get(architecture, {}).get("partial_rotary_factor")
+    rope, sliding_rope = _ropes(keys, head_dim, max_position, whole)
     attention_bias = keys.flag("attention_bias")
     vocab_size = keys.positive("vocab_size")
     eos_token_ids = [
@@ -72,15 +92,16 @@ def model_config(
         num_q_heads=num_q_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=_stretched(max_position, rope),
+        # A config with a rope per kind of layer states the scaled context.
+        max_position=max_position if sliding_rope else _stretched(max_position, rope),
         rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
         rope=rope,
         dtype=str(keys.get("dtype") or keys.get("torch_dtype") or "float32").removeprefix("torch."),
         tie_embeddings=keys.flag("tie_word_embeddings"),
         qkv_bias=attention_bias,
-        o_bias=bool(defaults.get("o_bias", attention_bias)),
+        o_bias=keys.flag("o_bias", attention_bias),
         mlp_bias=keys.flag("mlp_bias"),
-        sliding_windows=_sliding_windows(keys, num_layers, has_first="max_window_layers" in defaults),
+        sliding_windows=_sliding_windows(keys, num_layers, architecture),
         moe=_moe(keys, num_layers, intermediate_size),
         bos_token_id=_first(_token_ids(raw, "bos_token_id")),
         # Some checkpoints list ids beyond the vocabulary, or -1 for none.
@@ -91,6 +112,7 @@ def model_config(
         soft_cap=keys.above("attn_logit_softcapping", 0.0) if keys.get("attn_logit_softcapping") else None,
         has_sinks=keys.flag("attention_sinks"),
         value_head_dim=keys.positive("v_head_dim") if keys.get("v_head_dim") else None,
+        sliding_rope=sliding_rope,
         raw=raw,
     )
 
@@ -100,6 +122,9 @@ class _Keys:
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
         self._raw, self._where = raw, where
+
+    def replaced(self, key: str, value: Any) -> _Keys:
+        return _Keys({**self._raw, key: value}, self._where)
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._raw.get(key)
@@ -126,7 +151,7 @@ class _Keys:
         return int(value)
 
     def numbers(self, key: str, count: int, is_needed: bool = False) -> tuple[float, ...]:
-        """A list of `count` numbers above 0; empty where it is not needed and missing."""
+        """Return a list of `count` numbers above 0; empty if the key is missing and not needed."""
         values = self.get(key, ())
         if not isinstance(values, (list, tuple)) or any(not isinstance(v, (int, float)) or v <= 0 for v in values):
             raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")
@@ -165,27 +190,78 @@ def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[
     return list(ids)
 
 
-def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
-    name = "rope_parameters" if keys.get("rope_parameters") else "rope_scaling"
-    raw = keys.get(name, {})
-    if not isinstance(raw, Mapping):
-        raise ModelFormatError(f"config: {name}={raw!r} is not an object with parameters")
+def _check_fixed(keys: _Keys, architecture: str) -> None:
+    """Refuse values of keys that the architecture does not read, unless they mean what it does.
+
+    Raises:
+        ModelFormatError: the error names the key.
+    """
+    for key, fixed in {"is_causal": True, **_FIXED.get(architecture, {})}.items():
+        if keys.get(key, fixed) != fixed:
+            remedy = "remove the key" if fixed is None else f"it supports {str(fixed).lower()} only"
+            raise ModelFormatError(f"config: {key}={keys.get(key)!r} is not supported by {architecture}; {remedy}")
+
+
+def _rope_settings(keys: _Keys) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the value of the key with the RoPE settings.
+
+    Of a config with both keys, transformers takes ``rope_scaling`` and drops ``rope_parameters`` with its ``rope_theta``.
+
+    Raises:
+        ModelFormatError: the dropped settings differ from those that are taken.
+    """
+    settings = {name: keys.get(name, {}) for name in ("rope_scaling", "rope_parameters")}
+    for name, value in settings.items():
+        if not isinstance(value, Mapping):
+            raise ModelFormatError(f"config: {name}={value!r} is not an object with parameters")
+    scaling, parameters = settings["rope_scaling"], settings["rope_parameters"]
+    if not (scaling and parameters):
+        return ("rope_scaling", scaling) if scaling else ("rope_parameters", parameters)
+    taken = {"rope_theta": keys.get("rope_theta", 10000.0), "rope_type": scaling.get("type", "default"), **scaling}
+    for key, value in parameters.items():
+        if value not in (None, taken.get(key)) and (key, value) not in (("rope_type", "default"), ("type", "default")):
+            raise ModelFormatError(
+                f"config: rope_parameters has {key}={value!r} and rope_scaling has {key}={taken.get(key)!r}; transformers "
+                "drops rope_parameters where a config has both: move all settings into one of them"
+            )
+    return "rope_scaling", scaling
+
+
+def _ropes(
+    keys: _Keys, head_dim: int, max_position: int, fixed_fraction: float | None
+) -> tuple[RopeConfig, RopeConfig | None]:
+    """Return the rope of all layers and None, or that of full-attention layers and that of layers with a window."""
+    by_kind = keys.get("rope_parameters")
+    if not isinstance(by_kind, Mapping) or set(by_kind) != {"full_attention", "sliding_attention"}:
+        return _rope(keys, head_dim, max_position, fixed_fraction), None
+    full, sliding = (
+        _rope(keys.replaced("rope_parameters", by_kind[kind]), head_dim, max_position, fixed_fraction)
+        for kind in ("full_attention", "sliding_attention")
+    )
+    return full, sliding
+
+
+def _rope(keys: _Keys, head_dim: int, max_position: int, fixed_fraction: float | None) -> RopeConfig:
+    """Read the RoPE settings. The function is long because one call lists all fields of the config."""
+    name, raw = _rope_settings(keys)
     is_per_layer = any(isinstance(value, Mapping) for value in raw.values())
     rope = _Keys({} if is_per_layer else raw, name)
     kind = "per_layer" if is_per_layer else str(rope.get("rope_type", rope.get("type", "default")))
     fraction = rope.number("partial_rotary_factor", keys.number("partial_rotary_factor", 1.0))
+    if fixed_fraction not in (None, fraction):
+        raise ModelFormatError(
+            f"{name}: partial_rotary_factor={fraction:g} is not supported by this architecture; it rotates whole heads"
+        )
     rotary_dim = int(head_dim * fraction)
-    if rotary_dim % 2 or not (4 if kind == "dynamic" else 2) <= rotary_dim <= head_dim:
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise ModelFormatError(
             f"config: head_dim={head_dim} and partial_rotary_factor={fraction:g} give {rotary_dim} rotary dimensions; "
-            "their number must be even, at most head_dim, and at least 4 if rope_type is dynamic"
+            "their number must be even and at most head_dim"
         )
     theta = rope.above("rope_theta", 1.0, keys.above("rope_theta", 1.0, 10000.0))
     if kind not in ROPE_KINDS:
         return RopeConfig(theta, rotary_dim, kind, original_max_position=max_position)
-    original = rope.positive(
-        "original_max_position_embeddings", keys.positive("original_max_position_embeddings", max_position)
-    )
+    original = _original_max_position(keys, rope, kind, max_position)
     implied_factor = max_position / original if kind == "yarn" and original < max_position else None
     if kind == "longrope":
         implied_factor = max(max_position / original, 1.0)
@@ -214,20 +290,34 @@ def _rope(keys: _Keys, head_dim: int, max_position: int) -> RopeConfig:
     return config
 
 
+def _original_max_position(keys: _Keys, rope: _Keys, kind: str, max_position: int) -> int:
+    """Return the context of the unscaled model. As in transformers, a key beside the RoPE settings replaces theirs."""
+    key = "original_max_position_embeddings"
+    if kind not in ("llama3", "yarn", "longrope"):
+        return max_position
+    return keys.positive(key, rope.positive(key, max_position))
+
+
 def _stretched(max_position: int, rope: RopeConfig) -> int:
-    """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``."""
-    if rope.kind in ("linear", "dynamic", "yarn"):
+    """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``.
+
+    ``dynamic`` is not among them. Beyond the unscaled context, its rotation of every key depends on the length of the sequence,
+    and cached keys cannot be rotated again.
+    """
+    if rope.kind in ("linear", "yarn"):
         return max(max_position, int(rope.original_max_position * rope.factor))
     return max_position
 
 
-def _sliding_windows(keys: _Keys, num_layers: int, has_first: bool) -> tuple[int | None, ...]:
+def _sliding_windows(keys: _Keys, num_layers: int, architecture: str) -> tuple[int | None, ...]:
     uses = keys.flag("use_sliding_window", True)
     window = keys.positive("sliding_window") if uses and keys.get("sliding_window") is not None else None
+    has_first = "max_window_layers" in _CLASS_DEFAULTS.get(architecture, {})
+    first = int(keys.number("max_window_layers", 0)) if has_first else 0
+    windows = tuple(window if i >= first else None for i in range(num_layers))
     kinds = keys.get("layer_types")
     if kinds is None:
-        first = int(keys.number("max_window_layers", 0)) if has_first else 0
-        return tuple(window if i >= first else None for i in range(num_layers))
+        return windows
     if len(kinds) != num_layers or not set(kinds) <= {"full_attention", "sliding_attention"}:
         raise ModelFormatError(
             f"config: layer_types must have full_attention or sliding_attention per layer (num_hidden_layers={num_layers})"
@@ -236,7 +326,12 @@ def _sliding_windows(keys: _Keys, num_layers: int, has_first: bool) -> tuple[int
         raise ModelFormatError(
             "config: layer_types has sliding_attention, but sliding_window is not set or use_sliding_window is false"
         )
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    by_kind = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    if architecture in _SAME_WINDOW and by_kind != windows:
+        raise ModelFormatError(
+            f"config: layer_types={list(kinds)} contradicts sliding_window={window}, which {architecture} has in all layers"
+        )
+    return by_kind
 
 
 def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | None:
@@ -244,6 +339,10 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
     if not count:
         return None
     name = "num_experts" if keys.get("num_experts") else "num_local_experts"
+    if keys.get("num_local_experts", count) != count:
+        raise ModelFormatError(
+            f"config: num_local_experts={keys.get('num_local_experts')!r} contradicts num_experts={count!r}"
+        )
     num_experts, top_k = keys.positive(name), keys.positive("num_experts_per_tok")
     if top_k > num_experts:
         raise ModelFormatError(f"config: num_experts_per_tok={top_k} is greater than {name}={num_experts}")

@@ -1,4 +1,4 @@
-"""Decides which provider of ``--ops`` serves each role."""
+"""Assignment of the ops roles to the providers of ``--ops``."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ def assign_roles(
     unsupported: Callable[[str], list[str]],
     roles_of: Callable[[str], Iterable[str]],
 ) -> tuple[str, str]:
-    """Have each role served by the first provider that has it; plain torch serves those that are left.
+    """Assign each role to the first provider that has it, and the remaining roles to plain torch.
 
     Args:
-        wanted: the value of ``--ops``: names with commas between, where ``auto`` stands for `automatic`.
-        automatic: the providers that ``auto`` tries, best first. Those that do not apply or serve no role are skipped.
-        unsupported: tells why a provider does not apply here.
-        roles_of: tells the roles of one that applies.
+        wanted: value of ``--ops``: names separated by commas, in which ``auto`` stands for `automatic`.
+        automatic: providers that ``auto`` tries, best first. Those that are unsupported or get no role are skipped.
+        unsupported: function that returns the reasons why a provider is not supported here.
+        roles_of: function that returns the roles of a supported provider.
 
     Returns:
-        The providers that serve a role, with commas between; the roles of each, in words.
+        Names of the providers that serve a role, separated by commas, and a text with the roles of each.
 
     Raises:
-        ProviderUnsupportedError: a provider that is named does not apply.
-        InvalidValueError: the value is malformed, or a provider that is named would serve no role.
+        ProviderUnsupportedError: a provider that the user named is not supported here.
+        InvalidValueError: the value is malformed, or a provider that the user named would get no role.
     """
     open_roles, served, skipped = list(ROLES), dict[str, list[str]](), list[str]()
     for name, is_named in _candidates(wanted, automatic):
@@ -54,7 +54,7 @@ def assign_roles(
 
 
 def _candidates(wanted: str, automatic: Sequence[str]) -> Iterator[tuple[str, bool]]:
-    """Yield each provider in turn, and whether the user named it."""
+    """Yield each provider in order, and True if the user named it."""
     for name in wanted.split(","):
         if not name:
             raise InvalidValueError("--ops", wanted, "one name, or several with commas between")

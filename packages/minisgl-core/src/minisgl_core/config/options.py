@@ -46,6 +46,8 @@ class Option:
 
 LIST = "tuple[str, ...]"
 """Type of an option that may be given several times."""
+_BOOLEANS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
+"""Texts of booleans."""
 
 
 def option(default: Any, help: str, **details: Any) -> Any:
@@ -66,6 +68,11 @@ class ModelOptions:
     revision: str | None = option(None, "Branch, tag or commit on the hub.")
     dtype: str = option(AUTO, "Precision of weights and activations.", choices=(AUTO, "bfloat16", "float16", "float32"))
     dummy_weight: bool = option(False, "Random weights instead of the checkpoint's, for benchmarks.")
+    model_impl: str = option(
+        AUTO,
+        "Implementation of the model: minisgl's, or transformers' with minisgl's attention; auto prefers minisgl's.",
+        choices=(AUTO, "minisgl", "transformers"),
+    )
     chat_template: str | None = option(
         None,
         "Jinja chat template, or a file with one, to use instead of the model's.",
@@ -128,8 +135,14 @@ class SchedulerOptions:
 class ParallelOptions:
     """Options of parallelism."""
 
-    tp: int = option(1, "Tensor-parallel ranks.", low=1)
+    tp: int = option(1, "Tensor-parallel ranks of each pipeline stage.", low=1)
+    pp: int = option(1, "Pipeline stages, each with a range of the layers.", low=1)
     executor: str = option("local", "Executor of the ranks; local starts processes on this host.", kind="executor")
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.tp * self.pp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +162,11 @@ class BackendOptions:
         "Quantization of the weights: fp8, or none; auto uses fp8 if the checkpoint has it.",
         kind="quantization",
     )
-    communicator: str = option(AUTO, "Collectives between ranks.", kind="communicator")
+    communicator: str = option(
+        AUTO,
+        "Communication between ranks; with 'a,b', a within a pipeline stage and b between stages.",
+        kind="communicator",
+    )
     platform: str = option(AUTO, "Device.", kind="platform")
     grammar: str = option(AUTO, "Grammar provider for structured outputs.", kind="grammar")
 
@@ -217,23 +234,22 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         if not isinstance(values, (list, tuple)) or not all(isinstance(each, str) for each in values):
             raise InvalidValueError(name, "(hidden)" if meta.secret else value, "a text or a list of texts")
         return tuple(values)
+    kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
     if isinstance(value, os.PathLike) and "str" in words:
         value = os.fspath(value)
-    if isinstance(value, str) and not (AUTO in (value, item.default) and value == AUTO and "str" in words):
-        value = _from_text(name, value, words)
-    if isinstance(value, bool) and "bool" not in words:
+    if isinstance(value, str) and kind is not str:
+        if value == AUTO and "str" in words:
+            return value
+        try:
+            value = _BOOLEANS[value.lower()] if kind is bool else kind(value)
+        except (KeyError, ValueError):
+            raise InvalidValueError(name, value, _expected(words)) from None
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, (int, float) if kind is float else kind):
         raise InvalidValueError(name, value, _expected(words))
-    if "float" in words and isinstance(value, int):
-        value = float(value)
-    allowed_types = {"int": int, "float": float, "bool": bool, "str": str}
-    if not isinstance(value, tuple(kind for word, kind in allowed_types.items() if word in words)):
-        raise InvalidValueError(name, value, _expected(words))
-    if isinstance(value, str):
-        if meta.choices and value not in meta.choices:
-            raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
-        if words[0] != "str" and value != AUTO:
-            raise InvalidValueError(name, value, _expected(words))
-    elif isinstance(value, (int, float)) and not isinstance(value, bool):
+    if meta.choices and value not in meta.choices:
+        raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
+    if kind in (int, float):
+        value = kind(value)
         _check_bounds(name, value, meta)
     return value
 
@@ -241,23 +257,6 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
 def type_words(item: dataclasses.Field[Any]) -> list[str]:
     """Return the types of a field, such as ``["int", "str"]``; its annotation may be text or a type."""
     return (item.type.__name__ if isinstance(item.type, type) else str(item.type)).split(" | ")
-
-
-def _from_text(name: str, value: str, words: list[str]) -> Any:
-    if "bool" in words:
-        lowered = value.lower()
-        if lowered in ("1", "true", "yes", "on"):
-            return True
-        if lowered in ("0", "false", "no", "off", ""):
-            return False
-        raise InvalidValueError(name, value, _expected(words))
-    for word, kind in (("int", int), ("float", float)):
-        if word in words:
-            try:
-                return kind(value)
-            except ValueError:
-                raise InvalidValueError(name, value, _expected(words)) from None
-    return value
 
 
 def _expected(words: list[str]) -> str:

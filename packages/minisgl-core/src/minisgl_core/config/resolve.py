@@ -1,7 +1,7 @@
-"""Turns every ``auto`` into a choice, once, before anything is built.
+"""Resolution of all options with the value ``auto``, before anything is built.
 
-`resolve` is a pure function of the options, the hardware, the model and what providers say of themselves; so a choice can be
-tested without the hardware, printed with its reason, and repeated.
+`resolve` is a pure function of the options, the hardware, the model, and the requirements of the providers. So its choices can
+be tested without the hardware, and are printed with their reasons.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from minisgl_core.config.ops_roles import assign_roles
-from minisgl_core.config.options import AUTO, EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig, ParallelOptions
+from minisgl_core.config.stages import describe_stages
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
@@ -25,7 +26,10 @@ from minisgl_core.layers.base import check_tp_size
 from minisgl_core.utils.fp8 import FP8
 
 Unsupported = Callable[..., list[str]]
-"""``unsupported(kind, name, *spec)``: why a provider cannot serve; raises where one asked for by name does not load."""
+"""Function ``unsupported(kind, name, *spec)`` that returns the reasons why a provider does not support a spec.
+
+It raises an error if a provider that the user named does not load.
+"""
 
 PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("attention", "cuda"): ("fa,hopper", "fa,triton", "fi,hopper", "fi,triton", "hopper", "triton", "torch"),
@@ -43,18 +47,25 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("prefix_cache", "cuda"): ("radix", "naive"),
     ("prefix_cache", "cpu"): ("radix", "naive"),
 }
-"""What ``auto`` tries, best first, by kind and platform. A hook may put another name before them. Of ops, each role
-goes to the first provider that has it.
+"""Providers that ``auto`` tries, best first, by kind and platform. A hook may put another one before them. For ``ops``, each
+role is served by the first provider that has it.
 
-Attention on CUDA is in the order measured on an H200 (docs/benchmarks.md): FlashAttention 3 leads in prefill, FlashInfer comes
-next; over decodes of mixed lengths Triton's kernel is as fast as theirs, and needs no planning on the host, and the one for
-Hopper begins and ends faster. On four of them the one-shot sums take a third of NCCL's time for the messages of a decode.
+The order of attention backends on CUDA was measured on an H200 (docs/benchmarks.md). FlashAttention 3 is the fastest for
+prefill, then FlashInfer. For decodes of mixed lengths, the Triton kernel is as fast as theirs and needs no planning on the
+host; the Hopper kernel has less overhead at its start and end. On four H200s, the one-shot all-reduce takes a third of NCCL's
+time for the message sizes of decode steps.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One resolved option: what, value, and why."""
+    """One resolved option.
+
+    Attributes:
+        what: name of the option.
+        value: resolved value.
+        reason: reason for the value.
+    """
 
     what: str
     value: str
@@ -63,7 +74,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A config without any ``auto``, and the reasons."""
+    """Config in which no option is ``auto``, and the choices that were made."""
 
     config: EngineConfig
     choices: tuple[Choice, ...]
@@ -78,20 +89,22 @@ def resolve(
     preferred: Callable[[str], str | None],
     ops_roles: Callable[[str], Iterable[str]],
 ) -> Resolved:
-    """Choose.
+    """Resolve all options that are ``auto``, and check those that are not.
+
+    The function is long because later choices depend on earlier ones: it is one list in the order of the dependencies.
 
     Args:
-        config: the user's options; its platform is taken to be `hardware`'s.
-        hardware: what it runs on.
-        model: what it runs.
-        installed: names of the providers of a kind.
-        unsupported: asks a provider.
-        preferred: a plugin's preference for a kind, if any.
-        ops_roles: the roles that a provider of the kind ``ops`` has.
+        config: options of the user. Their platform is ignored in favour of that of `hardware`.
+        hardware: properties of the device.
+        model: config of the model.
+        installed: function that returns the names of the installed providers of a kind.
+        unsupported: function that returns the reasons why a provider does not support a spec.
+        preferred: function that returns the provider of a kind that a plugin prefers; None if there is none.
+        ops_roles: function that returns the roles of an ops provider.
 
     Raises:
-        ProviderUnsupportedError: a provider asked for by name does not apply.
-        InvalidValueError: an option does not fit the model or the hardware.
+        ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
+        InvalidValueError: the value of an option does not fit the model or the hardware.
     """
     picker = _Picker(hardware.platform, set(installed("platform")), installed, unsupported, preferred)
     choices = [Choice("platform", hardware.platform, hardware.device_name)]
@@ -102,13 +115,17 @@ def resolve(
     max_seq_len = config.model.max_seq_len_override or model.max_position
     if max_seq_len > model.max_position:
         allowed = f"at most {model.max_position}, the model's context"
+        if model.rope.kind == "dynamic":
+            allowed += "; the engine does not scale dynamic NTK beyond max_position_embeddings"
         raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
 
-    _check_tp(config.parallel.tp, hardware, model)
+    _check_parallel(config.parallel, hardware, model)
+    if config.parallel.pp > 1:
+        choices.append(Choice("pp", str(config.parallel.pp), describe_stages(config.parallel, model.num_layers)))
     torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
-    page_size, page_why = config.cache.page_size, "as asked"
+    page_size, page_why = config.cache.page_size, "set by the user"
     if page_size == AUTO:
-        page_size, page_why = 16, "little waste a request, few table entries"
+        page_size, page_why = 16, "little unused space per request, few page-table entries"
     spec = attention_spec(config, model, max_seq_len, int(page_size), torch_dtype, device)
 
     attn_names = config.backends.attn.split(",")
@@ -120,7 +137,7 @@ def resolve(
     choices.append(Choice("page_size", str(page_size), page_why))
     kv_dtype = dtype if config.cache.kv_dtype == AUTO else config.cache.kv_dtype
     if kv_dtype != dtype:
-        choices.append(Choice("kv_dtype", kv_dtype, "as asked"))
+        choices.append(Choice("kv_dtype", kv_dtype, "set by the user"))
 
     cache, why = picker.pick("prefix_cache", config.cache.cache)
     choices.append(Choice("cache", cache, why))
@@ -138,7 +155,7 @@ def resolve(
     quantization = config.backends.quantization
     if quantization == AUTO and model.quantization and model.moe is not None:
         quantization = "none"
-        why = _of_checkpoint(model, quantization, "experts are multiplied in fp8 where that is asked for")
+        why = _of_checkpoint(model, quantization, "experts use fp8 only with --quantization fp8")
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
         quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))
@@ -146,9 +163,8 @@ def resolve(
     else:
         quantization = "none"
     communicator = config.backends.communicator
-    if config.parallel.tp > 1:
-        place = CommunicatorSpec(0, config.parallel.tp, device, "")
-        communicator, why = picker.pick("communicator", communicator, place)
+    if config.parallel.size > 1:
+        communicator, why = _communicators(config, picker, device)
         choices.append(Choice("communicator", communicator, why))
 
     grammar = config.backends.grammar
@@ -160,7 +176,7 @@ def resolve(
     overlap = config.scheduler.disable_overlap
     if overlap == AUTO:
         overlap = hardware.torch_name == "cpu"
-        why = "the device does its work within the call" if overlap else "the device runs beside the host"
+        why = "the device works synchronously" if overlap else "the device works asynchronously"
         choices.append(Choice("overlap", "off" if overlap else "on", why))
     prefill = config.scheduler.max_prefill_length
     if prefill == AUTO:
@@ -199,12 +215,16 @@ class _Picker:
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
 
     def pick(self, kind: str, wanted: str, *spec: Any) -> tuple[str, str]:
-        """The provider's name and why it."""
+        """Return the name of the selected provider, and the reason.
+
+        Raises:
+            ProviderUnsupportedError: the provider that the user named does not support the spec, or no provider does.
+        """
         if wanted != AUTO:
             reasons = self._unsupported(kind, wanted, *spec)
             if reasons:
                 raise ProviderUnsupportedError(kind, wanted, reasons)
-            return wanted, "as asked"
+            return wanted, "set by the user"
         installed = set(self._installed(kind))
         ordered = self._preferences(kind)
         hinted = self._preferred(kind)
@@ -217,19 +237,19 @@ class _Picker:
                 continue
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
-                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that applies"
+                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that works here"
                 return name, why + ("".join(f"; not {other}" for other in passed_over))
             passed_over.append(f"{name}: {reasons[0]}")
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
 
     def automatic(self, kind: str) -> list[str]:
-        """Return the names that ``auto`` tries, best first: a plugin's preference, then the platform's that are installed."""
+        """Return the providers that ``auto`` tries, best first: that of a plugin, then the installed ones of the platform."""
         installed, hinted = set(self._installed(kind)), self._preferred(kind)
         return [*(hinted.split(",") if hinted else ()), *(x for x in self._preferences(kind) if x in installed)]
 
     def first(self, kind: str) -> str:
-        """The preferred provider's name, without a look at whether it applies or is installed."""
+        """Return the most preferred provider, which may be unsupported or not installed."""
         return self._preferred(kind) or self._preferences(kind)[0]
 
     def _preferences(self, kind: str) -> tuple[str, ...]:
@@ -238,22 +258,45 @@ class _Picker:
 
 def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:
     if wanted != AUTO:
-        return wanted, "as asked"
+        return wanted, "set by the user"
     if model_dtype in hardware.dtypes:
         return model_dtype, "the checkpoint's own"
     return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
 
 
-def _check_tp(tp: int, hardware: Hardware, model: ModelConfig) -> None:
-    check_tp_size(model.num_q_heads, model.num_kv_heads, tp)
-    if hardware.torch_name != "cpu" and tp > hardware.num_devices:
-        raise InvalidValueError("--tp", tp, f"at most {hardware.num_devices}, the devices of this machine")
+def _communicators(config: EngineConfig, picker: _Picker, device: torch.device) -> tuple[str, str]:
+    """Return the providers and why: of each stage's tensor-parallel group, and of the groups between the stages."""
+    names, parallel = config.backends.communicator.split(","), config.parallel
+    if len(names) > 2 or not all(names):
+        raise InvalidValueError("--communicator", config.backends.communicator, "one name, or two as 'within,between'")
+    picks = []
+    if parallel.tp > 1:
+        picks.append(picker.pick("communicator", names[0], CommunicatorSpec(0, parallel.tp, device, "")))
+    if parallel.pp > 1:
+        between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True)
+        picks.append(picker.pick("communicator", names[-1], between))
+    names, reasons = (list(dict.fromkeys(each)) for each in zip(*picks, strict=True))
+    return ",".join(names), "; ".join(reasons)
+
+
+def _check_parallel(parallel: ParallelOptions, hardware: Hardware, model: ModelConfig) -> None:
+    check_tp_size(model.num_q_heads, model.num_kv_heads, parallel.tp)
+    num_devices = hardware.num_devices
+    if hardware.torch_name != "cpu" and parallel.tp > num_devices:
+        raise InvalidValueError("--tp", parallel.tp, f"at most {num_devices}, the devices of this machine")
+    if parallel.pp > model.num_layers:
+        raise InvalidValueError("--pp", parallel.pp, f"at most {model.num_layers}, the layers of the model")
+    if hardware.torch_name != "cpu" and parallel.size > num_devices:
+        most = num_devices // parallel.tp
+        raise InvalidValueError(
+            "--pp", parallel.pp, f"at most {most} with --tp {parallel.tp} and {num_devices} devices"
+        )
 
 
 def attention_spec(
     config: EngineConfig, model: ModelConfig, max_seq_len: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> AttentionSpec:
-    """What a rank asks of its attention backend."""
+    """Return the requirements of a rank on its attention backend."""
     tp = config.parallel.tp
     return AttentionSpec(
         num_q_heads=model.num_q_heads // tp,
@@ -273,7 +316,7 @@ def attention_spec(
 
 
 def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
-    """Of the KV pool of a model that computes in `dtype`."""
+    """Return the dtype of the KV pool of a model whose dtype is `dtype`."""
     wanted = config.cache.kv_dtype
     if wanted == AUTO:
         return dtype
@@ -281,20 +324,22 @@ def kv_torch_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
 
 
 def quantization_spec(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> QuantizationSpec:
-    """What a rank asks of the provider of quantised products."""
+    """Return the requirements of a rank on its quantization provider."""
     num_experts = model.moe.num_experts if model.moe is not None else 0
     return QuantizationSpec(dtype, device, num_experts, CheckpointQuantization.of(model.raw))
 
 
 def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
-    """Says where the checkpoint's matrices have been."""
+    """Return the reason, and how the checkpoint's quantized weights are used."""
     if not model.quantization:
         return why
-    return f"{why}; the checkpoint's are {model.quantization}" + (", and become --dtype" if chosen == "none" else "")
+    return f"{why}; the checkpoint's weights are {model.quantization}" + (
+        ", and are dequantized to --dtype" if chosen == "none" else ""
+    )
 
 
 def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """What a rank asks of its MoE kernel."""
+    """Return the requirements of a rank on its MoE kernel."""
     from minisgl_core.contracts.moe import MoeSpec
 
     assert model.moe is not None

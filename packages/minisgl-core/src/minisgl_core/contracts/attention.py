@@ -165,7 +165,10 @@ def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[
         f"the config has a sliding window of {each} tokens, and no attention layer has it" for each in sorted(windows)
     ]
     unused = set(spec.soft_caps) - {layer.soft_cap for layer in layers}
-    reasons += [f"the config has a soft cap of {cap:g}, and no attention layer has it" for cap in sorted(unused)]
+    reasons += [
+        f"the config has a soft cap of {cap:g} (attn_logit_softcapping), and no attention layer has it"
+        for cap in sorted(unused)
+    ]
     if spec.has_sinks and all(layer.sinks is None for layer in layers):
         reasons.append("the config has attention sinks, and no attention layer has them")
     return reasons

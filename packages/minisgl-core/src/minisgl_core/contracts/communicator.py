@@ -23,6 +23,7 @@ class CommunicatorSpec:
         device: device of this rank; its index is the local rank.
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.
         timeout_s: timeout of a collective that a rank does not join.
+        only_messages: True for a group of pipeline stages, which only sends and receives once the engine runs.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class CommunicatorSpec:
     device: torch.device
     init_method: str
     timeout_s: float = 60.0
+    only_messages: bool = False
 
 
 class Communicator(ABC):
@@ -66,6 +68,9 @@ class Communicator(ABC):
         A communicator may fuse these and distribute the rows over the ranks. The returned residual may then be valid only in
         this rank's rows. Use it only for the next call with the same shapes and dtypes. So a model that updates a residual with
         this method does so up to the last norm that reads the residual.
+
+        The next call may be that of the same rank in the group of the next pipeline stage. So the rows depend on nothing but
+        rank, size, shapes and dtypes.
 
         Args:
             x: partial sum of this rank, [T, H]; may be overwritten.

@@ -16,7 +16,7 @@ class RankPlacement:
         rank: global rank, in ``[0, size)``; rank 0 schedules.
         size: number of ranks of the engine.
         local_rank: rank on its host, which selects the device.
-        address: ZeroMQ address where the rank receives the plans of rank 0.
+        address: ZeroMQ address where the rank receives the plans of rank 0; rank 0 receives the results of a pipeline there.
         init_method: torch.distributed URL, the same for all ranks.
     """
 

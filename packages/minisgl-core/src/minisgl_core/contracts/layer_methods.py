@@ -1,7 +1,7 @@
 """Weights of linear layers and experts, from the checkpoint's tensors to the GEMMs.
 
-A method belongs to one layer. It allocates the tensors that the checkpoint has for the layer, names them as `WeightTarget`s,
-and turns them into an operation once they are loaded. `PlainLinear` and `PlainExperts` are those of 16-bit checkpoints.
+Each layer has one method object. It allocates the tensors that the checkpoint has for the layer, yields them as `WeightTarget`s,
+and returns the layer's operation after loading. `PlainLinear` and `PlainExperts` are the methods of unquantized layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minisgl_core.contracts.shard import Shard, sharded_target
 from minisgl_core.errors import ProviderUnsupportedError
 
 ExpertsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""x, topk_weights and topk_ids to what `MoeKernel.forward` returns."""
+"""Function of x, topk_weights and topk_ids that returns what `MoeKernel.forward` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ class LinearPart:
     """Rows of a linear layer that come from one module of the checkpoint.
 
     Attributes:
-        name: of the module, such as ``model.layers.0.self_attn.q_proj``. Parts share a name where the checkpoint stores them
+        name: name of the module, such as ``model.layers.0.self_attn.q_proj``. Parts share a name if the checkpoint stores them
             fused, as Phi-3's does.
-        rows: this rank's part of the rows of that module's tensors.
+        rows: this rank's shard of the rows of that module's tensors.
     """
 
     name: str
@@ -39,16 +39,16 @@ class LinearPart:
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """One linear layer on this rank: ``x -> x @ weight.T + bias``, or ``silu_and_mul`` of it.
+    """Linear layer on this rank: ``x -> x @ weight.T + bias``, followed by ``silu_and_mul`` if it is gated.
 
     Attributes:
-        name: of the layer, such as ``model.layers.0.self_attn.qkv_proj``.
-        parts: what its rows are, from the first to the last.
-        columns: this rank's part of the inputs.
-        bias: there is a bias.
-        gated: gate rows stand above up rows, and the output is ``silu(gate) * up``.
-        dtype: of activations, and of weights that are not quantized.
-        device: of all tensors.
+        name: name of the layer, such as ``model.layers.0.self_attn.qkv_proj``.
+        parts: modules of the checkpoint that form its rows, in order.
+        columns: this rank's shard of the input features.
+        bias: True if there is a bias.
+        gated: True if the gate rows precede the up rows, and the output is ``silu(gate) * up``.
+        dtype: dtype of activations, and of weights that are not quantized.
+        device: device of all tensors.
     """
 
     name: str
@@ -61,28 +61,28 @@ class LinearSpec:
 
     @property
     def out_features(self) -> int:
-        """Rows of the weight on this rank, padding included."""
+        """Rows of the weight on this rank, including padding."""
         return sum(part.rows.size for part in self.parts)
 
     @property
     def in_features(self) -> int:
-        """Columns of the weight on this rank, padding included."""
+        """Columns of the weight on this rank, including padding."""
         return self.columns.size
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a tensor, of zeros where not every value comes from the checkpoint."""
+        """Allocate a tensor. It is filled with zeros if it has padding, which loading leaves as it is."""
         padded = self.columns.is_padded or any(part.rows.is_padded for part in self.parts)
         return (torch.zeros if padded else torch.empty)(shape, dtype=dtype or self.dtype, device=self.device)
 
     def matrix_targets(self, kind: str, held: torch.Tensor) -> Targets:
-        """Yield the targets of ``NAME.kind`` of every part, for a tensor of [out_features, in_features]."""
+        """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, in_features]."""
         row = 0
         for part in self.parts:
             yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows, self.columns)
             row += part.rows.size
 
     def row_targets(self, kind: str, held: torch.Tensor) -> Targets:
-        """Yield the targets of ``NAME.kind`` of every part, for a tensor of [out_features, ...] such as the bias."""
+        """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, ...], such as the bias."""
         row = 0
         for part in self.parts:
             yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows)
@@ -90,26 +90,26 @@ class LinearSpec:
 
 
 class LinearMethod(ABC):
-    """The weights of one linear layer.
+    """Weights of one linear layer.
 
     Attributes:
-        spec: the layer.
+        spec: description of the layer.
     """
 
     def __init__(self, spec: LinearSpec) -> None:
-        """Allocate what `targets` yields, on ``spec.device``."""
+        """Allocate the destinations that `targets` yields, on ``spec.device``."""
         self.spec = spec
 
     @abstractmethod
     def targets(self) -> Targets:
-        """Yield the name of every tensor that the checkpoint has for the layer, and where this rank's part of it goes."""
+        """Yield the name of every tensor that the checkpoint has for the layer, and the destination of this rank's shard."""
 
     @abstractmethod
     def prepare(self) -> LinearOp:
-        """Return the layer's operation. Called once, after loading; the method is dropped afterwards.
+        """Return the layer's operation. It is called once, after loading, and the method object is then released.
 
-        A row of the result depends on that row of the input alone. The operation keeps the tensors that it needs, in the form
-        that it needs. It must not keep a copy at full width besides.
+        A row of the output depends on that row of the input only. The operation holds the tensors that it needs, packed or not,
+        but no dequantized copy of a quantized weight.
         """
 
 
@@ -117,8 +117,8 @@ class PlainLinear(LinearMethod):
     """Weight and bias in the model's dtype.
 
     Attributes:
-        ops: multiply by the weight.
-        weight: [out_features, in_features]; rows and columns that are padding are zero.
+        ops: kernels by role; the linear role prepares the GEMM.
+        weight: [out_features, in_features]; padding rows and columns are zero.
         bias: [out_features], or None.
     """
 
@@ -135,21 +135,23 @@ class PlainLinear(LinearMethod):
             yield from self.spec.row_targets("bias", self.bias)
 
     def prepare(self) -> LinearOp:
-        """Hand the weight to the kernels, which may pack it."""
+        """Pass the weight to the linear role of `ops`, which may pack it."""
         make = self.ops.linear.prepare_gated if self.spec.gated else self.ops.linear.prepare_linear
         return make(self.weight, self.bias)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The experts of one layer on this rank.
+    """Experts of one layer on this rank.
 
     Attributes:
-        name: of the layer, such as ``model.layers.0.mlp.experts``; expert 3's modules are ``NAME.3.gate_proj`` and so on.
+        name: name of the layer, such as ``model.layers.0.mlp.experts``. Expert 3's modules are ``NAME.3.gate_proj`` and so on.
         moe: sizes on this rank, in the model's dtype.
-        inner: this rank's part of an expert's hidden dimension.
-        projections: the checkpoint's names of gate, up and down projection.
-        adds_bias: this rank adds the biases of the down projections; the others' are zeros, since the results are added up.
+        inner: this rank's shard of an expert's intermediate dimension.
+        projections: the checkpoint's names of the gate, up and down projections.
+        adds_bias: True on the rank that adds the down projections' biases. They are zero on the other ranks, since the ranks'
+            outputs are summed.
+        interleaved: True if the checkpoint stores all experts in one tensor; see `InterleavedExperts`.
     """
 
     name: str
@@ -157,31 +159,32 @@ class ExpertsSpec:
     inner: Shard
     projections: tuple[str, str, str]
     adds_bias: bool = True
+    interleaved: bool = False
 
     def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
-        """Return the rows of an expert's gate and up projection, [2 * I, H]."""
+        """Return the parts of an expert's fused gate and up projection, [2 * I, H]."""
         gate, up, _ = self.projections
         return LinearPart(f"{self.name}.{expert}.{gate}", self.inner), LinearPart(
             f"{self.name}.{expert}.{up}", self.inner
         )
 
     def down_part(self, expert: int) -> LinearPart:
-        """Return the rows of an expert's down projection, [H, I]; its columns are `inner`."""
+        """Return the part of an expert's down projection, [H, I], whose columns are `inner`."""
         return LinearPart(f"{self.name}.{expert}.{self.projections[2]}", Shard.whole(self.moe.hidden_size))
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Allocate a tensor, of zeros where not every value comes from the checkpoint."""
+        """Allocate a tensor. It is filled with zeros if it has padding, which loading leaves as it is."""
         make = torch.zeros if self.inner.is_padded else torch.empty
         return make(shape, dtype=dtype or self.moe.dtype, device=self.moe.device)
 
 
 class ExpertsMethod(ABC):
-    """The weights of one layer's experts.
+    """Weights of one layer's experts.
 
     Attributes:
-        weight_dtype: of the matrices that the kernel is given; None for the model's.
-        spec: the layer.
-        kernel: runs the experts, of `weight_dtype`.
+        weight_dtype: dtype of the weights that the kernel receives; None for the model's dtype.
+        spec: description of the layer.
+        kernel: MoE kernel for `weight_dtype`.
         gate_up_bias: [E, 2 * I]; None without biases.
         down_bias: [E, H]; None without biases.
     """
@@ -189,7 +192,7 @@ class ExpertsMethod(ABC):
     weight_dtype: ClassVar[torch.dtype | None] = None
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
-        """Allocate what `targets` yields, on ``spec.moe.device``.
+        """Allocate the destinations that `targets` yields, on ``spec.moe.device``.
 
         Raises:
             ProviderUnsupportedError: the kernel cannot serve these experts.
@@ -204,7 +207,7 @@ class ExpertsMethod(ABC):
 
     @abstractmethod
     def targets(self) -> Targets:
-        """Yield the name of every tensor that the checkpoint has for the experts, and where this rank's part of it goes."""
+        """Yield the name of every tensor that the checkpoint has for the experts, and the destination of this rank's shard."""
 
     @abstractmethod
     def prepare(self) -> ExpertsOp:
@@ -227,7 +230,7 @@ class ExpertsMethod(ABC):
         gate_up_scales: torch.Tensor | None = None,
         down_scales: torch.Tensor | None = None,
     ) -> ExpertsOp:
-        """Return the kernel's call with these weights and the biases; see `ExpertWeights`."""
+        """Return the kernel's `forward` bound to these weights and the biases; see `ExpertWeights`."""
         if self.down_bias is not None and not self.spec.adds_bias:
             self.down_bias.zero_()
         weights = ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, gate_up_scales, down_scales)
@@ -239,8 +242,8 @@ class PlainExperts(ExpertsMethod):
     """Weights in the model's dtype.
 
     Attributes:
-        gate_up: gate rows above up rows, [E, 2 * I, H]; rows that are padding are zero.
-        down: [E, H, I]; columns that are padding are zero.
+        gate_up: gate rows, then up rows, [E, 2 * I, H]; padding rows are zero.
+        down: [E, H, I]; padding columns are zero.
     """
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
@@ -260,5 +263,43 @@ class PlainExperts(ExpertsMethod):
         yield from self.bias_targets()
 
     def prepare(self) -> ExpertsOp:
-        """Hand the weights to the kernel."""
+        """Bind the weights to the kernel."""
         return self.operation(self.gate_up, self.down)
+
+
+class InterleavedExperts(ExpertsMethod):
+    """Weights in the model's dtype, from checkpoint tensors that hold all experts of a layer, as gpt-oss's do.
+
+    Compared with `PlainExperts` they are transposed, and the outputs of gate and up alternate: gate 0, up 0, gate 1, up 1.
+
+    Attributes:
+        gate_up: as in the checkpoint, [E, H, 2 * I]; padding columns are zero.
+        down: [E, H, I]; padding columns are zero.
+    """
+
+    def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
+        super().__init__(spec, kernel)
+        moe = spec.moe
+        self.gate_up = spec.empty(moe.num_experts, moe.hidden_size, 2 * moe.intermediate_size)
+        self.down = spec.empty(moe.num_experts, moe.hidden_size, moe.intermediate_size)
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.gate_up_proj`` and ``NAME.down_proj``, and their biases with the suffix ``_bias``."""
+        moe, inner, name = self.spec.moe, self.spec.inner, self.spec.name
+        experts, hidden = Shard.whole(moe.num_experts), Shard.whole(moe.hidden_size)
+        both = Shard(2 * inner.start, 2 * inner.stop, 2 * inner.size, 2 * inner.total)
+        yield f"{name}.gate_up_proj", sharded_target(self.gate_up, experts, hidden, both)
+        yield f"{name}.down_proj", sharded_target(self.down.transpose(1, 2), experts, inner, hidden)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield f"{name}.gate_up_proj_bias", sharded_target(self.gate_up_bias, experts, both)
+            yield f"{name}.down_proj_bias", sharded_target(self.down_bias, experts, hidden)
+
+    def prepare(self) -> ExpertsOp:
+        """Reorder to gate rows, then up rows, one expert at a time, and bind the weights to the kernel."""
+        gate_up = self.gate_up.new_empty(self.gate_up.transpose(1, 2).shape)
+        for expert, columns in zip(gate_up, self.gate_up, strict=True):
+            expert.copy_(columns.view(len(columns), -1, 2).permute(2, 1, 0).flatten(0, 1))
+        del self.gate_up
+        if self.gate_up_bias is not None:
+            self.gate_up_bias = self.gate_up_bias.view(len(gate_up), -1, 2).transpose(1, 2).flatten(1)
+        return self.operation(gate_up, self.down)

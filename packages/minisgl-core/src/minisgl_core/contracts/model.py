@@ -1,4 +1,4 @@
-"""The contract of model architectures. The entry point's name is the Hugging Face architecture."""
+"""Contract of model architectures. The entry point's name is the Hugging Face architecture."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 
 @dataclass(frozen=True, slots=True)
 class PipelineStage:
-    """The part of a model that a rank builds.
+    """Part of a model that a rank builds.
 
     Attributes:
         layers: indices of its decoder layers.
-        has_embedding: it is the first stage, or the last one of a model whose output matrix is the embedding.
-        has_lm_head: it is the last stage, which has the final norm and the LM head.
+        has_embedding: True for the first stage, and for the last stage of a model with tied embeddings.
+        has_lm_head: True for the last stage, which has the final norm and the LM head.
     """
 
     layers: range
@@ -35,17 +35,17 @@ class PipelineStage:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What a model is built with; passed down to every layer.
+    """Arguments of a model's construction, which are passed down to every layer.
 
     Attributes:
-        communicator: the tensor-parallel group; its rank and size decide what part of each matrix a layer holds.
-        ops: the kernels between attention calls, by role.
-        device: where parameters lie.
-        dtype: of parameters and activations.
-        moe_kernel: the class that runs experts; None where the model has none.
-        kv_dtype: of the KV pool; None for `dtype`.
-        quantization: holds and multiplies the weights of linear layers and experts; None for the model's dtype.
-        layers: decoder layers that this rank builds, in a pipeline of several stages; None for all.
+        communicator: tensor-parallel group. Its rank and size determine the shard of each weight.
+        ops: kernels between attention calls, by role.
+        device: device of the parameters.
+        dtype: dtype of parameters and activations.
+        moe_kernel: class that runs experts; None for dense models.
+        kv_dtype: dtype of the KV pool; None for `dtype`.
+        quantization: provider of the methods of linear layers and experts; None for weights in the model's dtype.
+        layers: decoder layers of this rank's pipeline stage; None for all.
     """
 
     communicator: Communicator
@@ -58,7 +58,7 @@ class BuildContext:
     layers: range | None = None
 
     def stage(self, config: ModelConfig) -> PipelineStage:
-        """Return the part of the model to build: all of it, unless `layers` is set."""
+        """Return the pipeline stage to build, which is the whole model unless `layers` is set."""
         layers = range(config.num_layers) if self.layers is None else self.layers
         assert 0 <= layers.start < layers.stop <= config.num_layers, f"{layers} of {config.num_layers} layers"
         is_first, is_last = layers.start == 0, layers.stop == config.num_layers
@@ -66,7 +66,7 @@ class BuildContext:
 
     @property
     def unquantized(self) -> Quantization:
-        """The provider of layers in the model's dtype: the output matrix and routers, and all without `quantization`."""
+        """Provider of layers that are never quantized, such as the LM head and routers."""
         return Quantization(QuantizationSpec(self.dtype, self.device), self.ops)
 
     @property
@@ -81,7 +81,7 @@ class BuildContext:
 
 
 class Attend(Protocol):
-    """Attention of the current step: stores k and v, attends over the pool."""
+    """Attention of the current step: it stores k and v in the KV pool and attends over the pool."""
 
     def __call__(
         self,
@@ -91,24 +91,30 @@ class Attend(Protocol):
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]. With `rotation`, q and k are rotated first, maybe in place."""
+        """Return the output [T, Hq, D] of q [T, Hq, D], k and v [T, Hkv, D].
+
+        If `rotation` is given, q and k are rotated first, possibly in place.
+        """
 
 
 class Model(Layer, ABC):
-    """A decoder-only language model, sharded over the ranks of its `BuildContext`.
+    """Decoder-only language model, sharded over the ranks of its `BuildContext`.
 
-    Its attributes have the names of the checkpoint's tensors, see `Layer`; fused projections are in `packed_modules`.
+    Attributes are named after the checkpoint's tensors (see `Layer`), except the fused projections in `packed_modules`.
 
     Attributes:
-        packed_modules: fused projections by attribute, and what the checkpoint calls their parts in the order of their rows.
-            Empty for a checkpoint that stores the fused tensors, as Phi-3's.
-        config: of the model.
-        stage: the part of the model that was built.
-        vocab_shard: the part of the vocabulary that `compute_logits` returns; None where that is all of it.
+        packed_modules: attribute names of fused projections, with the checkpoint's names of their parts in the order of the
+            rows. Empty if the checkpoint stores the fused tensors, as Phi-3's does.
+        num_intermediate: tensors [T, hidden_size] that a pipeline stage passes to the next one: 2 for hidden states and
+            residual, 1 if the layers have no separate residual.
+        config: config of the whole model.
+        stage: pipeline stage that was built.
+        vocab_shard: part of the vocabulary that `compute_logits` returns; None for all of it.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
     packed_modules: ClassVar[PackedModules] = {}
+    num_intermediate: ClassVar[int] = 2
     config: ModelConfig
     stage: PipelineStage
     vocab_shard: VocabShard | None = None
@@ -117,7 +123,7 @@ class Model(Layer, ABC):
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return a checkpoint's config under the keys that `model_config` reads.
 
-        Override it where the architecture's own config has others (``n_embd``), or is silent about what is not as in Llama.
+        Override it if the architecture's config has other keys (``n_embd``), or defaults that differ from Llama's.
         """
         return raw
 
@@ -130,8 +136,7 @@ class Model(Layer, ABC):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first.
 
-        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``. Only a model that was built
-        whole can run `forward` today.
+        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``.
 
         Raises:
             InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
@@ -145,8 +150,9 @@ class Model(Layer, ABC):
         positions: torch.Tensor,
         attend: Attend,
         logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Run the layers.
+        """Run the layers of this pipeline stage.
 
         CUDA graphs capture it once per number of tokens, with padding among them, and replay its kernels from then on. So
         nothing on the host may depend on the values of tensors.
@@ -157,10 +163,16 @@ class Model(Layer, ABC):
             attend: attention of this step.
             logits_index: tokens of the step whose hidden states are returned, int32 [N], at least one; None for all. Of a
                 prompt that is mostly the last one. The last layer may skip the others after attention. Always None with
-                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them.
+                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them. Always None if the stage
+                is not the last one.
+            intermediate: what the same rank of the stage before returned, [num_intermediate, T, hidden_size]; may be
+                overwritten. None in the first stage, which embeds `input_ids`.
 
         Returns:
-            Hidden states after the final norm, [T, hidden_size] or [N, hidden_size].
+            Hidden states after the final norm, [T, hidden_size] or [N, hidden_size]. A stage that is not the last one returns
+            the tensors that its last layer returns, such as ``torch.stack((hidden_states, residual))``, in the model's dtype,
+            [num_intermediate, T, hidden_size]. With several tensor-parallel ranks these may be this rank's partial sums and
+            rows, as between two layers.
         """
 
     @abstractmethod
@@ -180,6 +192,13 @@ class Model(Layer, ABC):
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
         """Return every layer that needs a place in the KV pool, by index; of those built, which count from 0."""
+
+    def tensor_name(self, stored: str) -> str | None:
+        """Return the model's name of a checkpoint's tensor; None if the model does not use it.
+
+        Override it for an architecture whose checkpoints have several names for a tensor. By default they have one.
+        """
+        return stored
 
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.

@@ -84,7 +84,7 @@ class ModelConfig:
         head_dim: dimension of a head.
         max_position: context length, in tokens.
         rms_norm_eps: epsilon of the norms.
-        rope: rotary embedding.
+        rope: rotary embedding; of the layers with full attention, if `sliding_rope` is set.
         dtype: dtype the checkpoint was saved for, such as ``bfloat16``.
         tie_embeddings: True if the LM head's weight is the embedding.
         qkv_bias: True if the q, k and v projections have biases.
@@ -99,6 +99,7 @@ class ModelConfig:
         soft_cap: cap of the attention scores, as in Gemma 2; None for none. The model's layers must apply it.
         has_sinks: True if attention layers have sinks; models set ``attention_sinks`` in `standard_config` for this.
         value_head_dim: head dimension of values; None for `head_dim`.
+        sliding_rope: rotary embedding of the layers with a sliding window (Gemma 3, OLMo 3); None if all layers have `rope`.
         raw: the original config.
     """
 
@@ -127,4 +128,5 @@ class ModelConfig:
     soft_cap: float | None = None
     has_sinks: bool = False
     value_head_dim: int | None = None
+    sliding_rope: RopeConfig | None = None
     raw: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False, compare=False)

@@ -1,6 +1,6 @@
-"""The contract of mixture-of-experts kernels, and the routing to experts.
+"""Contract of mixture-of-experts kernels, and the routing to experts.
 
-Shape legend: T tokens, E experts, K experts per token, H hidden size, I width of an expert's hidden layer on this rank.
+Shape legend: T tokens, E experts, K experts per token, H hidden size, I an expert's intermediate size on this rank.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
-    """All that decides whether and how a kernel can serve the experts of a layer; sizes are local to a rank.
+    """Requirements of a layer's experts on the kernel. Sizes are local to a rank.
 
-    A kernel refuses what it lacks: `MoeCapabilities.missing` has the reasons.
+    A kernel refuses requirements that it does not support; `MoeCapabilities.missing` returns the reasons.
 
     Attributes:
-        num_experts: experts in a layer, E.
+        num_experts: experts per layer, E.
         top_k: experts per token, K.
         hidden_size: H.
         intermediate_size: I.
-        dtype: of activations, biases and the output.
-        device: of all tensors.
-        activation: joins gate and up, elementwise. ``silu``: ``silu(gate) * up``. ``gelu_tanh``: ``gelu(gate) * up`` with
+        dtype: dtype of activations, biases and the output.
+        device: device of all tensors.
+        activation: elementwise function of gate and up. ``silu``: ``silu(gate) * up``. ``gelu_tanh``: ``gelu(gate) * up`` with
             GELU's tanh approximation. ``swigluoai`` (gpt-oss): ``gate * sigmoid(1.702 * gate) * (up + 1)``.
-        has_bias: the projections have biases.
-        swiglu_limit: before the activation, gate is clamped to at most this, and up to ``[-swiglu_limit, swiglu_limit]``;
-            None for no clamp.
-        weight_dtype: of the experts' matrices; None for `dtype`.
+        has_bias: True if the projections have biases.
+        swiglu_limit: before the activation, gate is clamped to at most this value, and up to
+            ``[-swiglu_limit, swiglu_limit]``; None for no clamp.
+        weight_dtype: dtype of the experts' weights; None for `dtype`.
     """
 
     num_experts: int
@@ -47,13 +47,13 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeCapabilities:
-    """Tells the engine what a kernel can do.
+    """Capabilities of a MoE kernel.
 
     Attributes:
-        activations: serves these; see `MoeSpec.activation`.
-        biases: serves experts with biases.
-        swiglu_limit: serves `MoeSpec.swiglu_limit`.
-        weight_dtypes: of matrices that the kernel takes with scales, besides those in `MoeSpec.dtype`.
+        activations: supported values of `MoeSpec.activation`.
+        biases: supports experts with biases.
+        swiglu_limit: supports `MoeSpec.swiglu_limit`.
+        weight_dtypes: supported dtypes of quantized weights, which come with scales. `MoeSpec.dtype` is always supported.
     """
 
     activations: tuple[str, ...] = ("silu",)
@@ -62,16 +62,16 @@ class MoeCapabilities:
     weight_dtypes: tuple[torch.dtype, ...] = ()
 
     def missing(self, spec: MoeSpec) -> list[str]:
-        """Return what `spec` asks for and these capabilities lack, one sentence per reason."""
+        """Return the requirements of `spec` that these capabilities do not meet, one sentence per reason."""
         own = {each.name for each in fields(spec)} - {each.name for each in fields(MoeSpec)}
         held = (spec.dtype, *self.weight_dtypes)
         wanted = spec.weight_dtype or spec.dtype
         lacks = {
             f"it does not know the fields {', '.join(sorted(own))} of {type(spec).__name__}": bool(own),
-            f"it has the activations {', '.join(self.activations)}, not {spec.activation}": (
+            f"it supports the activations {', '.join(self.activations)}, not {spec.activation}": (
                 spec.activation not in self.activations
             ),
-            "it has no biases of experts": spec.has_bias and not self.biases,
+            "it does not support biases of experts": spec.has_bias and not self.biases,
             f"it does not clamp gate and up (swiglu_limit={spec.swiglu_limit})": (
                 spec.swiglu_limit is not None and not self.swiglu_limit
             ),
@@ -86,15 +86,15 @@ def _name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertWeights:
-    """The parameters of a layer's experts, each contiguous and on `MoeSpec.device`.
+    """Parameters of a layer's experts, each contiguous and on `MoeSpec.device`.
 
     Attributes:
-        gate_up: gate rows above up rows, [E, 2 * I, H], in `MoeSpec.weight_dtype`.
-        down: likewise, [E, H, I].
-        gate_up_bias: [E, 2 * I], in `MoeSpec.dtype`; None where `MoeSpec.has_bias` is false.
-        down_bias: likewise, [E, H]. An expert's output includes it before the weighted sum.
-        gate_up_scales: factors of the rows of `gate_up`, float32 [E, 2 * I]; None where it is in `MoeSpec.dtype`.
-        down_scales: likewise of `down`, float32 [E, H].
+        gate_up: gate rows, then up rows, [E, 2 * I, H], in `MoeSpec.weight_dtype`.
+        down: [E, H, I], in `MoeSpec.weight_dtype`.
+        gate_up_bias: [E, 2 * I], in `MoeSpec.dtype`; None if `MoeSpec.has_bias` is False.
+        down_bias: [E, H], in `MoeSpec.dtype`. It is added to an expert's output before the weighted sum.
+        gate_up_scales: scales of the rows of `gate_up`, float32 [E, 2 * I]; None if `gate_up` is not quantized.
+        down_scales: scales of the rows of `down`, float32 [E, H]; None if `down` is not quantized.
     """
 
     gate_up: torch.Tensor
@@ -107,20 +107,20 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class RoutingSpec:
-    """The rule by which a router's logits choose a token's experts and weigh them.
+    """Rule that selects a token's experts and their weights from the router's logits.
 
-    1. `scoring` turns the logits into scores.
-    2. Scores plus the correction bias, where there is one, decide the choice and nothing else (DeepSeek-V3).
-    3. A group's score is the sum of its best two experts; only experts of the best `topk_groups` groups may be chosen.
-    4. The best `top_k` experts are chosen, and their scores are the weights: without the bias, renormalized, scaled.
+    1. `scoring` converts the logits to scores.
+    2. The correction bias, if there is one, is added to the scores for the selection only (DeepSeek-V3).
+    3. A group's score is the sum of its two best experts. Experts outside the best `topk_groups` groups are excluded.
+    4. The best `top_k` experts are selected. Their weights are their scores without the bias, renormalized and scaled.
 
     Attributes:
         top_k: experts per token, K.
-        renormalize: a token's weights are divided by their sum.
-        scoring: softmax over all experts, or each expert's sigmoid.
-        num_groups: groups of neighbouring experts, all of one size.
-        topk_groups: groups that a token's experts may come from.
-        scaling_factor: of the weights, after the renormalization.
+        renormalize: True to divide a token's weights by their sum.
+        scoring: softmax over all experts, or a sigmoid per expert.
+        num_groups: number of groups of consecutive experts, all of one size.
+        topk_groups: number of groups that a token's experts may come from.
+        scaling_factor: factor on the weights, after the renormalization.
     """
 
     top_k: int
@@ -132,43 +132,43 @@ class RoutingSpec:
 
     @property
     def is_plain(self) -> bool:
-        """Return whether this is softmax over all experts without groups and scaling, which fused kernels serve."""
+        """Return True for softmax over all experts without groups and scaling, which fused kernels support."""
         return self.scoring == "softmax" and self.topk_groups == self.num_groups and self.scaling_factor == 1.0
 
 
 class MoeKernel(ABC):
-    """Applies the routed experts to a batch of tokens: gated MLPs, weighted and summed."""
+    """MoE kernel: applies the routed experts, which are gated MLPs, to a batch of tokens and sums their weighted outputs."""
 
     plugin_api: ClassVar[str] = ">=2,<3"
     capabilities: MoeCapabilities = MoeCapabilities()
-    """Set on the class. What it does not declare is refused."""
+    """Capabilities, set on the class. Undeclared capabilities are refused."""
 
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
-        """Say why this kernel cannot serve `spec`, one sentence per reason; empty if it can.
+        """Return the reasons why this kernel does not support `spec`, one sentence each; empty if it does.
 
-        An override begins with these reasons, which are those of `capabilities`.
+        An override extends these reasons, which are those of `capabilities`.
         """
         return cls.capabilities.missing(spec)
 
     def __init__(self, spec: MoeSpec) -> None:
-        """Prepare for `spec`, for which `unsupported` returned nothing."""
+        """Initialise the kernel for `spec`, for which `unsupported` returned nothing."""
         self.spec = spec
 
     @abstractmethod
     def forward(
         self, x: torch.Tensor, weights: ExpertWeights, topk_weights: torch.Tensor, topk_ids: torch.Tensor
     ) -> torch.Tensor:
-        """Run each token through its experts: ``down @ activation(gate @ x, up @ x)``. Changes none of its inputs.
+        """Run each token through its experts: ``down @ activation(gate @ x, up @ x)``. The inputs are not modified.
 
         Args:
-            x: activations, [T, H]; T is at least 1, and rows may be strided. With quantized weights, a kernel may quantize
-                each token, too, with a scale of its own.
-            weights: as `MoeSpec` announces them.
-            topk_weights: factors of the chosen experts' outputs, float32 [T, K].
-            topk_ids: chosen experts, int64 [T, K], no expert twice in a row.
+            x: activations, [T, H]; T is at least 1, and rows may be strided. If the weights are quantized, a kernel may
+                quantize `x` too, with a scale per token.
+            weights: parameters, as `MoeSpec` describes them.
+            topk_weights: weights of the selected experts' outputs, float32 [T, K].
+            topk_ids: selected experts, int64 [T, K]; the experts of a token are distinct.
 
         Returns:
-            The weighted sum over the chosen experts, [T, H], in `x`'s dtype: a tensor of its own, which the caller may
-            overwrite. Matmuls and the sum are accumulated in float32.
+            The weighted sum over the selected experts, [T, H], in `x`'s dtype. It is a new tensor, which the caller may
+            overwrite. Matmuls and the sum accumulate in float32.
         """

@@ -1,8 +1,8 @@
-"""The contract of quantization: how the layers' weights are stored, loaded and multiplied.
+"""Contract of quantization providers: how the weights of linear layers and experts are stored, loaded and multiplied.
 
-A provider makes one method object per layer (`minisgl_core.contracts.layer_methods`), which knows the tensors that the
-checkpoint has for it: the weight, or packed weights, scales and zero points. Embeddings, the output matrix, norms and routers
-never come here. `Quantization` is itself the provider ``none``.
+A provider returns one method object per layer (`minisgl_core.contracts.layer_methods`), which declares the checkpoint's tensors
+of that layer: the weight, or packed weights, scales and zero points. Embeddings, the LM head, norms and routers are not
+quantized. `Quantization` itself is the provider ``none``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantizatio
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
     ExpertsSpec,
+    InterleavedExperts,
     LinearMethod,
     LinearSpec,
     PlainExperts,
@@ -27,13 +28,13 @@ from minisgl_core.contracts.ops import Ops
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """All that decides whether a provider can serve a model.
+    """Requirements of a model on its quantization provider.
 
     Attributes:
-        dtype: of activations, and of weights that are not quantized.
-        device: of all tensors.
-        num_experts: experts in a layer; 0 where the model has none.
-        checkpoint: how the checkpoint stores its weights; None where they are not quantized.
+        dtype: dtype of activations, and of weights that are not quantized.
+        device: device of all tensors.
+        num_experts: experts per layer; 0 for dense models.
+        checkpoint: quantization of the checkpoint; None if it is not quantized.
     """
 
     dtype: torch.dtype
@@ -43,37 +44,37 @@ class QuantizationSpec:
 
 
 class Quantization:
-    """Weights in the model's dtype, multiplied by the `Ops`.
+    """Base class of quantization providers, which leaves all weights in the model's dtype.
 
     Attributes:
-        spec: the model.
-        ops: multiply by whatever is not quantized.
+        spec: requirements of the model.
+        ops: kernels by role, for the layers that are not quantized.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Say why this provider cannot serve `spec`, one sentence per reason; empty if it can."""
+        """Return the reasons why this provider does not support `spec`, one sentence each; empty if it does."""
         return []
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
-        """Called once per rank, before the model is built."""
+        """Initialise the provider. It is called once per rank, before the model is built."""
         self.spec, self.ops = spec, ops
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method of one linear layer, before loading.
 
         A provider returns ``super().linear(spec)`` for a layer that it does not quantize, such as one that the checkpoint
-        leaves unquantized (`CheckpointQuantization.weights_of`). What the checkpoint stores quantized all the same is
-        dequantized for it while it is read.
+        leaves unquantized (`CheckpointQuantization.weights_of`). If the checkpoint has quantized weights for such a layer, they
+        are dequantized while they are read.
         """
         return PlainLinear(spec, self.ops)
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
-        """Return the method of one layer's experts, likewise.
+        """Return the method of one layer's experts, before loading.
 
         Raises:
             ProviderUnsupportedError: the kernel cannot serve these experts.
         """
-        return PlainExperts(spec, kernel)
+        return InterleavedExperts(spec, kernel) if spec.interleaved else PlainExperts(spec, kernel)

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from minisgl_core.contracts.weights import WeightTarget
 
-if TYPE_CHECKING:
-    from minisgl_core.contracts.model import BuildContext
+
+class TensorParallelRank(Protocol):
+    """Rank and size of a tensor-parallel group, as `minisgl_core.contracts.model.BuildContext` has them."""
+
+    @property
+    def tp_rank(self) -> int:
+        """Rank in the group."""
+
+    @property
+    def tp_size(self) -> int:
+        """Number of ranks in the group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """This rank's part of a dimension of `total`. All ranks hold `size`; where it does not divide, the last ones pad.
+    """This rank's shard of a dimension. All ranks allocate `size`; if the split is uneven, the last ranks have padding.
 
     Attributes:
-        start, stop: the part of the whole that is real, in ``[0, total]``.
-        size: what the rank allocates, ``stop - start`` and padding.
-        total: the whole.
+        start, stop: range of the whole dimension that this rank holds.
+        size: allocated length, ``stop - start`` plus padding.
+        total: length of the whole dimension.
     """
 
     start: int
@@ -29,15 +38,15 @@ class Shard:
     total: int
 
     @classmethod
-    def of(cls, total: int, build: BuildContext) -> Shard:
-        """Split evenly, rounded up."""
+    def of(cls, total: int, build: TensorParallelRank) -> Shard:
+        """Return the shard of an even split over the tensor-parallel ranks, rounded up."""
         size = -(-total // build.tp_size)
         start = min(build.tp_rank * size, total)
         return cls(start, min(start + size, total), size, total)
 
     @classmethod
     def whole(cls, total: int) -> Shard:
-        """Return all of a dimension that is not split."""
+        """Return the shard of a dimension that is not split."""
         return cls(0, total, total, total)
 
     @property
@@ -47,30 +56,30 @@ class Shard:
 
     @property
     def is_padded(self) -> bool:
-        """Return whether this rank holds padding."""
+        """Return True if this rank has padding."""
         return self.num_real < self.size
 
     @property
     def index(self) -> slice:
-        """Indices of the whole dimension; `slice(None)` for all of it."""
+        """Slice of the whole dimension that this rank holds; `slice(None)` for all of it."""
         return slice(None) if self.num_real == self.total else slice(self.start, self.stop)
 
     def shifted(self, start: int, total: int) -> Shard:
-        """Return this part within a tensor of `total` that has the dimension from `start` on, among others."""
+        """Return this shard as a part of a fused dimension of `total`, in which the sharded dimension begins at `start`."""
         return Shard(start + self.start, start + self.stop, self.size, total)
 
     def in_blocks(self, size: int) -> Shard:
-        """Return the blocks of `size` numbers that cover this part, such as those of its scales."""
+        """Return the shard counted in blocks of `size` elements, such as the shard of block scales."""
         start, stop = self.start // size, -(-self.stop // size) if self.num_real else self.start // size
         return Shard(start, stop, stop - start, -(-self.total // size))
 
 
 def sharded_target(held: torch.Tensor, *shards: Shard) -> WeightTarget:
-    """Return where this rank's part of a checkpoint tensor goes.
+    """Return the target of a checkpoint tensor's shard on this rank.
 
     Args:
-        held: has `Shard.size` along each of the first dimensions, and the rest whole.
-        shards: of the first dimensions.
+        held: this rank's tensor: `Shard.size` elements along each sharded dimension, and all of the others.
+        shards: shards of the first dimensions.
     """
     whole = tuple(held.shape[len(shards) :])
     for dim, shard in enumerate(shards):

@@ -28,18 +28,18 @@ def rotate(
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
     """Apply RoPE to q and k, fused with the KV store if `slots` is given.
 
-    Returns:
-        q, k, and True if K and V are stored.
-
     Args:
         backend: attention backend with the KV pool.
-        rotary: ops that rotate.
+        rotary: kernels that apply RoPE.
         q: see `Attend`.
-        k: likewise.
-        v: likewise.
-        layer: likewise.
-        rotation: likewise.
+        k: see `Attend`.
+        v: see `Attend`.
+        layer: see `Attend`.
+        rotation: see `Attend`; None if the model applies no RoPE here.
         slots: slots to store K and V in; None if the backend stores them (see `separate_store`).
+
+    Returns:
+        q, k, and True if K and V are stored.
     """
     if rotation is None:
         return q, k, False
@@ -52,12 +52,12 @@ def rotate(
 class BoundAttention:
     """Attention backend with its plan for one step; see `minisgl_core.contracts.model.Attend`."""
 
-    __slots__ = ("_apart", "_backend", "_plan", "_rotary", "_rotating", "_slots")
+    __slots__ = ("_backend", "_fused_store", "_plan", "_rotary", "_rotating", "_slots")
 
     def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
         self._backend, self._plan, self._rotary = backend, plan, rotary
-        self._apart = separate_store(backend, rotary)
-        self._slots = None if self._apart is None else self._apart.kv_slots(plan)
+        self._fused_store = separate_store(backend, rotary)
+        self._slots = None if self._fused_store is None else self._fused_store.kv_slots(plan)
         self._rotating = backend if backend.capabilities.fused_rope_decode else None
 
     def __call__(
@@ -71,8 +71,8 @@ class BoundAttention:
         if rotation is not None and self._rotating is not None and self._rotating.rotates(self._plan, rotation):
             return self._rotating.attend_rotating(q, k, v, layer, rotation, self._plan)
         q, k, is_stored = rotate(self._backend, self._rotary, q, k, v, layer, rotation, self._slots)
-        if is_stored and self._apart is not None:
+        if is_stored and self._fused_store is not None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            self._apart.attend_stored(q, layer, self._plan, out)
+            self._fused_store.attend_stored(q, layer, self._plan, out)
             return out
         return self._backend.forward(q, k, v, layer, self._plan)

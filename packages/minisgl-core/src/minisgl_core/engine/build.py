@@ -1,7 +1,7 @@
-"""Builds an engine and its scheduler's limits from options: providers, weights, memory.
+"""Construction of an engine from options.
 
 options --locate, open--> checkpoint --normalise--> ModelConfig --resolve--> options without auto
-    --> communicator --> model --> weights --> KV pool in what memory is left --> attention backend --> Engine --> graphs
+    --> groups of ranks --> model --> weights --> KV pool in the remaining memory --> attention backend --> Engine --> graphs
 """
 
 from __future__ import annotations
@@ -14,79 +14,43 @@ from typing import Any
 
 import torch
 
-from minisgl_core.config.hf import architecture_of, model_config
-from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
-from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
-from minisgl_core.contracts.model import BuildContext, Model
-from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops, roles_of
-from minisgl_core.contracts.platform import Hardware, Platform
-from minisgl_core.contracts.weights import WeightSource
+from minisgl_core.contracts.platform import Hardware
+from minisgl_core.engine.checkpoint import TRANSFORMERS, Checkpoint, default_sampling, open_checkpoint
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
+from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
 from minisgl_core.errors import (
-    InvalidValueError,
-    ModelFormatError,
     PluginError,
-    ProviderUnsupportedError,
 )
 from minisgl_core.platforms.selection import Preferred, pick_platform
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo
-from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.weights.loader import load_weights
-from minisgl_core.weights.model_source import locate_model, open_weights
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """An opened model.
-
-    Attributes:
-        name: what clients call it.
-        source: config, tokenizer and tensors.
-        config: normalised.
-        model_class: the provider of its architecture.
-    """
-
-    name: str
-    source: WeightSource
-    config: ModelConfig
-    model_class: type[Model]
-
-
-def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
-    """Find the model, on a hub if need be, its class, and read its config; no tensors yet."""
-    path = locate_model(config.model)
-    source = open_weights(path, registry, dummy=config.model.dummy_weight)
-    architecture = architecture_of(source.config)
-    model_class: type[Model] = registry.load("models", architecture)  # without it, what the config lacks says nothing
-    normalised = model_config(model_class.standard_config(source.config), source.generation_config, source.eos_token_id)
-    name = config.model.model or path.stem.split(".")[0]
-    if reasons := registry.unsupported("models", architecture, normalised):
-        raise ProviderUnsupportedError("models", architecture, reasons)
-    return Checkpoint(name, source, normalised, model_class)
-
-
-@dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, ready to run.
+    """Engine that is ready to run.
 
     Attributes:
-        engine: of this rank.
-        config: the options, without auto.
-        checkpoint: the model; its tokenizer is made on demand.
-        num_pages: pages of the KV pool, the same on every rank.
-        max_seq_len: most tokens of a sequence, after the pool's size was known.
-        info: for the launch to report.
+        engine: engine of this rank.
+        config: resolved options.
+        checkpoint: checkpoint of the model, whose tokenizer is loaded on demand.
+        num_pages: pages of the KV pool, equal on all ranks.
+        max_seq_len: longest sequence in tokens, which the size of the pool may limit.
+        info: description of the engine, for reports.
     """
 
     engine: Engine
@@ -105,18 +69,20 @@ def build_engine(
     progress: bool = True,
     joined: Callable[[Communicator], None] = lambda communicator: None,
 ) -> BuiltEngine:
-    """Build one rank's engine; every rank calls this with the same options.
+    """Build one rank's engine. Every rank calls this with the same options.
+
+    The function is long because it lists all steps of a start, in order.
 
     Args:
-        config: the user's options.
-        registry: the installed providers.
-        hooks: the installed hook modules.
-        placement: this process's among ``config.parallel.tp``.
-        progress: whether to draw a bar while weights load.
-        joined: is given the communicator as soon as there is one, to abort it where another rank fails meanwhile.
+        config: options of the user.
+        registry: installed providers.
+        hooks: installed hook modules.
+        placement: placement of this rank.
+        progress: True to show progress bars on rank 0.
+        joined: called with each communicator as soon as it exists, so that it can be aborted if another rank fails.
 
     Raises:
-        MinisglError: whatever does not fit, by name.
+        MinisglError: an option, the model or a provider is not supported.
     """
     phases = StartupTimer()
     check_providers(config.flat(), registry)
@@ -124,6 +90,12 @@ def build_engine(
     platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
     checkpoint = open_checkpoint(config, registry)
     sampling = default_sampling(checkpoint.source.generation_config)
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
+    if is_transformers and checkpoint.config.quantization:
+        config = config.with_flat(quantization="none")
 
     asker = _asker(config, registry)
     resolved = resolve(
@@ -137,14 +109,14 @@ def build_engine(
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)
-    registry.load("policy", config.scheduler.policy)  # which is used later: what is wrong with it should be known now
+    # The policy is used later, but an error should be raised before the weights load.
+    registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
     with platform.stream():
-        communicator = _join(config, registry, platform, placement)
+        groups = join_groups(config, registry, placement, platform.device, joined)
         engine: Engine | None = None
         try:
-            joined(communicator)
-            _check_same_providers(config, registry, communicator, checkpoint.config.architecture)
+            _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
             ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
@@ -152,18 +124,19 @@ def build_engine(
             kv_dtype = kv_torch_dtype(config, ops.dtype)
             quantized = registry.load("quantization", config.backends.quantization)
             quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
-            build = BuildContext(communicator, ops, platform.device, ops.dtype, moe, kv_dtype, quantization)
-            # A shorter context needs fewer positions, and LongRoPE has other frequencies for it.
+            layers = groups.layers(checkpoint.config.num_layers)
+            build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
+            # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
             served = replace(checkpoint.config, max_position=int(config.model.max_seq_len_override or 0))
             model = checkpoint.model_class(served, build)
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            parts = EngineFactory(config, checkpoint.config, platform, communicator, model, ops, registry)
+            parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
-            num_recorded = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, communicator, parts.run_profile_batch, num_recorded)
+            num_captures = len(graphs) + len(pieces)
+            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
@@ -172,13 +145,13 @@ def build_engine(
             if pieces:
                 engine.capture_piecewise_graphs(pieces, progress and rank == 0)
             platform.synchronize()
-            phases.done(f"recorded {len(graphs)} graphs, and pieces of {len(pieces)} sizes")
+            phases.done(f"captured {len(graphs)} decode graphs and {len(pieces)} sizes of piecewise graphs")
         except BaseException:
             if engine is not None:
                 engine.free_graphs()
-            # Without the first, kernels that wait for the other ranks would hold the device for good.
-            for leave in (communicator.abort, communicator.close):
-                with suppress(Exception):  # the error that brought it here is the one to tell
+            # Without the abort, kernels that wait for other ranks would occupy the device forever.
+            for leave in (groups.abort, groups.close):
+                with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
     info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
@@ -186,7 +159,7 @@ def build_engine(
 
 
 def _preferred(hooks: Hooks) -> Preferred:
-    """The hook `preferred_provider`, or None for every kind where no plugin has it."""
+    """Return a function that calls the hook `preferred_provider`; it returns None if no plugin implements the hook."""
 
     def ask(kind: str, hardware: Hardware) -> str | None:
         if hooks.preferred_provider is None:
@@ -200,7 +173,10 @@ def _preferred(hooks: Hooks) -> Preferred:
 
 
 def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
-    """Ask providers why they cannot serve. One that was not asked for by name and does not load is passed over."""
+    """Return a function that asks providers for the reasons why they do not support a spec.
+
+    If a provider does not load, that is an error if the user named it, and otherwise a reason and a warning.
+    """
     backends = config.backends
     named = {
         config.cache.cache,
@@ -227,54 +203,26 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
     return unsupported
 
 
-def _join(config: EngineConfig, registry: Registry, platform: Platform, placement: RankPlacement) -> Communicator:
-    """Join the other ranks."""
-    if config.parallel.tp == 1:
-        return SingleRank()
-    spec = CommunicatorSpec(placement.rank, config.parallel.tp, platform.device, placement.init_method, timeout_s=600)
-    provider: type[Communicator] = registry.load("communicator", config.backends.communicator)
-    if reasons := registry.unsupported("communicator", config.backends.communicator, spec):
-        raise ProviderUnsupportedError("communicator", config.backends.communicator, reasons)
-    return provider(spec)
-
-
 def _check_same_providers(
-    config: EngineConfig, registry: Registry, communicator: Communicator, architecture: str
+    config: EngineConfig, registry: Registry, groups: RankGroups, rank: int, model_provider: str
 ) -> None:
-    """See that all ranks resolved the same providers: a mismatch would be a hang later."""
-    if communicator.size == 1:
+    """Check that all ranks resolved the same providers, since different ones could deadlock.
+
+    Raises:
+        PluginError: this rank resolved other providers than rank 0.
+    """
+    if config.parallel.size == 1:
         return
     chosen = {
         "attention": config.backends.attn,
         "communicator": config.backends.communicator,
-        "models": architecture,
+        "models": model_provider,
         "ops": config.backends.ops,
         "quantization": config.backends.quantization,
     }
     digest = registry.digest(chosen)
-    first = communicator.broadcast_object(digest)
-    if first != digest:
-        rank = communicator.rank
+    if any(group.broadcast_object(digest) != digest for group in groups.all):
         raise PluginError(f"rank {rank} resolved other providers than rank 0; install the same versions for every rank")
-
-
-_SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
-
-
-def default_sampling(generation_config: Any) -> dict[str, Any]:
-    """The sampling that a model's generation_config asks for, under `SamplingParams`' names.
-
-    Raises:
-        ModelFormatError: a value that is not allowed.
-    """
-    if generation_config.get("do_sample") is False:
-        return {}
-    found = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
-    try:
-        SamplingParams(**found)
-    except InvalidValueError as error:
-        raise ModelFormatError(f"generation_config.json: {error}") from error
-    return found
 
 
 def _info(
@@ -289,6 +237,9 @@ def _info(
     config, model = resolved.config, checkpoint.config
     tokens = (num_pages - 1) * int(config.cache.page_size)
     pool = Choice("num_pages", str(num_pages), f"room for {tokens:,} tokens of KV")
+    impl = (
+        [Choice("model_impl", TRANSFORMERS, checkpoint.provider_reason)] if checkpoint.provider == TRANSFORMERS else []
+    )
     return EngineInfo(
         model=checkpoint.name,
         architecture=model.architecture,
@@ -303,6 +254,6 @@ def _info(
         grammar=resolved.config.backends.grammar,
         bos_token_id=model.bos_token_id,
         default_sampling=sampling,
-        choices=[(choice.what, choice.value, choice.reason) for choice in (*resolved.choices, pool)],
+        choices=[(choice.what, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
         start_s=phases.seconds,
     )

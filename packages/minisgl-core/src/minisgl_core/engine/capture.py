@@ -19,17 +19,17 @@ class CapturedStep(Protocol):
         """Graphs in replay order; see `Platform.capture_piecewise`."""
 
 
-Recorded = TypeVar("Recorded", bound=CapturedStep)
+Captured = TypeVar("Captured", bound=CapturedStep)
 
 
 def capture_sizes(
-    sizes: Sequence[int], record: Callable[[int, Any], Recorded], *, what: str, remedy: str, progress: bool
-) -> dict[int, Recorded]:
+    sizes: Sequence[int], capture: Callable[[int, Any], Captured], *, what: str, remedy: str, progress: bool
+) -> dict[int, Captured]:
     """Capture the graphs of all sizes, the largest first, so that smaller ones reuse its memory pool.
 
     Args:
         sizes: capture sizes.
-        record: captures one size, given the size and the memory pool to share, which is None for the first.
+        capture: captures one size, given the size and the memory pool to share, which is None for the first.
         what: name of the graphs, for the progress bar and errors.
         remedy: remedy in error messages.
         progress: show a progress bar on stderr if that is a terminal.
@@ -37,26 +37,26 @@ def capture_sizes(
     Raises:
         MinisglError: a size cannot be captured.
     """
-    recorded: dict[int, Recorded] = {}
+    captured: dict[int, Captured] = {}
     pool: Any = None
     console = Console(stderr=True)
     disable = not (progress and console.is_terminal)
     largest_first = sorted(sizes, reverse=True)
     try:
         for size in track(largest_first, f"Capturing {what}", console=console, disable=disable, transient=True):
-            recorded[size] = record(size, pool)
-            pool = pool or recorded[size].graphs[0].pool()
+            captured[size] = capture(size, pool)
+            pool = pool or captured[size].graphs[0].pool()
     except BaseException as error:
-        free(recorded)
+        free(captured)
         if isinstance(error, Exception):
             why = " ".join(str(error).split())
             raise MinisglError(f"{what} cannot be captured: {type(error).__name__}: {why} ({remedy})") from error
         raise
-    return recorded
+    return captured
 
 
-def free(recorded: Mapping[int, CapturedStep]) -> None:
+def free(captured: Mapping[int, CapturedStep]) -> None:
     """Free the graphs even if references exist: a communicator can be left only after graphs with its collectives are freed."""
-    for step in recorded.values():
+    for step in captured.values():
         for graph in step.graphs:
             graph.reset()

@@ -41,7 +41,7 @@ class DecodeResult:
         hidden: hidden states, [N, hidden_size].
         logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
         tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
-        left: the same tokens on their way to the host; these stay valid.
+        left: the same tokens, which are copied to the host; they stay valid after the next step.
     """
 
     rows: torch.Tensor
@@ -111,12 +111,12 @@ class DecodeGraphs:
         self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
         remedy = "--cuda-graph-max-bs 0 captures none"
-        self._recorded = capture_sizes(sizes, self._record, what="CUDA graphs", remedy=remedy, progress=progress)
+        self._captured = capture_sizes(sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress)
 
     def close(self) -> None:
         """Free the graphs."""
-        free(self._recorded)
-        self._recorded.clear()
+        free(self._captured)
+        self._captured.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
         """Return True if a graph can run the step: only decodes, all of which sample, and not too many."""
@@ -126,12 +126,12 @@ class DecodeGraphs:
         """Run a step that `fits`."""
         count = plan.num_requests
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
-        recorded = self._recorded[size]
+        captured = self._captured[size]
         new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample
-        inputs = recorded.exchange.begin()
+        inputs = captured.exchange.begin()
         inputs[:, count:] = 0
         inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
         inputs[3] = -1
@@ -140,19 +140,19 @@ class DecodeGraphs:
         inputs[4] = inputs[2] + 1
         inputs[5:, :count] = sample.temperature.view(np.int32), sample.uniform.view(np.int32)
         if not self._reads_page_table:
-            self._platform.fill(recorded.inputs, inputs)
-        recorded.batch.seq_lens_host[:] = inputs[4]
-        self._attention.plan_replay(recorded.batch)
-        recorded.graphs[0].replay()
+            self._platform.fill(captured.inputs, inputs)
+        captured.batch.seq_lens_host[:] = inputs[4]
+        self._attention.plan_replay(captured.batch)
+        captured.graphs[0].replay()
         return DecodeResult(
-            recorded.inputs[0, :count],
-            recorded.hidden[:count],
-            recorded.logits[:count],
-            recorded.tokens[:count],
-            recorded.exchange.launched(count),
+            captured.inputs[0, :count],
+            captured.hidden[:count],
+            captured.logits[:count],
+            captured.tokens[:count],
+            captured.exchange.launched(count),
         )
 
-    def _record(self, size: int, pool: Any) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         device = self._platform.device
         exchange = ZeroCopyIO(self._platform, 7, size)
         first = exchange.begin()

@@ -8,6 +8,9 @@ BatchPlan --upload--> StepInputs --model--> hidden [T, H] --logits--> [N, V] --s
 A CUDA graph of decodes also samples by temperature, in `begin`. If a request needs more than that, `finish` samples again. If
 grammars restrict a step's tokens, the host builds token masks between `begin` and `finish`, while the device runs the work of
 `begin`.
+
+With pipeline parallelism, `begin` receives hidden states and residual from the stage before, runs this stage's layers and sends
+them on. Only the last stage has logits and samples, so only its results have tokens.
 """
 
 from __future__ import annotations
@@ -19,15 +22,15 @@ import numpy as np
 import torch
 
 from minisgl_core.contracts.attention import AttentionBackend
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.platform import Platform
 from minisgl_core.engine.bound_attention import BoundAttention
 from minisgl_core.engine.decode_graphs import DecodeGraphs
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs
+from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
-from minisgl_core.engine.step import PendingStep, upload
+from minisgl_core.engine.step import PendingStep, StepInputs, upload
 from minisgl_core.engine.zero_copy_io import PendingTokens
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
@@ -42,12 +45,13 @@ class BegunStep:
 
     Attributes:
         plan: plan of the step.
-        hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from.
+        hidden: hidden states of all tokens, [T, hidden_size], or only of those that are sampled from. In a stage that is not
+            the last one, what was sent to the next one.
         rows: page-table rows of the sampling requests, int32 [N].
-        logits: logits of these requests, [N, V]; None if N is 0. If `tokens` is set and the model has a `vocab_shard`, they are
-            this rank's shard.
+        logits: logits of these requests, [N, V]; None if N is 0 or another stage computes them. If `tokens` is set and the model
+            has a `vocab_shard`, they are this rank's shard.
         tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
-        left: the same tokens on their way to the host.
+        left: the same tokens, which are copied to the host.
     """
 
     plan: BatchPlan
@@ -59,27 +63,27 @@ class BegunStep:
 
 
 class Engine:
-    """Model, attention backend with its KV pool, and sampler of one rank. `minisgl_core.engine.build` makes it."""
+    """Model, attention backend with its KV pool, and sampler of one rank, built by `minisgl_core.engine.build`."""
 
     def __init__(
         self,
         platform: Platform,
-        communicator: Communicator,
+        groups: RankGroups,
         model: Model,
         attention: AttentionBackend,
         table: PageTable,
         ops: Ops,
         num_rows: int,
     ) -> None:
-        """`num_rows`: most requests in a batch."""
-        self.platform, self.communicator, self.model, self.attention = platform, communicator, model, attention
+        """Allocate the state of `num_rows` requests, the most in a batch."""
+        self.platform, self.groups, self.model, self.attention = platform, groups, model, attention
         self._table = table
         self._ops = ops
         self._sampler = Sampler(num_rows, model.config.vocab_size, platform, ops.sampling)
         # `Model.forward` can compute the last layer for some tokens only; see there.
-        self._selects = communicator.size == 1
+        self._selects = groups.tensor.size == 1 and groups.is_last_stage
         self._graphs: DecodeGraphs | None = None
-        self._pieces: PiecewiseGraphs | None = None
+        self._piecewise: PiecewiseGraphs | None = None
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def capture_decode_graphs(self, sizes: Sequence[int], progress: bool) -> None:
@@ -94,7 +98,7 @@ class Engine:
         with self.platform.stream(), torch.inference_mode():
             num_rows = len(self._last_tokens) - 1
             most = num_rows if self._selects else None
-            self._pieces = PiecewiseGraphs(
+            self._piecewise = PiecewiseGraphs(
                 self.platform, self.model, self.attention, self._ops.rotary, sizes, most, progress
             )
 
@@ -111,16 +115,30 @@ class Engine:
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
-            if self._pieces is not None and self._pieces.fits(plan):
-                hidden = self._pieces.run(inputs)
+            if self._piecewise is not None and self._piecewise.fits(plan):
+                hidden = self._piecewise.run(inputs)
             else:
                 attend = BoundAttention(self.attention, self.attention.plan(inputs.batch), self._ops.rotary)
                 index = inputs.logits_index if num_sampled else inputs.batch.cu_seqlens_q[:1]
                 wanted = None if wants_all or not self._selects else index
-                hidden = self.model.forward(inputs.input_ids, inputs.positions, attend, wanted)
+                hidden = self._forward(inputs, attend, wanted)
+            if not self.groups.is_last_stage:
+                return BegunStep(plan, hidden, inputs.sample_rows, None)
             sampled = hidden if num_sampled == len(hidden) else hidden[inputs.logits_index]
             logits = self._logits(sampled) if num_sampled else None
             return BegunStep(plan, hidden, inputs.sample_rows, logits)
+
+    def _forward(self, inputs: StepInputs, attend: BoundAttention, wanted: torch.Tensor | None) -> torch.Tensor:
+        """Run this stage's layers, between the stage before and the next one."""
+        model, pipeline, intermediate = self.model, self.groups.pipeline, None
+        if not self.groups.is_first_stage:
+            shape = model.num_intermediate, len(inputs.positions), model.config.hidden_size
+            received = torch.empty(shape, dtype=self._ops.dtype, device=self.platform.device)
+            intermediate = pipeline.recv(received, pipeline.rank - 1)
+        hidden = model.forward(inputs.input_ids, inputs.positions, attend, wanted, intermediate)
+        if not self.groups.is_last_stage:
+            pipeline.send(hidden, pipeline.rank + 1)
+        return hidden
 
     def finish(self, step: BegunStep, masks: TokenMasks | None = None) -> PendingStep:
         """Sample the tokens of a step. Each step is finished before the next one begins.
@@ -132,6 +150,8 @@ class Engine:
         plan = step.plan
         with self.platform.stream(), torch.inference_mode():
             tokens, logprobs = self._sample(step, masks)
+            if not self.groups.is_last_stage:
+                return PendingStep(plan, self.platform, tokens, None, None)
             prompt = self._prompt_logprobs(plan, step.hidden) if len(plan.prompt_logprobs) else None
             return PendingStep(plan, self.platform, tokens, logprobs, prompt)
 
@@ -181,18 +201,17 @@ class Engine:
     def free_graphs(self) -> None:
         """Free the CUDA graphs. Later steps run without them.
 
-        No graph may be running, since this frees the pinned host memory that it reads. After the last step that does not
-        matter.
+        No graph may be running, since this frees the pinned host memory that it reads.
         """
-        recorded = self._graphs, self._pieces
-        self._graphs = self._pieces = None
-        for each in recorded:
+        captured = self._graphs, self._piecewise
+        self._graphs = self._piecewise = None
+        for each in captured:
             if each is not None:
                 each.close()
 
     def close(self) -> None:
-        """Leave the tensor-parallel group and free the tensors."""
+        """Leave the groups of ranks and free the tensors."""
         self.free_graphs()
         self.platform.synchronize()
-        self.communicator.close()
+        self.groups.close()
         del self.model, self.attention, self._table, self._sampler, self._last_tokens

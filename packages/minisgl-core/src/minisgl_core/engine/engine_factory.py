@@ -7,7 +7,6 @@ from contextlib import suppress
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import attention_spec
 from minisgl_core.contracts.attention import AttentionBackend, AttentionSpec, check_layers
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.kv_cache import KVCacheSpec, KVGroup, KVLayout, KVPoolSpec
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
@@ -18,6 +17,7 @@ from minisgl_core.engine.decode_graphs import graph_sizes
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.piecewise_graphs import piecewise_sizes
 from minisgl_core.engine.profile_batch import profile_batch
+from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.errors import InvalidValueError, ModelFormatError, PluginError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
@@ -26,6 +26,7 @@ from minisgl_core.plugins.registry import Registry
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
 _LEAST_PIECES = 512
+"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps."""
 
 
 def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
@@ -41,7 +42,7 @@ class EngineFactory:
     """Factory of the engine for a KV pool of any size.
 
     Attributes:
-        attention: classes of the attention backends; the last one is that for decodes.
+        attention: classes of the attention backends; the last one serves decodes.
         longest: longest sequence by the options, in tokens.
         least_pool: spec of the smallest pool.
     """
@@ -51,12 +52,12 @@ class EngineFactory:
         config: EngineConfig,
         shape: ModelConfig,
         platform: Platform,
-        communicator: Communicator,
+        groups: RankGroups,
         model: Model,
         ops: Ops,
         registry: Registry,
     ) -> None:
-        self._config, self._shape, self._platform, self._communicator = config, shape, platform, communicator
+        self._config, self._shape, self._platform, self._groups = config, shape, platform, groups
         self._model, self._ops = model, ops
         self.attention = [registry.load("attention", name) for name in config.backends.attn.split(",")]
         self.longest = int(config.model.max_seq_len_override or 0)
@@ -76,7 +77,7 @@ class EngineFactory:
         table = PageTable(num_rows, max_seq_len, pool.page_size, pool.device)
         spec = attention_spec(self._config, self._shape, max_seq_len, pool.page_size, self._ops.dtype, pool.device)
         attention = _attention(self.attention, spec, KVPool(pool), table)
-        return Engine(self._platform, self._communicator, self._model, attention, table, self._ops, num_rows)
+        return Engine(self._platform, self._groups, self._model, attention, table, self._ops, num_rows)
 
     def run_profile_batch(self) -> None:
         """Run the step that needs the most memory on an engine with the smallest pool."""
@@ -95,6 +96,8 @@ class EngineFactory:
         wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
         name = self._config.backends.attn.split(",")[-1]
         reasons = [] if platform.supports_graphs else [f"the platform {platform.name} does not support CUDA graphs"]
+        if self._config.parallel.pp > 1:
+            reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if not decode.capabilities.cuda_graphs:
             reasons.append(f"the attention backend {name} does not support CUDA graphs")
         if reasons and wanted not in (AUTO, 0):
@@ -116,8 +119,11 @@ class EngineFactory:
             limits.piecewise_cuda_graph_max_tokens,
             int(limits.max_prefill_length) + limits.max_running_requests,
         )
-        if not platform.supports_graphs and wanted not in (AUTO, 0):
-            allowed = f"0 here: the platform {platform.name} does not support CUDA graphs"
+        reason = "" if platform.supports_graphs else f"the platform {platform.name} does not support CUDA graphs"
+        if self._config.parallel.pp > 1:
+            reason = "the stages of a pipeline (--pp) run without CUDA graphs"
+        if reason and wanted not in (AUTO, 0):
+            allowed = f"0 here: {reason}"
             raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
         if wanted == AUTO:
             most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))

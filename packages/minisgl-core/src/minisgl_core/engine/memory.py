@@ -16,9 +16,9 @@ from dataclasses import replace
 import torch
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.kv_cache import KVPoolSpec
 from minisgl_core.contracts.platform import Platform
+from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.errors import OutOfMemoryError
 
 logger = logging.getLogger(__name__)
@@ -37,23 +37,28 @@ def size_pool(
     spec: KVPoolSpec,
     config: EngineConfig,
     platform: Platform,
-    communicator: Communicator,
+    groups: RankGroups,
     run_profile_batch: Callable[[], None],
     num_graphs: int,
 ) -> KVPoolSpec:
     """Set the number of pages from ``--num-pages`` or the memory that is left; equal on all ranks.
 
+    The function is long because each limit has an error of its own.
+
+    A page of a pipeline stage holds the KV of its layers, so stages can have room for different numbers of pages. The smallest
+    number decides.
+
     Args:
         spec: spec of the pool; its number of pages is ignored.
         config: the resolved options.
         platform: platform whose free memory is measured after the weights are loaded.
-        communicator: communicator of the ranks.
+        groups: groups of this rank.
         run_profile_batch: runs the largest step, on platforms that can measure its memory.
         num_graphs: number of capture sizes.
 
     Raises:
-        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does, or the ranks' free memory
-            differs by more than 2 GiB.
+        OutOfMemoryError: the requested pages do not fit, or not even one page of tokens does. Or the free memory of a
+            stage's ranks differs by more than 2 GiB.
     """
     if config.cache.num_pages is not None:
         given = replace(spec, num_pages=config.cache.num_pages)
@@ -67,8 +72,8 @@ def size_pool(
     peak = platform.measure_peak(run_profile_batch)
     if peak is None:
         # All ranks share the memory of the CPU.
-        budget = int(config.cache.memory_ratio * platform.free_memory() / 2 / config.parallel.tp)
-        budget = min(budget, CPU_POOL_BYTES // config.parallel.tp)
+        budget = int(config.cache.memory_ratio * platform.free_memory() / 2 / config.parallel.size)
+        budget = min(budget, CPU_POOL_BYTES // config.parallel.size)
     else:
         total = platform.hardware().total_memory
         in_use = total - platform.free_memory()
@@ -76,20 +81,24 @@ def size_pool(
         text = "device memory in GiB: %.1f total, %.1f in use, %.1f for the largest step, %.1f for KV"
         logger.info(text, *(value / _GIB for value in (total, in_use, peak, budget)))
     mine = torch.tensor([budget], dtype=torch.int64, device=platform.device)
-    budgets = [int(value) for value in communicator.all_gather(mine, dim=0)]
+    budgets = [int(value) for value in groups.tensor.all_gather(mine, dim=0)]
     if peak is not None and max(budgets) - min(budgets) > MAX_IMBALANCE_BYTES:
         shown = ", ".join(f"rank {rank}: {value / _GIB:.1f} GiB" for rank, value in enumerate(budgets))
         raise OutOfMemoryError(
             f"the ranks' memory for KV differs by more than 2 GiB ({shown}); free the devices that other programs use"
         )
     num_pages = min(budgets) // spec.bytes_per_page
+    is_short = num_pages < 2
+    num_pages = groups.least_of_stages(num_pages, platform.device)
     if peak is None:
         longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
         num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
+    if num_pages < 2 and not is_short:
+        raise OutOfMemoryError("another pipeline stage has no memory for a page of KV; its error says how much is left")
     if num_pages < 2:
         raise OutOfMemoryError(
             f"{max(0, min(budgets)) / _GIB:.2f} GiB are left for KV, and one page needs {spec.bytes_per_page:,} bytes."
             " Raise --memory-ratio, lower --max-prefill-length, --max-running-requests or --page-size, or use more ranks"
-            " (--tp) or a smaller model."
+            " (--tp, --pp) or a smaller model."
         )
     return replace(spec, num_pages=int(num_pages))

@@ -39,7 +39,7 @@ def piecewise_sizes(max_tokens: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Attention call between two graphs: its inputs, its output, and a flag that tells if K and V are stored already.
+    """Attention call between two graphs: inputs, output, and a flag that is True if the graph has stored K and V.
 
     The tensors do not keep their memory alive, and later graphs overwrite it.
     """
@@ -53,7 +53,7 @@ class _Call:
 
 
 class _Capture:
-    """Attention during the capture of a size, which notes the calls; see `contracts.model.Attend`.
+    """`Attend` that records the attention calls while a size is captured; see `minisgl_core.contracts.model`.
 
     Steps of this size have more than `least` tokens.
     """
@@ -123,21 +123,21 @@ class PiecewiseGraphs:
         Without `max_requests`, the most requests of a step, the last layer computes all tokens.
         """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
-        self._apart = separate_store(attention, rotary)
+        self._fused_store = separate_store(attention, rotary)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)
         self._slots = torch.zeros(most, dtype=torch.int64, device=device)
         self._rows = torch.zeros(most if max_requests is None else max_requests, dtype=torch.int32, device=device)
         remedy = "--piecewise-cuda-graph-max-tokens 0 captures none"
-        self._recorded = capture_sizes(
-            sizes, self._record, what="piecewise CUDA graphs", remedy=remedy, progress=progress
+        self._captured = capture_sizes(
+            sizes, self._capture, what="piecewise CUDA graphs", remedy=remedy, progress=progress
         )
 
     def close(self) -> None:
         """Free the graphs."""
-        free(self._recorded)
-        self._recorded.clear()
+        free(self._captured)
+        self._captured.clear()
 
     def fits(self, plan: BatchPlan) -> bool:
         """Return True if graphs exist for the step's tokens and compute all hidden states that it needs."""
@@ -159,7 +159,7 @@ class PiecewiseGraphs:
         """
         count, num_sampled = len(inputs.input_ids), len(inputs.logits_index)
         size = self._size(count)
-        recorded = self._recorded[size]
+        captured = self._captured[size]
         plan = self._attention.plan(inputs.batch)
         self._ids[:count].copy_(inputs.input_ids)
         self._positions[:count].copy_(inputs.positions)
@@ -168,15 +168,15 @@ class PiecewiseGraphs:
         if self._selects(size):
             self._rows[:num_sampled].copy_(inputs.logits_index)
             self._rows[num_sampled:].zero_()  # indices of an earlier, larger step could be out of range
-        for graph, call in zip(recorded.graphs, recorded.calls, strict=False):
+        for graph, call in zip(captured.graphs, captured.calls, strict=False):
             graph.replay()
             q, k, v = call.q[:count], call.k[:count], call.v[:count]
-            if call.is_stored and self._apart is not None:
-                self._apart.attend_stored(q, call.layer, plan, call.out[:count])
+            if call.is_stored and self._fused_store is not None:
+                self._fused_store.attend_stored(q, call.layer, plan, call.out[:count])
             else:
                 call.out[:count] = self._attention.forward(q, k, v, call.layer, plan)
-        recorded.graphs[-1].replay()
-        return recorded.hidden[: num_sampled if self._selects(size) else count]
+        captured.graphs[-1].replay()
+        return captured.hidden[: num_sampled if self._selects(size) else count]
 
     def _run(self, size: int, between: Callable[[], None]) -> tuple[torch.Tensor, list[_Call]]:
         least = int(max(self._sizes[self._sizes < size], default=0))  # steps with fewer tokens use a smaller size
@@ -184,7 +184,7 @@ class PiecewiseGraphs:
         index = self._rows if self._selects(size) else None
         return self._model.forward(self._ids[:size], self._positions[:size], attend, index), attend.calls
 
-    def _record(self, size: int, pool: Any) -> _Captured:
+    def _capture(self, size: int, pool: Any) -> _Captured:
         calls: list[_Call] = []
 
         def run(between: Callable[[], None]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Inputs of a step on the device, and its results on their way to the host."""
+"""Upload of a step's inputs to the device, and its results, which are copied to the host."""
 
 from __future__ import annotations
 

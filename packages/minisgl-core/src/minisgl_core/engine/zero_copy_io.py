@@ -4,7 +4,7 @@ The first kernel of a step reads the step inputs there, and its last kernel writ
 between two steps. There are two buffers, used in turn. The device counts the turns itself, since each replay is the same:
 
     host    | fill 0, launch | fill 1, launch | wait, read 0 | fill 0, launch | wait, read 1 | ...
-    device           | step: reads 0, leaves 0 | step: reads 1, leaves 1 | step: reads 0, ...
+    device           | step: reads 0, writes 0 | step: reads 1, writes 1 | step: reads 0, ...
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class PendingTokens:
     """Tokens that a step writes to one of the buffers."""
 
     def __init__(self, place: npt.NDArray[np.int64], event: Event) -> None:
-        """`place`: int64 [N], valid from `event` until the buffer is used again."""
+        """Refer to `place`, part of a buffer, int64 [N]. It has the tokens from `event` until the buffer is used again."""
         self._place, self._event = place, event
         self._tokens: npt.NDArray[np.int64] | None = None
 
@@ -51,7 +51,7 @@ class ZeroCopyIO:
         self._left: list[PendingTokens | None] = [None, None]
 
     def restart(self) -> None:
-        """Reset the device to the first buffer, after a run that the host does not count."""
+        """Reset the device to the first buffer, after a run without a call of `launched`."""
         self.turn.zero_()
 
     def begin(self) -> npt.NDArray[np.int32]:
@@ -63,7 +63,7 @@ class ZeroCopyIO:
         return place
 
     def launched(self, count: int) -> PendingTokens:
-        """Return the tokens to come of the step that was just launched, for its first `count` requests."""
+        """Return the pending tokens of the first `count` requests of the step that was just launched."""
         left = PendingTokens(self._host_tokens[self._turn, :count].numpy(), self._platform.record_event())
         self._left[self._turn] = left
         self._turn = 1 - self._turn

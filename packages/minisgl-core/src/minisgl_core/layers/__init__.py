@@ -1,6 +1,6 @@
-"""The parts that models are built of, sharded over tensor-parallel ranks.
+"""Layers from which models are built, sharded over tensor-parallel ranks.
 
-Every layer takes a `BuildContext` and holds this rank's part of its weights. A model's file puts them together.
+Each layer is built with a `BuildContext` and has this rank's shard of its weights.
 """
 
 from minisgl_core.contracts.layer import Layer
@@ -14,7 +14,7 @@ from minisgl_core.layers.linear import (
     RowParallelLinear,
 )
 from minisgl_core.layers.moe import FusedMoE
-from minisgl_core.layers.norm import RMSNorm
+from minisgl_core.layers.norm import RMSNorm, ShardedRMSNorm
 from minisgl_core.layers.rotary import RotaryEmbedding
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "ReplicatedLinear",
     "RotaryEmbedding",
     "RowParallelLinear",
+    "ShardedRMSNorm",
     "VocabParallelEmbedding",
     "check_activation",
 ]

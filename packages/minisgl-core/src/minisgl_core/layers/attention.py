@@ -1,4 +1,4 @@
-"""The paged attention of one decoder layer."""
+"""Paged attention of one decoder layer."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _SCALE_NAMES = ("{name}.{part}_scale", "{name}.{part}_proj.{part}_scale", "{name
 
 
 class Attention(Layer):
-    """Stores K and V and attends, with the constants of one layer, its attention sinks and, in an fp8 pool, its KV scales.
+    """Attention of one layer, which calls the step's `Attend` with the layer's constants.
+
+    It loads the layer's attention sinks and, for an FP8 pool, its KV scales.
 
     Attributes:
-        layer: the constants.
+        layer: constants of the layer. `prepare` sets the KV scales.
     """
 
     def __init__(
@@ -38,16 +40,16 @@ class Attention(Layer):
         soft_cap: float | None = None,
         num_sinks: int = 0,
     ) -> None:
-        """See `AttentionLayer`.
+        """Allocate the sinks and scales.
 
         Args:
-            index: the decoder layer's; in the KV pool, a rank's layers count from 0.
-            scale: of the scores.
-            sliding_window: in tokens; None for all.
+            index: index of the decoder layer in the model. In the KV pool, the layers of a pipeline stage count from 0.
+            scale: see `AttentionLayer`.
+            sliding_window: see `AttentionLayer`.
             build: ranks, device and dtype.
-            soft_cap: of the scores.
-            num_sinks: query heads of the whole model, each with an attention sink; 0 without. The checkpoint's tensor is called
-                ``sinks`` and belongs to the attention around this layer, as in gpt-oss.
+            soft_cap: see `AttentionLayer`.
+            num_sinks: query heads of the whole model if each has an attention sink; 0 if there are none. The checkpoint's
+                tensor is ``PARENT.sinks``, where PARENT is the module that contains this layer, as in gpt-oss.
         """
         place = index - (build.layers.start if build.layers else 0)
         self._name = f"layer {index}"
@@ -59,11 +61,11 @@ class Attention(Layer):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attend: Attend, rotation: Rotation | None = None
     ) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] to [T, Hq, D]; see `Attend`."""
+        """Attend with q [T, Hq, D], k and v [T, Hkv, D], and return [T, Hq, D]; see `Attend`."""
         return attend(q, k, v, self.layer, rotation)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield sinks and scales, which belong to the attention around this layer; a checkpoint may lack the scales."""
+        """Yield sinks and scales under the name of the module that contains this layer; the scales are optional."""
         parent = name.rpartition(".")[0]
         if self._sinks is not None:
             yield f"{parent}.sinks", sharded_target(self._sinks, self._shard)
@@ -73,10 +75,10 @@ class Attention(Layer):
                     yield pattern.format(name=parent, part=part), WeightTarget(scale, optional=True)
 
     def prepare(self) -> None:
-        """Take note of the scales.
+        """Set the loaded KV scales in `layer`.
 
         Raises:
-            ModelFormatError: one of them is no positive number.
+            ModelFormatError: a scale is not a positive, finite number.
         """
         if self._kv_scales is not None:
             k, v = self._kv_scales.tolist()

@@ -1,4 +1,4 @@
-"""Parameters of a rank, and what all layers refuse."""
+"""Allocation of a rank's parameters, and checks of configs that several layers share."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Shard", "allowed_tp_sizes", "check_activation", "check_tp_size", "em
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:
-    """Allocate a parameter of this rank, uninitialised, or zeros where not every value comes from the checkpoint."""
+    """Allocate a parameter of this rank: uninitialised, or zeros if `zero`, as padding is not loaded."""
     make = torch.zeros if zero else torch.empty
     return nn.Parameter(make(shape, device=build.device, dtype=build.dtype), requires_grad=False)
 
 
 def check_activation(config: ModelConfig, *allowed: str) -> None:
-    """Refuse a config whose activation is not among `allowed`; without any, another than silu.
+    """Check that the config's activation is among `allowed`, by default silu.
 
     Raises:
-        ModelFormatError: names it.
+        ModelFormatError: the activation is not supported.
     """
     if config.hidden_act not in (allowed or ("silu", "swish")):
         names = " or ".join(map(repr, allowed or ("silu",)))
@@ -31,16 +31,16 @@ def check_activation(config: ModelConfig, *allowed: str) -> None:
 
 
 def allowed_tp_sizes(num_q_heads: int, num_kv_heads: int) -> list[int]:
-    """Tensor-parallel sizes that split the query heads evenly and split or replicate the KV heads evenly."""
+    """Return the tensor-parallel sizes that split the query heads evenly, and split or replicate the KV heads evenly."""
     sizes = (n for n in range(1, num_q_heads + 1) if num_q_heads % n == 0)
     return [n for n in sizes if num_kv_heads % n == 0 or n % num_kv_heads == 0]
 
 
 def check_tp_size(num_q_heads: int, num_kv_heads: int, tp_size: int) -> None:
-    """Refuse a tensor-parallel size that the model's heads do not allow.
+    """Check that the model's heads can be split over `tp_size` ranks.
 
     Raises:
-        InvalidValueError: names ``--tp`` and the sizes that would do.
+        InvalidValueError: they cannot. The message lists the allowed values of ``--tp``.
     """
     allowed = allowed_tp_sizes(num_q_heads, num_kv_heads)
     if tp_size not in allowed:

@@ -1,4 +1,4 @@
-"""Token embedding and output matrix, split over ranks by rows and padded where the vocabulary does not divide."""
+"""Token embedding and LM head, sharded over ranks by vocabulary, which is padded if it is not divisible."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from minisgl_core.layers.linear import MergedColumnParallelLinear
 
 
 class VocabParallelEmbedding(Layer):
-    """Token embedding. A rank looks up the tokens that it holds, and an all-reduce brings them together."""
+    """Token embedding. Each rank looks up the tokens of its shard, and an all-reduce sums the ranks' results."""
 
     def __init__(self, vocab_size: int, hidden_size: int, build: BuildContext) -> None:
-        """Sizes of the whole model."""
+        """Allocate this rank's rows of a weight [vocab_size, hidden_size]."""
         self._shard = Shard.of(vocab_size, build)
         self._communicator = build.communicator if build.tp_size > 1 else None
         self._gather_rows = build.ops.step.gather_rows
         self.weight = empty_parameter(self._shard.size, hidden_size, build=build, zero=self._shard.is_padded)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids, int32 or int64 [T], to [T, hidden_size]."""
+        """Return the embeddings, [T, hidden_size], of input_ids, int32 or int64 [T]."""
         if self._communicator is None:
             return self._gather_rows(self.weight, input_ids)
         local = input_ids - self._shard.start
@@ -37,10 +37,10 @@ class VocabParallelEmbedding(Layer):
 
 
 class LMHead(MergedColumnParallelLinear):
-    """Hidden states to this rank's part of the logits.
+    """Linear layer from hidden states to this rank's shard of the logits.
 
     Attributes:
-        shard: the part of the vocabulary that `forward` returns logits of; None for all of it.
+        shard: shard of the vocabulary whose logits `forward` returns; None for the whole vocabulary.
     """
 
     may_be_quantized = False
@@ -48,17 +48,17 @@ class LMHead(MergedColumnParallelLinear):
     def __init__(
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
     ) -> None:
-        """With `tied`, use the embedding's weight; nothing is allocated or loaded."""
+        """Describe the weight. If `tied` is given, its weight is used, and nothing is allocated or loaded."""
         super().__init__(hidden_size, [vocab_size], build)
         self._tied, self._ops = tied, build.ops
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's rows, unless they are the embedding's."""
+        """Yield this rank's rows, or nothing if the weight is tied to the embedding."""
         return iter(()) if self._tied else super().weight_targets(name, packed)
 
     def prepare(self) -> None:
-        """Hand the weight to the kernels."""
+        """Prepare the GEMM with the loaded weight, or with the embedding's weight if that is tied."""
         if self._tied is None:
             super().prepare()
         else:

@@ -1,5 +1,7 @@
-"""Linear layers split over ranks by their rows (column parallel) or columns (row parallel), after Megatron-LM
-(arXiv 1909.08053). Weights are ``[out, in]``; a `LinearMethod` holds and multiplies them."""
+"""Linear layers whose output features (column parallel) or input features (row parallel) are sharded over ranks.
+
+The scheme is Megatron-LM's (arXiv 1909.08053). Weights are [out, in]. A `LinearMethod` loads them and prepares the GEMM.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
-from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
 from minisgl_core.contracts.weights import WeightTarget
@@ -17,18 +19,18 @@ from minisgl_core.layers.base import Shard, check_tp_size
 
 
 class ReplicatedLinear(Layer):
-    """``x @ weight.T + bias``, the same on every rank.
+    """Linear layer ``x @ weight.T + bias``, replicated on every rank.
 
-    Its weights are allocated when the checkpoint's name of the layer is known, by the first `weight_targets`.
+    The first call of `weight_targets` allocates the weights, because their format may depend on the layer's name.
 
     Attributes:
-        may_be_quantized: whether ``--quantization`` holds for this layer.
+        may_be_quantized: True if ``--quantization`` applies to the layer.
     """
 
     may_be_quantized: ClassVar[bool] = False
 
     def __init__(self, in_features: int, out_features: int, build: BuildContext, *, bias: bool = False) -> None:
-        """Describe a weight of ``[out_features, in_features]``."""
+        """Describe a weight of shape [out_features, in_features]."""
         self._describe([Shard.whole(out_features)], Shard.whole(in_features), build, bias=bias)
 
     def _describe(
@@ -41,11 +43,11 @@ class ReplicatedLinear(Layer):
         self._apply: LinearOp = not_prepared
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] to [T, out]."""
+        """Return the output, [T, out], for x, [T, in]."""
         return self._apply(x)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's part of the tensors that the checkpoint has for the layer, and a subclass's parameters."""
+        """Yield the targets for this rank's shards of the checkpoint's tensors, and the parameters of a subclass."""
         if self._method is None:
             spec = self._quantization.spec
             parts = tuple(self._named_parts(name, packed))
@@ -56,7 +58,7 @@ class ReplicatedLinear(Layer):
         yield from super().weight_targets(name, packed)
 
     def _named_parts(self, name: str, packed: PackedModules) -> Sequence[LinearPart]:
-        """Return the parts under their names, or as rows of the one module in which the checkpoint has them all."""
+        """Return each part with the name of its module, or all as rows of one module if the checkpoint has them fused."""
         parent, dot, attribute = name.rpartition(".")
         if names := [f"{parent}{dot}{part}" for part in packed.get(attribute, ())]:
             return [LinearPart(each, part) for each, part in zip(names, self._parts, strict=True)]
@@ -67,14 +69,14 @@ class ReplicatedLinear(Layer):
         return found
 
     def prepare(self) -> None:
-        """Turn the loaded weights into the layer's operation."""
+        """Prepare the layer's operation from the loaded weights."""
         assert self._method is not None, "the weights have not been loaded, or were given away before"
         method, self._method = self._method, None
         self._apply = method.prepare()
 
 
 class MergedColumnParallelLinear(ReplicatedLinear):
-    """Projections of the same input in one GEMM, each split over the ranks by rows: ``[part 0; part 1; ...]``."""
+    """Projections of the same input, fused into one GEMM. The output features of each are sharded over the ranks."""
 
     may_be_quantized = True
 
@@ -90,11 +92,11 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         """Describe this rank's rows of each projection.
 
         Args:
-            in_features: of all.
-            out_features: of each projection of the whole model.
+            in_features: input features of all projections.
+            out_features: output features of each projection in the whole model.
             build: ranks, kernels and dtype.
-            bias: whether there are biases.
-            silu_and_mul: return ``silu(gate) * up`` of two projections, computed in the GEMM's epilogue by kernels that can.
+            bias: True if the projections have biases.
+            silu_and_mul: True to return ``silu(gate) * up`` of two projections. Some kernels compute it in the GEMM's epilogue.
         """
         assert not silu_and_mul or len(out_features) == 2, "gate and up"
         parts = [Shard.of(n, build) for n in out_features]
@@ -102,13 +104,15 @@ class MergedColumnParallelLinear(ReplicatedLinear):
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):
-    """Query, key and value projections in one GEMM, split over the ranks by heads.
+    """Query, key and value projections, fused into one GEMM and sharded over the ranks by heads.
 
-    With more ranks than KV heads, ranks share: rank r holds KV head ``r * Hkv // tp``.
+    If there are more ranks than KV heads, KV heads are replicated: rank r has KV head ``r * Hkv // tp``.
 
     Attributes:
         num_q_heads: Hq of this rank.
         num_kv_heads: Hkv of this rank.
+        q_rows: this rank's part of the rows of the query projection.
+        kv_rows: likewise, of the key projection and of the value projection.
     """
 
     def __init__(
@@ -120,8 +124,19 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         build: BuildContext,
         *,
         bias: bool = False,
+        interleaved_dim: int = 0,
     ) -> None:
-        """Head counts are the whole model's.
+        """Describe this rank's heads.
+
+        Args:
+            hidden_size: size of the input.
+            head_dim: D.
+            num_q_heads: query heads of the whole model.
+            num_kv_heads: KV heads of the whole model.
+            build: ranks, kernels and dtype.
+            bias: True if the projections have biases.
+            interleaved_dim: rotary dimension of a checkpoint whose pairs of dimensions are interleaved, as in GLM-4; otherwise 0.
+                `heads` returns them half-split, as `RotaryOps.rotary` requires. Scores do not depend on the order.
 
         Raises:
             InvalidValueError: the heads cannot be split over ``build.tp_size`` ranks.
@@ -130,21 +145,35 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         first_kv = build.tp_rank * num_kv_heads // build.tp_size
         self.num_q_heads, self.num_kv_heads = num_q_heads // build.tp_size, max(num_kv_heads // build.tp_size, 1)
         kv_start, kv_size = first_kv * head_dim, self.num_kv_heads * head_dim
-        kv = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
-        q = Shard.of(num_q_heads * head_dim, build)
-        self._describe([q, kv, kv], Shard.whole(hidden_size), build, bias=bias)
+        self.kv_rows = Shard(kv_start, kv_start + kv_size, kv_size, num_kv_heads * head_dim)
+        self.q_rows = Shard.of(num_q_heads * head_dim, build)
+        self._describe([self.q_rows, self.kv_rows, self.kv_rows], Shard.whole(hidden_size), build, bias=bias)
+        self._order = _half_split(self.num_q_heads, self.num_kv_heads, head_dim, interleaved_dim, build.device)
         self._heads = [self.num_q_heads, self.num_kv_heads, self.num_kv_heads]
         self._view = (-1, sum(self._heads), head_dim)
 
+    def prepare(self) -> None:
+        """Turn the loaded weights into the layer's operation, with the rows of interleaved dimensions half-split."""
+        order, method = self._order, self._method
+        if order is None or not isinstance(method, PlainLinear):
+            super().prepare()
+            if order is not None:  # packed weights have no rows that can be moved
+                apply = self._apply
+                self._apply = lambda x: apply(x).index_select(1, order)
+            return
+        for rows in (method.weight, *([] if method.bias is None else [method.bias])):
+            rows.copy_(rows[order])
+        super().prepare()
+
     def heads(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [T, hidden_size] to q [T, Hq, D], k and v [T, Hkv, D]."""
+        """Return q, [T, Hq, D], k and v, [T, Hkv, D], for x, [T, hidden_size]."""
         # Tensor.split goes through Python and takes twice as long.
         q, k, v = torch.split_with_sizes(self._apply(x).view(self._view), self._heads, 1)
         return q, k, v
 
 
 class RowParallelLinear(ReplicatedLinear):
-    """A linear layer split by columns: each rank multiplies its part of the input, and an all-reduce adds the results up."""
+    """Linear layer whose input features are sharded over the ranks. An all-reduce sums the ranks' outputs."""
 
     may_be_quantized = True
 
@@ -154,30 +183,41 @@ class RowParallelLinear(ReplicatedLinear):
         """Describe this rank's columns.
 
         Args:
-            in_features: of the whole model.
-            out_features: likewise.
+            in_features: input features of the layer in the whole model.
+            out_features: output features of the layer.
             build: ranks, kernels and dtype.
-            bias: whether there is a bias.
-            reduce: whether `forward` all-reduces. Without it, an `RMSNorm` with ``all_reduce=True`` must follow.
+            bias: True if there is a bias.
+            reduce: True if `forward` all-reduces its output. If False, an `RMSNorm` with ``all_reduce=True`` must follow.
         """
-        # One rank adds the bias, since the results are added up.
+        # Only rank 0 adds the bias, since the ranks' outputs are summed.
         owns_bias = bias and build.tp_rank == 0
         self._describe([Shard.whole(out_features)], Shard.of(in_features, build), build, bias=owns_bias)
         self._leaves_bias = bias and not owns_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in / tp] to [T, out]."""
+        """Return the output, [T, out], for this rank's slice of the input, [T, in / tp]."""
         out = self._apply(x)
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's columns, and the bias, of which all ranks but the first take nothing."""
+        """Yield this rank's columns, and the bias, of which ranks other than 0 load no elements."""
         yield from super().weight_targets(name, packed)
         if self._leaves_bias:
             yield f"{name}.bias", WeightTarget(torch.empty(0), (slice(0, 0),), shape=(self._parts[0].total,))
 
 
+def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device: torch.device) -> torch.Tensor | None:
+    """Return the rows of q, k and v such that pairs side by side become halves of q and k's rotated dimensions."""
+    if not rotary_dim:
+        return None
+    dims = torch.arange(head_dim, device=device)
+    dims[:rotary_dim] = dims[:rotary_dim].view(-1, 2).t().flatten()
+    starts = torch.arange(num_q + num_kv, device=device)[:, None] * head_dim
+    end = (num_q + num_kv) * head_dim
+    return torch.cat(((starts + dims).flatten(), torch.arange(end, end + num_kv * head_dim, device=device)))
+
+
 def not_prepared(x: torch.Tensor) -> torch.Tensor:
-    """Stand for a GEMM until `prepare` has made it."""
+    """Raise an error: the layer's operation before `prepare` sets it."""
     raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

@@ -1,4 +1,4 @@
-"""Routed experts (arXiv 2101.03961): a `MoeKernel` runs them."""
+"""Routed experts (arXiv 2101.03961), which a `MoeKernel` computes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from minisgl_core.layers.base import Shard
 
 
 class FusedMoE(Layer):
-    """Routing and gated experts. Every rank holds all experts, each split by its hidden dimension.
+    """Routing and gated experts. Every rank has all experts, each sharded along its intermediate dimension.
 
-    Shape legend: T tokens, H hidden size, E experts, K experts per token, I width of an expert on this rank.
+    Shape legend: T tokens, H hidden size, E experts, K experts per token, I intermediate size of an expert on this rank.
     """
 
     def __init__(
@@ -32,21 +32,23 @@ class FusedMoE(Layer):
         swiglu_limit: float | None = None,
         reduce: bool = True,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        interleaved: bool = False,
     ) -> None:
-        """Describe this rank's part of every expert.
+        """Describe this rank's shard of the experts.
 
         Args:
             num_experts: E.
             hidden_size: H.
-            intermediate_size: width of an expert of the whole model.
-            routing: choice and weights of a token's experts.
+            intermediate_size: intermediate size of an expert in the whole model.
+            routing: selection and weights of a token's experts.
             build: ranks, kernels and dtype.
-            correction_bias: added to the scores for the choice alone, float32 [E]. The router's layer owns and loads it.
+            correction_bias: bias added to the scores for the selection only, float32 [E]. The router's layer loads it.
             activation: see `MoeSpec`.
-            bias: the projections have biases.
+            bias: True if the projections have biases.
             swiglu_limit: see `MoeSpec`.
             reduce: see `RowParallelLinear`.
             names: the checkpoint's names for an expert's projections.
+            interleaved: the checkpoint has all experts in one tensor, see `InterleavedExperts`; `names` are not used then.
 
         Raises:
             ModelFormatError: the routing does not fit the number of experts.
@@ -73,18 +75,18 @@ class FusedMoE(Layer):
         self._apply: ExpertsOp = _not_prepared
         self._route, self._routing, self._correction_bias = build.ops.routing.route, routing, correction_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
-        self._owns_bias = build.tp_rank == 0
+        self._owns_bias, self._interleaved = build.tp_rank == 0, interleaved
 
     def forward(self, x: torch.Tensor, router_logits: torch.Tensor, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the experts' output, and the shared experts' added to it before the one all-reduce.
+        """Return the sum of the routed and the shared experts' outputs, after one all-reduce.
 
         Args:
-            x: [T, H].
-            router_logits: [T, E].
-            shared: the shared experts' output, not all-reduced, [T, H]; None without shared experts.
+            x: activations, [T, H].
+            router_logits: logits of the router, [T, E].
+            shared: output of the shared experts before an all-reduce, [T, H]; None if there are none.
 
         Returns:
-            [T, H].
+            Output, [T, H]; without the all-reduce if `reduce` is False.
         """
         topk_weights, topk_ids = self._route(router_logits, self._routing, self._correction_bias)
         out = self._apply(x, topk_weights, topk_ids)
@@ -93,24 +95,24 @@ class FusedMoE(Layer):
         return out if self._communicator is None else self._communicator.all_reduce(out)
 
     def prepare(self) -> None:
-        """Turn the loaded weights into the layer's operation."""
+        """Prepare the layer's operation from the loaded weights."""
         assert self._method is not None, "the weights have not been loaded, or were given away before"
         method, self._method = self._method, None
         self._apply = method.prepare()
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's part of the tensors that the checkpoint has for the experts."""
+        """Yield the targets for this rank's shards of the tensors that the checkpoint has for the experts."""
         if self._method is None:
-            spec = ExpertsSpec(name, self._spec, self._inner, self._names, adds_bias=self._owns_bias)
+            spec = ExpertsSpec(name, self._spec, self._inner, self._names, self._owns_bias, self._interleaved)
             self._method = self._quantization.experts(spec, self._kernel)
         yield from self._method.targets()
 
 
 def check_routing(routing: RoutingSpec, num_experts: int) -> None:
-    """Refuse a routing that no experts, or other experts, could have.
+    """Check that the routing is valid and fits the number of experts.
 
     Raises:
-        ModelFormatError: names the field.
+        ModelFormatError: it does not. The message names the field.
     """
     groups, best, top_k = routing.num_groups, routing.topk_groups, routing.top_k
     assert type(routing) is RoutingSpec, f"no kernel knows the fields of {type(routing).__name__}"

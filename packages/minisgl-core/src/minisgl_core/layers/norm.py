@@ -1,16 +1,18 @@
-"""Root-mean-square norm (arXiv 1910.07467)."""
+"""RMSNorm (arXiv 1910.07467)."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
-from minisgl_core.contracts.layer import Layer
+from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.layers.base import empty_parameter
+from minisgl_core.contracts.shard import sharded_target
+from minisgl_core.layers.base import Shard, empty_parameter
 
 
 class RMSNorm(Layer):
-    """Norm over the last dimension, replicated on every rank.
+    """RMSNorm over the last dimension, with a weight that is replicated on every rank.
 
     Attributes:
         eps: added to the mean square.
@@ -22,14 +24,14 @@ class RMSNorm(Layer):
         """Allocate the weight.
 
         Args:
-            size: of the last dimension.
+            size: size of the last dimension.
             eps: added to the mean square.
             build: ranks, kernels and dtype.
-            all_reduce: `add` is given this rank's part of a sum, from a layer with ``reduce=False``, and all-reduces it, in
-                one kernel where the communicator has one. Then every norm that adds to the same residual must: a fused
-                all-reduce may leave the residual spread over the ranks.
-            weight_offset: is added to the weight after loading, in the model's dtype: 1 where the checkpoint's norms multiply by
-                ``1 + weight``, as Gemma's do.
+            all_reduce: True if `add` all-reduces its input, the output of a layer with ``reduce=False``. Some communicators fuse
+                the all-reduce with the norm and leave the residual sharded over the ranks. So either all or none of the norms
+                that add to one residual must set it.
+            weight_offset: added to the weight after loading; 1 if the checkpoint's norms multiply by ``1 + weight``, as
+                Gemma's do. The sum is kept in float32, since its rounding would affect all tokens alike.
         """
         self._rms_norm, self._add_rms_norm = build.ops.norm.rms_norm, build.ops.norm.add_rms_norm
         self.eps = eps
@@ -40,19 +42,51 @@ class RMSNorm(Layer):
     def prepare(self) -> None:
         """Add the offset to the weight."""
         if self._weight_offset:
-            self.weight.add_(self._weight_offset)
+            self.weight = nn.Parameter(self.weight.float() + self._weight_offset, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., size], any strides."""
+        """Return the norm of x, [..., size], which may have any strides."""
         return self._rms_norm(x, self.weight, self.eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the norm of ``x + residual``, and the sum; both inputs may be overwritten.
+        """Return the norm of ``x + residual``, and the sum, which is the new residual. Both inputs may be overwritten.
 
-        Without a residual the stream begins here: `x` is the same on every rank, and becomes the residual.
+        If `residual` is None, `x` is the new residual. It must be equal on all ranks then, since it is not all-reduced.
         """
         if residual is None:
             return self._rms_norm(x, self.weight, self.eps), x
         if self._communicator is None:
             return self._add_rms_norm(x, residual, self.weight, self.eps)
         return self._communicator.all_reduce_add_norm(x, residual, self.weight, self.eps, self._add_rms_norm)
+
+
+class ShardedRMSNorm(Layer):
+    """Norm over a dimension that is split over the ranks, such as all query heads together (OLMo 2).
+
+    Attributes:
+        eps: added to the mean square.
+    """
+
+    def __init__(self, shard: Shard, eps: float, build: BuildContext) -> None:
+        """Allocate this rank's part of the weight.
+
+        Args:
+            shard: this rank's part of the dimension. Parts that several ranks hold are held by equally many.
+            eps: added to the mean square.
+            build: ranks, kernels and dtype.
+        """
+        self._rms_norm, self._shard, self.eps = build.ops.norm.rms_norm, shard, eps
+        self._communicator, self._tp_size = build.communicator, build.tp_size
+        self.weight = empty_parameter(shard.size, build=build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the normalised vectors, like x [..., size]; with several ranks, a collective."""
+        if self._tp_size == 1:
+            return self._rms_norm(x, self.weight, self.eps)
+        x32 = x.float()
+        mean = self._communicator.all_reduce(x32.square().mean(-1, keepdim=True)) / self._tp_size
+        return (x32 * torch.rsqrt(mean + self.eps)).to(x.dtype) * self.weight
+
+    def weight_targets(self, name: str, packed: PackedModules) -> Targets:
+        """Yield this rank's part."""
+        yield f"{name}.weight", sharded_target(self.weight, self._shard)

@@ -1,8 +1,8 @@
-"""Rotary position embedding (arXiv 2104.09864) and the rules that stretch it to longer contexts.
+"""Rotary position embedding (RoPE, arXiv 2104.09864) and its scaling to longer contexts.
 
-The rules' arithmetic follows transformers' ``modeling_rope_utils``, in float32 as there: a frequency that is off by one
-rounding turns a late position visibly elsewhere.
-Shape legend: D2 half of the rotary dimension, L the context length in tokens.
+The arithmetic is that of transformers' ``modeling_rope_utils``, in float32. A rounding error of a frequency would visibly
+change the angles of late positions.
+Shape legend: D2 half of the rotary dimension, L context length in tokens.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from minisgl_core.errors import ModelFormatError
 
 
 class RotaryEmbedding(Layer):
-    """cos and sin of every position, computed in float32, kept in the model's dtype; all layers of a model share one."""
+    """Tables of cos and sin per position, computed in float32 and stored in the model's dtype. All layers share one."""
 
     def __init__(self, rope: RopeConfig, max_position: int, build: BuildContext) -> None:
-        """`max_position` is L, which decides between the short and the long factors of LongRoPE.
+        """Compute the tables for `max_position` positions, L. It also selects LongRoPE's short or long factors.
 
         Raises:
-            ModelFormatError: the rule is not among `ROPE_KINDS`.
+            ModelFormatError: the kind of RoPE is not among `ROPE_KINDS`.
         """
         if rope.kind not in ROPE_KINDS:
             raise ModelFormatError(
@@ -37,33 +37,25 @@ class RotaryEmbedding(Layer):
         self.sin = angles.sin().mul_(scale).to(build.dtype)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """positions, int32 or int64 [T], to cos and sin, [T, D2] each."""
+        """Return cos and sin, [T, D2] each, of the positions, int32 or int64 [T]."""
         return self._gather_rows(self.cos, positions), self._gather_rows(self.sin, positions)
 
 
 def _angles(rope: RopeConfig, max_position: int, device: torch.device) -> tuple[torch.Tensor, float]:
-    """float32 [L, D2], and the factor on cos and sin."""
+    """Return the angles, float32 [L, D2], and the factor on cos and sin."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     frequencies, scale = inverse_frequencies(rope, max_position)
     angles = torch.outer(positions, frequencies.to(device))
-    if rope.kind == "dynamic" and max_position > rope.original_max_position:
-        late = torch.arange(rope.original_max_position, max_position, dtype=torch.float32)
-        base = rope.theta * (rope.factor * (late + 1) / rope.original_max_position - (rope.factor - 1)) ** (
-            rope.rotary_dim / (rope.rotary_dim - 2)
-        )
-        rows = late[:, None] / base[:, None] ** _exponents(rope)
-        angles[rope.original_max_position :] = rows.to(device)
     return angles, scale
 
 
 def inverse_frequencies(rope: RopeConfig, max_position: int = 0) -> tuple[torch.Tensor, float]:
-    """Radians a token of each pair of dimensions, float32 [D2] on the CPU, and the factor on cos and sin.
+    """Return the frequency of each pair of dimensions in radians per token, float32 [D2] on the CPU, and a factor on cos and sin.
 
-    ``dynamic`` keeps the plain frequencies up to the unscaled context; past it, a position has the base that a sequence
-    ending there has in transformers, so that the result does not depend on what else is in the batch.
+    With ``dynamic``, these are the unscaled frequencies, since the context of its models ends at the unscaled length.
 
-    ``longrope`` has one set of frequencies for all positions below `max_position`, since cached keys cannot be rotated again when
-    a sequence outgrows the unscaled context. transformers takes the short factors as long as a sequence has not.
+    With ``longrope``, `max_position` selects the short or the long factors for all positions, since cached keys cannot be
+    rotated again. transformers uses the short factors until a sequence exceeds the unscaled context length.
     """
     frequencies = 1.0 / rope.theta ** _exponents(rope)
     scale = 1.0
@@ -87,7 +79,7 @@ def _exponents(rope: RopeConfig) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: long waves slow down by the factor, short ones stay, those between are blended."""
+    """Scale as Llama 3.1: divide low frequencies by the factor, keep high ones, and interpolate between."""
     waves_in_context = rope.original_max_position * frequencies / (2 * math.pi)
     kept = (waves_in_context - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     kept = kept.clamp(0, 1)
@@ -95,7 +87,7 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """YaRN (arXiv 2309.00071): dimensions that turn often keep their frequency, those that turn rarely are interpolated."""
+    """Scale as YaRN (arXiv 2309.00071): keep high frequencies, divide low ones by the factor, interpolate between."""
 
     def dimension_turning(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
@@ -112,7 +104,7 @@ def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, fl
 
 
 def _longrope_attention_factor(rope: RopeConfig) -> float:
-    """LongRoPE (arXiv 2402.13753): the entropy of attention grows with the context."""
+    """Return LongRoPE's factor on cos and sin (arXiv 2402.13753), which grows with the scaling factor."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))

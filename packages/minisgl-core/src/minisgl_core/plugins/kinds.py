@@ -49,6 +49,7 @@ KINDS: dict[str, Kind] = {
         _kind("quantization", "quantization:Quantization", "--quantization", "quantized weights of the layers"),
         _kind("communicator", "communicator:Communicator", "--communicator", "collectives between ranks"),
         _kind("executor", "executor:Executor", "--executor", "where the ranks of an engine run"),
+        _kind("router", "router:Router", "--router", "which replica runs a request"),
         _kind("platform", "platform:Platform", "--platform", "devices"),
         _kind("weights", "weights:WeightSource", "", "checkpoint formats"),
         _kind("policy", "policy:Policy", "--policy", "order of the waiting requests"),

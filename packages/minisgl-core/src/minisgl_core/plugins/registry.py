@@ -179,6 +179,8 @@ class Registry:
                 return f"{text}: the one of {entry} is {why}"
         installed = self.names(kind)
         text += f" (installed: {', '.join(installed) or 'none'})."
+        if kind == "models" and "transformers" in installed:
+            text += " With --model-impl transformers, or auto, the architectures of transformers run as well."
         if needed := remedies.requirement(kind, name):
             return f"{text} Try: {remedies.install(needed)}"
         return f"{text} {did_you_mean(name, [*installed, *remedies.shipped_names(kind)])}".rstrip()

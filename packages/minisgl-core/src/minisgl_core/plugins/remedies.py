@@ -17,11 +17,12 @@ _REQUIREMENTS = {
     ("grammar", "llguidance"): "minisgl-backends[grammar]",
     **{(kind, "triton"): "minisgl-backends[triton]" for kind in ("attention", "moe", "ops")},
     **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},
-    **{("weights", name): "minisgl-models" for name in ("safetensors", "gguf", "dummy")},
+    ("weights", "gguf"): "minisgl-models",
     **{
         ("models", f"{name}ForCausalLM"): "minisgl-models"
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
     },
+    ("models", "transformers"): "minisgl-models",
     **{("commands", name): "minisgl-server" for name in ("launch", "shell", "bench")},
     **{("hooks", name): "minisgl-server" for name in ("page", "prometheus")},
 }

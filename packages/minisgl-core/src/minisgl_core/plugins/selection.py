@@ -74,10 +74,6 @@ def _item(variable: str, item: str) -> str:
         return canonicalize_name(item)
     *owner, kind, name = item.rsplit(":", 2)
     if kind not in KINDS or not name or "" in owner:
-        allowed = f"a distribution's name, kind:name or distribution:kind:name, with a kind of {_words(KINDS)}"
+        allowed = f"a distribution's name, kind:name or distribution:kind:name, with a kind of {', '.join(KINDS)}"
         raise InvalidValueError(variable, item, allowed, did_you_mean(kind, KINDS) if kind not in KINDS else "")
     return ":".join([*map(canonicalize_name, owner), kind, name])
-
-
-def _words(names: Iterable[str]) -> str:
-    return ", ".join(names)

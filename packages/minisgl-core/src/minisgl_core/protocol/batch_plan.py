@@ -1,12 +1,11 @@
 """Plan and result of one step: the scheduler makes the plan, the engine returns the result.
 
 A `BatchPlan` is plain data on the host. The scheduler sends nothing else to the engine, and rank 0 sends nothing else to the
-other ranks. So every rank runs the same steps in the same order by construction.
+other ranks. So every rank runs the same steps in the same order by construction. With pipeline parallelism, the last stage sends
+the `StepResult` to rank 0.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import msgspec
 import numpy as np
@@ -118,8 +117,7 @@ class BatchPlan(msgspec.Struct, tag=True, kw_only=True):
         return len(self.token_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, tag=True, frozen=True):
     """Sampled tokens and log-probabilities of a step.
 
     Attributes:

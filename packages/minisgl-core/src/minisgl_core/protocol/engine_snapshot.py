@@ -13,6 +13,19 @@ import msgspec
 import numpy as np
 
 
+class ReplicaState(msgspec.Struct, kw_only=True):
+    """A replica as the router sees it."""
+
+    replica: int
+    is_ready: bool
+    num_starts: int
+    """Times that its engine was ready."""
+    num_requests: int
+    """Requests that were routed to it and have not ended."""
+    num_routed: int
+    """Requests that were routed to it since the launch."""
+
+
 class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
     """Ask for the state, including the steps after the step `since` that were kept."""
 
@@ -21,6 +34,12 @@ class SnapshotRequest(msgspec.Struct, tag=True, kw_only=True):
     since: int = 0
     with_tokens: bool = False
     """Include tokens of prompts and outputs."""
+    query: int = 0
+    """Number that the answer repeats."""
+    replica: int = 0
+    """Number of the replica; if that is not ready, another one answers."""
+    replicas: list[ReplicaState] = []
+    """All replicas, as the router adds them; empty if there is only one."""
 
 
 class StepSnapshot(msgspec.Struct, kw_only=True):
@@ -128,3 +147,7 @@ class EngineSnapshot(msgspec.Struct, tag=True, kw_only=True):
     runs: list[CachedRunSnapshot]
     """Runs of the prefix cache, parents before children. If there are too many, those in use and the most recent ones."""
     steps: list[StepSnapshot]
+    query: int = 0
+    replica: int = 0
+    replicas: list[ReplicaState] = []
+    """See `SnapshotRequest`; `replica` is the one that answers."""

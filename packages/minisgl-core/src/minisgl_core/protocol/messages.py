@@ -5,9 +5,16 @@
     API server  <-TextBatch/Rejected-  tokenizer worker  <--TokenBatch/Rejected--  scheduler (rank 0)
     API server  <------Count------->  tokenizer worker  <--------Count-------->  scheduler (rank 0)
     scheduler (rank 0)  --BatchPlan/TokenMasks/Stop-->  the other ranks
+    scheduler (rank 0)  <--StepResult--  first rank of the last pipeline stage, if there are several
 
-One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. All messages are in this
-file, so that the protocol can be read in one place.
+With ``--replicas``, a router receives what tokenizer workers send, and passes it on to the scheduler of one replica:
+
+    tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
+    tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
+    launcher  --ReplicaReady/ReplicaDied-->  router
+
+One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
+it has the whole protocol between processes. Plans and snapshots, which messages contain, are in the modules beside it.
 """
 
 from __future__ import annotations
@@ -111,6 +118,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     """Keep only the last so many tokens; -1 keeps as many as the context has room for besides the output."""
     return_prompt_ids: bool = False
     """Return the prompt's tokens with the first `Text`."""
+    is_streamed: bool = True
+    """False if the client needs nothing before the whole output, so that it may be returned at once."""
     only_tokens: bool = False
     """Only tokenize; the answer is `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -206,8 +215,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 class Rejected(msgspec.Struct, tag=True, kw_only=True):
     """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
-    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429) or ``internal`` (500). `param` names
-    the field at fault.
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
+    ``replica_lost`` (503), after which the request may be sent again. `param` names the field at fault.
     """
 
     request_id: str
@@ -234,10 +243,12 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Set with the reason ``abort`` if a grammar does not compile or is too complex. Its `kind` says whose fault that is."""
 
 
-class TokenBatch(msgspec.Struct, tag=True):
+class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
     """Scheduler to tokenizer worker: output of one step for the worker's requests."""
 
     outputs: list[TokenOut]
+    engine: int = 0
+    """See `EngineInfo.engine`."""
 
 
 class Text(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -301,6 +312,10 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Most bytes of text that one token stands for; 0 if that is unknown or unbounded."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
+    engine: int = 0
+    """Number of the engine in the launch. A replica that is restarted is a new engine."""
+    replica: int = 0
+    """Number of the replica that the engine is."""
 
 
 class Ready(msgspec.Struct, tag=True, kw_only=True):
@@ -323,6 +338,45 @@ class Count(msgspec.Struct, tag=True, kw_only=True):
     worker: int
     counts: dict[str, int] = msgspec.field(default_factory=dict)
     """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
+    query: int = 0
+    """Number by which a router recognises the answer of a replica."""
+
+
+class Ended(msgspec.Struct, tag=True):
+    """Tokenizer worker to router: these requests have ended in another way than by `Abort`."""
+
+    request_ids: list[str]
+
+
+class ReplicaReady(msgspec.Struct, tag=True):
+    """Launcher to router: the engine of a replica is ready for requests."""
+
+    replica: int
+    engine: int
+
+
+class ReplicaDied(msgspec.Struct, tag=True):
+    """Launcher to router: all processes of an engine have ended."""
+
+    replica: int
+    engine: int
+
+
+class ReplicaLost(msgspec.Struct, tag=True):
+    """Router to tokenizer worker: an engine has ended, and with it these requests. Its later output is not valid."""
+
+    engine: int
+    request_ids: list[str]
+
+
+class CacheEvents(msgspec.Struct, tag=True):
+    """Scheduler to router: blocks that an engine's prefix cache has taken and evicted, as far as they differ."""
+
+    engine: int
+    inserted: np.ndarray
+    """Keys of the blocks, uint64; see `minisgl_core.contracts.router.block_keys`."""
+    evicted: np.ndarray
+    """uint64; evicted before the blocks of `inserted` were taken."""
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -13,16 +13,27 @@ If grammars restrict the tokens of step n + 1, its token masks depend on step n'
 
 Step n + 1 is planned before the host knows step n's tokens, which the step reads on the device. So a request that ends with a
 stop token runs one step too many, whose token is dropped. The request keeps its pages until that step has been processed.
+
+With P pipeline stages, up to P steps are in flight, and one more with overlap. Each takes an even part of the decoding requests,
+and stage 1 computes step n while stage 0 computes step n + 1 (arXiv 1811.06965):
+
+    host     | schedule, launch 1 | schedule, launch 2 | wait 1, process 1 | schedule, launch 3 | wait 2, ...
+    stage 0           |----- step 1 -----|----- step 2 -----|             |----- step 3 -----| ...
+    stage 1                              |----- step 1 -----|----- step 2 -----|             |--- step 3 ...
+
+A request whose token is in flight waits for it, so a step never needs tokens that the host does not know. Chunks of a prompt may
+be in several steps in flight, since every stage runs the steps in order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.plugins.hooks import Hooks
-from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
 
@@ -31,7 +42,7 @@ Outputs = list[tuple[int, TokenOut]]
 
 
 class EngineLoop:
-    """Engine loop that runs one step per call."""
+    """Engine loop that launches at most one step per call."""
 
     def __init__(
         self,
@@ -40,36 +51,45 @@ class EngineLoop:
         hooks: Hooks,
         *,
         overlap: bool,
+        num_stages: int = 1,
         send_plan: Callable[[BatchPlan | TokenMasks], None] | None = None,
+        receive_result: Callable[[], StepResult] | None = None,
     ) -> None:
-        """`send_plan` sends each plan and its token masks to the other ranks before this rank uses them."""
+        """Start without steps.
+
+        Args:
+            scheduler: plans the steps.
+            engine: engine of rank 0.
+            hooks: called for each step.
+            overlap: True if one more step may be in flight than there are stages.
+            num_stages: pipeline stages.
+            send_plan: sends each plan and its token masks to the other ranks before this rank uses them.
+            receive_result: waits for the next step's result from the last pipeline stage, if that is another rank.
+        """
         self.scheduler, self.engine, self.hooks, self.overlap = scheduler, engine, hooks, overlap
-        self._send_plan = send_plan
-        self._in_flight: tuple[ScheduledStep, PendingStep] | None = None
+        self._is_pipeline = num_stages > 1
+        self._max_left = num_stages - 1 + overlap
+        """Most steps in flight when `step` returns."""
+        self._send_plan, self._receive_result = send_plan, receive_result
+        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
 
     @property
     def has_work(self) -> bool:
         """True if another `step` has something to do."""
-        return self._in_flight is not None or self.scheduler.has_work
+        return bool(self._in_flight) or self.scheduler.has_work
 
     def step(self) -> Outputs:
-        """Launch the next step if there is one, process the step before it, and return the new outputs."""
+        """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
         scheduled = self.scheduler.schedule()
         begun = None if scheduled is None else self._begin(scheduled.plan)
         outputs = self.scheduler.collect_aborted()
-        before, self._in_flight = self._in_flight, None
-        if before is not None and scheduled is not None and len(scheduled.plan.sample.masked):
-            outputs += self._process(*before)
-            before = None
         if scheduled is not None and begun is not None:
-            launched = scheduled, self._finish(scheduled, begun)
-            if self.overlap:
-                self._in_flight = launched
-            else:
-                assert before is None
-                before = launched
-        if before is not None:
-            outputs += self._process(*before)
+            # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
+            while self._in_flight and len(scheduled.plan.sample.masked) and not self._is_pipeline:
+                outputs += self._process(*self._in_flight.popleft())
+            self._in_flight.append((scheduled, self._finish(scheduled, begun)))
+        if self._in_flight and (scheduled is None or len(self._in_flight) > self._max_left):
+            outputs += self._process(*self._in_flight.popleft())
         return outputs
 
     def _begin(self, plan: BatchPlan) -> BegunStep:
@@ -88,6 +108,8 @@ class EngineLoop:
 
     def _process(self, step: ScheduledStep, pending: PendingStep) -> Outputs:
         result = pending.result()
+        if self._receive_result is not None:
+            result = self._receive_result()
         outputs = self.scheduler.process(step, result)
         if self.hooks.batch_finished is not None:
             self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)

@@ -15,7 +15,7 @@ def make_executor(config: EngineConfig, registry: Registry, start_process: Start
         PluginError: it is not installed, or cannot run this number of ranks here.
     """
     name = config.parallel.executor
-    if reasons := registry.unsupported("executor", name, config.parallel.tp):
+    if reasons := registry.unsupported("executor", name, config.parallel.size):
         raise ProviderUnsupportedError("executor", name, reasons)
     executor: Executor = registry.load("executor", name)(start_process)
     return executor

@@ -7,7 +7,13 @@ These file permissions are the only access control of the sockets.
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
     scheduler_in     <-- tokenizer workers, launcher
-    RankPlacement.address  <-- scheduler of rank 0
+    RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
+
+With several replicas, tokenizer workers and launcher send to `router_in` instead, and the schedulers send to it too. The
+`IpcAddresses` of each engine have the `scheduler_in` of that engine.
+
+    router_in        <-- tokenizer workers, launcher, scheduler of rank 0 of each replica
+    router_events    <-- scheduler of rank 0 of each replica
 
 Queues are unbounded (high-water mark 0): a bounded queue would let one slow reader block the scheduler and all streams. The
 number of requests that the scheduler accepts limits their length. A closed socket delivers its queue for up to `LINGER_MS`,
@@ -19,7 +25,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -43,20 +49,25 @@ class IpcAddresses:
     Attributes:
         directory: directory of the sockets.
         num_tokenizers: number of tokenizer workers.
+        num_replicas: number of replicas; if there are several, they are behind a router.
+        engine: number of the engine that this is for; a restarted replica is a new engine, so no message to the old one
+            reaches it.
     """
 
     directory: str
     num_tokenizers: int = 1
+    num_replicas: int = 1
+    engine: int = 0
 
     @classmethod
-    def create(cls, num_tokenizers: int = 1) -> IpcAddresses:
+    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1) -> IpcAddresses:
         """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
             InvalidValueError: the path of ``TMPDIR`` is too long for sockets.
         """
         directory = tempfile.mkdtemp(prefix="minisgl-")
-        if len(directory.encode()) + len("/tokenizer-999") > MAX_PATH_BYTES:
+        if len(directory.encode()) + len("/engine-9999/rank-99") > MAX_PATH_BYTES:
             Path(directory).rmdir()
             raise InvalidValueError(
                 "TMPDIR",
@@ -64,11 +75,15 @@ class IpcAddresses:
                 "a shorter path, because Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
-        return cls(directory, num_tokenizers)
+        return cls(directory, num_tokenizers, num_replicas)
 
     def remove(self) -> None:
         """Delete the directory. May be called twice."""
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def of_engine(self, engine: int) -> IpcAddresses:
+        """Return the addresses for another engine of the launch."""
+        return replace(self, engine=engine)
 
     @property
     def api_in(self) -> str:
@@ -76,9 +91,29 @@ class IpcAddresses:
         return f"ipc://{self.directory}/api"
 
     @property
+    def replica(self) -> int:
+        """Number of the replica that the engine is."""
+        return self.engine % self.num_replicas
+
+    @property
     def scheduler_in(self) -> str:
         """Address of the scheduler of rank 0."""
-        return f"ipc://{self.directory}/scheduler"
+        return f"ipc://{self.directory}/scheduler" + (f"-{self.engine}" if self.num_replicas > 1 else "")
+
+    @property
+    def router_in(self) -> str:
+        """Address for requests: of the router, or of the scheduler if there is only one replica."""
+        return f"ipc://{self.directory}/router" if self.num_replicas > 1 else self.scheduler_in
+
+    @property
+    def router_events(self) -> str:
+        """Address of the router for `CacheEvents`."""
+        return f"ipc://{self.directory}/router-events"
+
+    @property
+    def scheduler_out(self) -> tuple[str, ...]:
+        """Addresses that a scheduler answers to, by `Submit.worker`: the tokenizer workers and the router, if there is one."""
+        return (*self.tokenizer_in, self.router_in) if self.num_replicas > 1 else self.tokenizer_in
 
     @property
     def tokenizer_in(self) -> tuple[str, ...]:
@@ -95,11 +130,12 @@ class IpcAddresses:
 class _Channel:
     """Socket with its own context, so that closing one never waits for another."""
 
-    def __init__(self, kind: int, context: zmq.Context[Any]) -> None:
+    def __init__(self, kind: int, context: zmq.Context[Any], max_messages: int = 0) -> None:
+        """`max_messages`: length of the queue; 0 for no limit."""
         self._context = context
         self.socket: Any = context.socket(kind)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.SNDHWM, max_messages)
+        self.socket.setsockopt(zmq.RCVHWM, max_messages)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
 
     def close(self) -> None:
@@ -115,22 +151,31 @@ class _Channel:
 
 
 class Sender(_Channel):
-    """Sender of messages to one address. It never blocks, and the peer may start later."""
+    """Sender of messages to one address. It never blocks if its queue is unlimited, and the peer may start later."""
 
-    def __init__(self, address: str) -> None:
-        super().__init__(zmq.PUSH, zmq.Context())
+    def __init__(self, address: str, max_messages: int = 0) -> None:
+        super().__init__(zmq.PUSH, zmq.Context(), max_messages)
         self.socket.connect(address)
 
-    def send(self, message: msgspec.Struct) -> None:
-        """Queue one message."""
-        self.socket.send(encode(message))
+    def send(self, message: msgspec.Struct, wait: bool = True) -> None:
+        """Queue one message.
+
+        Raises:
+            zmq.Again: the queue is full, and `wait` is False.
+        """
+        self.socket.send(encode(message), 0 if wait else zmq.NOBLOCK)
+
+    def drop(self) -> None:
+        """Close the socket without delivering its queue."""
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.close()
 
 
 class Receiver(_Channel, Generic[M]):
     """Receiver of messages of one type or union: ``Receiver[Submit | Abort](address, Submit | Abort)``."""
 
-    def __init__(self, address: str, kind: Any) -> None:
-        super().__init__(zmq.PULL, zmq.Context())
+    def __init__(self, address: str, kind: Any, max_messages: int = 0) -> None:
+        super().__init__(zmq.PULL, zmq.Context(), max_messages)
         self._decode = Decoder(kind)
         self.socket.bind(address)
 

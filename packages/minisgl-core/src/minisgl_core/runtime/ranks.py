@@ -19,9 +19,9 @@ from minisgl_core.errors import WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
 from minisgl_core.runtime.executor_selection import make_executor
-from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
-from minisgl_core.runtime.worker import run_worker
+from minisgl_core.runtime.worker import FromLastStage, run_worker
 
 
 class Build(Protocol):
@@ -32,16 +32,18 @@ class Build(Protocol):
 
 
 class OtherRanks:
-    """Processes of ranks 1 to tp - 1, which run the plans that this process sends.
+    """Processes of all ranks but rank 0, which run the plans that this process sends.
 
     Attributes:
         followers: senders of plans to these ranks.
+        results: receiver of the last pipeline stage's results; None with one stage.
     """
 
     def __init__(self, config: EngineConfig, registry: Registry) -> None:
         """Start the processes, which wait for rank 0."""
-        size = config.parallel.tp
-        self._communicator: Communicator | None = None
+        size = config.parallel.size
+        self.results: Receiver[FromLastStage] | None = None
+        self._communicators: list[Communicator] = []
         self._failure = ""
         self._has_failed = threading.Event()
         log_level = "info" if logging.getLogger(__name__).isEnabledFor(logging.INFO) else None
@@ -52,6 +54,8 @@ class OtherRanks:
             executor = make_executor(config, registry, self._supervisor.start)
             placements = executor.place(size, endpoints.directory)
             self._placement = placements[0]
+            if config.parallel.pp > 1:
+                self.results = stack.enter_context(Receiver[FromLastStage](self._placement.address, FromLastStage))
             for each in placements[1:]:
                 arguments = config, placements, each.rank, endpoints
                 executor.start(f"scheduler rank {each.rank}", each, run_worker, *arguments)
@@ -103,7 +107,7 @@ class OtherRanks:
         return result
 
     def _joined(self, communicator: Communicator) -> None:
-        self._communicator = communicator
+        self._communicators.append(communicator)
 
     def _watch(self) -> None:
         """Start a thread that notices the end of a rank at once, even while this process waits for the device."""
@@ -116,6 +120,9 @@ class OtherRanks:
                 self._failure = str(error)
                 self._has_failed.set()
                 self.abort()
+                if self.results is not None:
+                    with Sender(self._placement.address) as wake:
+                        wake.send(Stop())
             except OSError:
                 pass  # the interpreter is ending and has closed the pipes
 
@@ -136,9 +143,9 @@ class OtherRanks:
 
     def abort(self) -> None:
         """Abort collectives that wait for other ranks. The engine cannot run any more afterwards."""
-        if self._communicator is not None:
+        for communicator in self._communicators:
             # In a thread, since abort may wait until the engine has freed its CUDA graphs.
-            threading.Thread(target=self._communicator.abort, name="abort", daemon=True).start()
+            threading.Thread(target=communicator.abort, name="abort", daemon=True).start()
 
     def stop(self) -> None:
         """Tell the ranks to end. May be called twice."""

@@ -108,6 +108,16 @@ class Supervisor:
         self._ending.add(name)
         _ask_to_end(self._processes[name])
 
+    def discard(self, *names: str) -> None:
+        """Kill children and forget them, so that their names can be used again."""
+        for name in names:
+            self._processes[name].kill()
+        for name in names:
+            self._processes.pop(name).join()
+            self._pipes.pop(name).close()
+            self.ready.pop(name, None)
+            self._ending.discard(name)
+
     def wait(
         self, until: Callable[[], bool] = lambda: False, *, timeout_s: float | None = None, wake: Any = None
     ) -> bool:
@@ -173,14 +183,13 @@ class Supervisor:
                 if isinstance(message, Ready):
                     self.ready[name] = message
                 elif name not in self._ending:
-                    raise (WorkerRefusedError if message.is_users else WorkerDiedError)(
-                        _describe_failure(name, message)
-                    )
+                    kind = WorkerRefusedError if message.is_users else WorkerDiedError
+                    raise kind(_describe_failure(name, message), name)
         except (EOFError, OSError):
             process.join(GRACE_S)
             ended = True
         if ended and name not in self._ending:
-            raise WorkerDiedError(f"The process '{name}' {describe_exit(process.exitcode)}.")
+            raise WorkerDiedError(f"The process '{name}' {describe_exit(process.exitcode)}.", name)
 
 
 def _ask_to_end(process: Any) -> None:

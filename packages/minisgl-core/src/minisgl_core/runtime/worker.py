@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 
+import msgspec
 import psutil
 
 from minisgl_core.config.options import EngineConfig
@@ -14,10 +16,11 @@ from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.step import PendingStep
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.engine_snapshot import SnapshotRequest
 from minisgl_core.protocol.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
 from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 Incoming = Submit | Abort | Count | SnapshotRequest | Stop
 FromRank0 = BatchPlan | TokenMasks | Stop
+FromLastStage = StepResult | Stop
+"""Results in the order of the steps; `Stop` if there will be no more."""
 
 
 def run_worker(
@@ -58,20 +63,34 @@ def run_worker(
         with Receiver[FromRank0](placement.address, FromRank0) as inbox:
             built = build_engine(config, registry, hooks, placement)
             report(Ready(process=f"scheduler rank {rank}"))
-            follow(built, inbox)
+            if config.parallel.pp == 1:
+                follow(built, inbox)
+            else:
+                follow_stage(built, inbox, placement.address, placements[0].address)
         return
-    with Receiver[Incoming](endpoints.scheduler_in, Incoming) as requests:
+    with ExitStack() as stack:
+        requests = stack.enter_context(Receiver[Incoming](endpoints.scheduler_in, Incoming))
+        results = None
+        if config.parallel.pp > 1:
+            results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_engine(config, registry, hooks, placement)
         followers = [Sender(each.address) for each in placements[1:]]
-        loop = make_loop(built, registry, hooks, followers)
+        info = msgspec.structs.replace(built.info, engine=endpoints.engine, replica=endpoints.replica)
+        loop = make_loop(built, registry, hooks, followers, results)
         if loop.scheduler.grammars is not None:
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
-            hooks.engine_started(info=built.info)
-        report(Ready(process="scheduler rank 0", engine=built.info))
+            hooks.engine_started(info=info)
+        report(Ready(process="scheduler rank 0", engine=info))
         with in_use(built.engine):
             try:
-                _serve(loop, requests, [Sender(address) for address in endpoints.tokenizer_in])
+                _serve(
+                    loop,
+                    requests,
+                    [Sender(address) for address in endpoints.scheduler_out],
+                    endpoints.engine,
+                    endpoints.replica,
+                )
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -84,20 +103,27 @@ def run_worker(
 
 @contextmanager
 def in_use(engine: Engine) -> Iterator[None]:
-    """Close the engine at the end. After an error, abort the communicator instead of waiting for the other ranks."""
+    """Close the engine at the end. After an error, abort its groups instead of waiting for the other ranks."""
     try:
         yield
     except BaseException:
-        for leave in (engine.free_graphs, engine.communicator.abort):
+        for leave in (engine.free_graphs, engine.groups.abort):
             with suppress(Exception):  # the original error is the one to report
                 leave()
         raise
     engine.close()
 
 
-def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: list[Sender]) -> EngineLoop:
-    """Return rank 0's loop with a scheduler for an engine."""
+def make_loop(
+    built: BuiltEngine,
+    registry: Registry,
+    hooks: Hooks,
+    followers: list[Sender],
+    results: Receiver[FromLastStage] | None = None,
+) -> EngineLoop:
+    """Return rank 0's loop with a scheduler for an engine. `results` come from the last pipeline stage, if there are several."""
     config = built.config
+    overlap, num_stages = not config.scheduler.disable_overlap, config.parallel.pp
     limits = SchedulerLimits(
         max_running=config.scheduler.max_running_requests,
         max_prefill_tokens=int(config.scheduler.max_prefill_length),
@@ -107,15 +133,31 @@ def make_loop(built: BuiltEngine, registry: Registry, hooks: Hooks, followers: l
         page_size=int(config.cache.page_size),
         eos_ids=frozenset(built.checkpoint.config.eos_token_ids),
         vocab_size=built.checkpoint.config.vocab_size,
+        num_micro_batches=1 if num_stages == 1 else num_stages + overlap,
     )
     cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
     policy = registry.load("policy", config.scheduler.policy)()
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
-    overlap = not config.scheduler.disable_overlap
+    receive_result = None if results is None else (lambda: _next_result(results))
     guard = GrammarChecker(built.config.backends.grammar)
     grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size, guard)
     scheduler = Scheduler(limits, cache, policy, hooks, grammars)
-    return EngineLoop(scheduler, built.engine, hooks, overlap=overlap, send_plan=send_plan)
+    return EngineLoop(
+        scheduler,
+        built.engine,
+        hooks,
+        overlap=overlap,
+        num_stages=num_stages,
+        send_plan=send_plan,
+        receive_result=receive_result,
+    )
+
+
+def _next_result(results: Receiver[FromLastStage]) -> StepResult:
+    result = results.receive()
+    if not isinstance(result, StepResult):
+        raise RuntimeError("the last pipeline stage sends no more results, because a rank has ended")
+    return result
 
 
 def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
@@ -137,19 +179,55 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
     """
     pending = None
     with in_use(built.engine):
-        while isinstance(plan := inbox.receive(), BatchPlan):
-            begun = built.engine.begin(plan)
-            masks = inbox.receive() if len(plan.sample.masked) else None
-            if not isinstance(masks, TokenMasks | None):
-                break
-            launched = built.engine.finish(begun, masks)
+        while (launched := _launch_next(built.engine, inbox)) is not None:
             if pending is not None:
                 pending.result()
             pending = launched
 
 
-def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]) -> None:
-    monitor = Monitor(loop.scheduler)
+def follow_stage(built: BuiltEngine, inbox: Receiver[FromRank0], own_address: str, rank0_address: str) -> None:
+    """Run the plans of rank 0 on a rank of a pipeline, until rank 0 stops.
+
+    A thread waits for each result, so that the next step is launched meanwhile. The first rank of the last stage sends the
+    results to rank 0. If a step fails, the thread wakes this function by a `Stop` at the rank's own address.
+    """
+    groups = built.engine.groups
+    sends_results = groups.is_last_stage and groups.tensor.rank == 0
+    with Sender(rank0_address) as results, Sender(own_address) as wake, ThreadPoolExecutor(1) as waiter:
+
+        def wait(pending: PendingStep) -> None:
+            try:
+                result = pending.result()
+                if sends_results:
+                    results.send(result)
+            except BaseException:
+                wake.send(Stop())
+                raise
+
+        waiting: Future[None] | None = None
+        with in_use(built.engine):
+            while (launched := _launch_next(built.engine, inbox)) is not None:
+                before, waiting = waiting, waiter.submit(wait, launched)
+                if before is not None:
+                    before.result()
+            if waiting is not None:
+                waiting.result()
+
+
+def _launch_next(engine: Engine, inbox: Receiver[FromRank0]) -> PendingStep | None:
+    """Launch the next step of rank 0; return None if it stops."""
+    plan = inbox.receive()
+    if not isinstance(plan, BatchPlan):
+        return None
+    begun = engine.begin(plan)
+    masks = inbox.receive() if len(plan.sample.masked) else None
+    return engine.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
+
+
+def _serve(
+    loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine: int = 0, replica: int = 0
+) -> None:
+    monitor = Monitor(loop.scheduler, replica)
     while True:
         # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
@@ -165,11 +243,11 @@ def _serve(loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender]
                 workers[message.worker].send(monitor.state(message))
             else:
                 return
-        _deliver(loop.step(), workers)
+        _deliver(loop.step(), workers, engine)
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
-    """Submit a request, or answer that it is refused. No client's request may stop the scheduler."""
+    """Submit a request, or send its worker the reason why it is refused. An invalid request must not end the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
     try:
@@ -189,7 +267,7 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
     }
 
 
-def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
+def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
     batches: dict[int, list[TokenOut]] = {}
     for worker, output in outputs:
         if output.rejected is not None:
@@ -197,4 +275,4 @@ def _deliver(outputs: Outputs, workers: list[Sender]) -> None:
         else:
             batches.setdefault(worker, []).append(output)
     for worker, batch in batches.items():
-        workers[worker].send(TokenBatch(batch))
+        workers[worker].send(TokenBatch(batch, engine))

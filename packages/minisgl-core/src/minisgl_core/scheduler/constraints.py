@@ -122,7 +122,7 @@ class Grammars:
     def __init__(
         self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarChecker | None = None
     ) -> None:
-        """Prepare the thread pool. Without a guard, texts are compiled without a check of time and memory.
+        """Prepare the thread pool. If `guard` is None, texts are compiled without a check of time and memory.
 
         A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
         """
@@ -138,7 +138,7 @@ class Grammars:
         self._pool.submit(self._provider)
 
     def close(self) -> None:
-        """Cancel the grammars that wait to be compiled, and end the guard's process."""
+        """Cancel the grammars that wait to be compiled, and end the checker's process."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._guard is not None:
             self._guard.close()

@@ -46,7 +46,7 @@ def main(fd: int, provider: str) -> None:
     _limit_memory()
     pipe.send_bytes(encode(Verdict()))
     silent = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(silent, 2)  # the exit status tells of a failed allocation
+    os.dup2(silent, 2)  # the exit status reports a failed allocation
     threading.stack_size(_STACK_BYTES)
     worker = threading.Thread(target=_serve, args=(pipe, checker))
     worker.start()

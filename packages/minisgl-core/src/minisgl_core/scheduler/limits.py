@@ -23,6 +23,8 @@ class SchedulerLimits:
         page_size: tokens per page.
         eos_ids: tokens that end every request that does not set ignore_eos.
         vocab_size: exclusive upper bound of token ids.
+        num_micro_batches: batches that share the decoding requests, so that all pipeline stages have work. Above 1, a request
+            waits for its token before its next step.
     """
 
     max_running: int
@@ -33,6 +35,7 @@ class SchedulerLimits:
     page_size: int
     eos_ids: frozenset[int]
     vocab_size: int
+    num_micro_batches: int = 1
 
     def check(self, submit: Submit) -> None:
         """Check a request.

@@ -1,6 +1,6 @@
-"""Snapshots of the scheduler for display, at no cost while nobody asks for them.
+"""Snapshots of the scheduler for display.
 
-Steps are kept from the first `SnapshotRequest` until `WATCH_S` seconds after the last one.
+Steps are recorded only from the first `SnapshotRequest` until `WATCH_S` seconds after the last one. Otherwise it costs nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NUM_TEXT_TOKENS = 24
 class Monitor:
     """Recorder of one scheduler's steps."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
+    def __init__(self, scheduler: Scheduler, replica: int = 0) -> None:
+        self._scheduler, self._replica = scheduler, replica
         self._steps: deque[StepSnapshot] = deque(maxlen=MAX_STEPS)
         self._until_s = 0.0
 
@@ -69,6 +69,9 @@ class Monitor:
             requests=[_request_state(each, now_s, num_tokens) for each in shown],
             runs=[_run_state(run, now_s, num_tokens) for run in runs],
             steps=[step for step in self._steps if step.step > request.since],
+            query=request.query,
+            replica=self._replica,
+            replicas=request.replicas,
         )
 
     def _record(self, chunks: list[Chunk], num_decodes: int) -> None:

@@ -27,7 +27,7 @@ from minisgl_core.scheduler.request import Request
 
 
 class PageManager:
-    """Mover of pages between the free list, the requests and the prefix cache. It collects the writes to the page table."""
+    """Manager that moves pages between free list, requests and prefix cache, and collects the page-table writes."""
 
     def __init__(self, num_pages: int, page_size: int, cache: PrefixCache, hooks: Hooks) -> None:
         self.page_size = page_size

@@ -1,4 +1,4 @@
-"""Builds the arrays of a `BatchPlan` from the requests of a step."""
+"""Construction of a `BatchPlan` from the requests of a step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Planner:
     """Builder of plans. It keeps the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
 
     def __init__(self, num_rows: int, vocab_size: int) -> None:
-        """`num_rows`: rows of the page table that requests can hold."""
+        """Allocate arrays for `num_rows` page-table rows of requests, besides row 0."""
         rows = num_rows + 1
         self._vocab_size = vocab_size
         self._temperature = np.zeros(rows, np.float32)

@@ -25,7 +25,7 @@ class Request:
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
     Attributes:
-        request_id: the client's name of the request.
+        request_id: id of the request in messages.
         tokens: prompt and output tokens known to the host.
         num_prompt: length of the prompt in tokens.
         num_pending: tokens that steps in flight sample. It is 0 or 1 when a step is planned, and 2 until the earlier step is
@@ -85,7 +85,7 @@ class Request:
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """`seed`: used if the request has none."""
+        """Start to wait. `seed` is used if the request has none."""
         sampling = submit.sampling
         self.request_id, self.worker, self.priority, self.sampling = (
             submit.request_id,
@@ -114,7 +114,7 @@ class Request:
         self.reset()
 
     def reset(self) -> None:
-        """Discard all that was computed, and keep the tokens. For preemption."""
+        """Discard the computed state and keep the tokens, for preemption."""
         self.num_computed = self.num_pending = self.num_inflight = self.num_shared = self.row = 0
         self.pages = Int32Buffer(np.empty(0, np.int32))
         self.handle: object = None

@@ -2,7 +2,7 @@
 
 Each step schedules one token per decoding request and up to `max_prefill_length` prompt tokens in one batch (the chunked
 prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only plans steps. The engine loop runs the plans and returns their
-results in order, possibly one step late (overlap).
+results in order, possibly one step late (overlap), or several steps late (pipeline parallelism).
 
 The file is long because admission, preemption and the end of requests change one shared state.
 """
@@ -54,7 +54,7 @@ class Scheduler:
     """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.runtime.engine_loop`.
 
     Attributes:
-        step_planned: called with each step's chunks, decodes first, and the number of decodes; None while nobody watches.
+        step_planned: function called with each step's chunks, decodes first, and the number of decodes; None for no call.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class Scheduler:
         Args:
             limits: limits of batches, queue, sequences and pages.
             cache: prefix cache of the engine's pages.
-            policy: orders the waiting requests.
-            hooks: called for finished requests and for pages that enter or leave the cache; may be None.
-            grammars: compiles grammars and fills token masks; may be None if no request needs them.
+            policy: policy that orders the waiting requests.
+            hooks: hooks for finished requests and for pages that enter or leave the cache; None for no hooks.
+            grammars: compiler of grammars and token masks; None if no request needs them.
         """
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
@@ -209,7 +209,10 @@ class Scheduler:
         return ScheduledStep(plan, chunks)
 
     def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
-        """Return the token masks of a step, or None if nothing restricts it. All steps before must have been processed."""
+        """Return the token masks of a step, or None if nothing restricts it.
+
+        All earlier steps with the masked requests must have been processed.
+        """
         if not len(step.plan.sample.masked):
             return None
         assert self.grammars is not None
@@ -268,22 +271,27 @@ class Scheduler:
     # Decodes.
 
     def _schedule_decodes(self) -> list[Chunk] | None:
-        requests = [request for request in self._running if request.is_decoding and request.wants_step]
-        missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
-        while missing > self.pages.num_available:
+        requests = self._next_decodes()
+        while sum(self.pages.missing_pages(each, each.length) for each in requests) > self.pages.num_available:
             if any(request.num_inflight for request in self._running):
                 return None
-            victim = max(self._running, key=_queue_key)
-            self._preempt(victim)
-            if victim in requests:
-                requests.remove(victim)
-                missing = sum(self.pages.missing_pages(request, request.length) for request in requests)
+            self._preempt(max(self._running, key=_queue_key))
+            requests = self._next_decodes()
         chunks = []
         for request in requests:
             self.pages.take(request, request.length)
             chunks.append(Chunk(request, request.num_computed, 1, True))
             request.num_computed += 1
         return chunks
+
+    def _next_decodes(self) -> list[Request]:
+        """Return the decoding requests of the next step."""
+        requests = [request for request in self._running if request.is_decoding and request.wants_step]
+        if self.limits.num_micro_batches == 1:
+            return requests
+        # An even part of the requests, so that the other batches in flight get as many.
+        most = -(-len(requests) // self.limits.num_micro_batches)
+        return [request for request in requests if not request.num_pending][:most]
 
     def _preempt(self, request: Request) -> None:
         """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
@@ -328,7 +336,8 @@ class Scheduler:
         budget = self.limits.max_prefill_tokens
         chunks: list[Chunk] = []
         for request in self._running:
-            if budget > 0 and request.num_computed < request.length and request.wants_step:
+            has_prompt_left = request.num_computed < request.length and not request.is_decoding
+            if budget > 0 and has_prompt_left and request.wants_step:
                 budget -= self._add_chunk(request, budget, chunks)
         if self._waiting and budget > 0 and self.rows.num_free > 0:
             self._admit(budget, chunks)

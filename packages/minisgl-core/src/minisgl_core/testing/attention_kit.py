@@ -57,10 +57,10 @@ class AttentionBackendTests:
     head_shapes: ClassVar[tuple[HeadShape, ...]] = ((4, 2, 64), (2, 2, 128), (6, 2, 64), (8, 1, 64))
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
-    def test_says_why_it_cannot(self) -> None:
+    def test_unsupported_returns_reasons(self) -> None:
         """`unsupported` returns sentences for any spec, and uses no tensor."""
         known = self.spec(self.head_shapes[0], self.page_sizes[0], self.dtypes[0])
-        odd: list[dict[str, Any]] = [
+        changes: list[dict[str, Any]] = [
             {},
             {"page_size": 3},
             {"page_size": 4096},
@@ -75,22 +75,22 @@ class AttentionBackendTests:
             {"device": torch.device("cuda")},
             {"max_seq_len": 1 << 20, "max_batch": 1 << 12},
         ]
-        for change in odd:
+        for change in changes:
             with _NoTensors():  # type: ignore[no-untyped-call]
                 reasons = self.provider.unsupported(replace(known, **change))
             assert isinstance(reasons, list), f"{change}: {reasons!r} is not a list"
             assert all(isinstance(reason, str) and reason.strip() for reason in reasons), f"{change}: {reasons!r}"
 
-    def test_what_it_accepts_works(self) -> None:
+    def test_accepted_specs_are_computed_correctly(self) -> None:
         """The backend refuses undeclared specs, or computes them correctly."""
-        odd: list[dict[str, Any]] = [
+        changes: list[dict[str, Any]] = [
             {"page_size": 3},
             {"head_dim": 40},
             {"num_q_heads": 7, "num_kv_heads": 1},
             {"kv_dtype": torch.float8_e4m3fn},
         ]
         spec = next(iter(self.specs()))
-        for change in odd:
+        for change in changes:
             if not self.provider.unsupported(replace(spec, **change)):
                 self.run(replace(spec, **change), decodes=[1, 20], prefills=[(5, 18)])
 
@@ -109,13 +109,14 @@ class AttentionBackendTests:
 
     @pytest.mark.parametrize("has_norms", [False, True])
     @pytest.mark.parametrize("share", [1.0, 0.5])
-    def test_rotations_of_decodes(self, has_norms: bool, share: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE by position, and leaves the rest of each head unchanged."""
+    def test_fused_rope_of_decodes(self, has_norms: bool, share: float) -> None:
+        """A fused decode kernel applies QK norms, then RoPE by position and layer to a share of each head's dimensions."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
             lengths = (1, 2, spec.page_size + 1, 16, 64, 65, 200)
-            rig = self.rig(spec, len(lengths), max(lengths) + 1)
+            layers = [AttentionLayer(index, spec.head_dim**-0.5) for index in range(2)]
+            rig = self.rig(spec, len(lengths), max(lengths) + 1, layers)
             requests = [rig.request(length - 1, length + 1) for length in lengths]
             for _ in range(2):
                 rig.rotate([(request, 1) for request in requests], has_norms, share)
@@ -147,7 +148,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             windowed = replace(spec, sliding_windows=(1, 5, 64))
             if self.provider.unsupported(windowed):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             self.run(
                 windowed,
                 decodes=[1, 4, 5, 6, 70, 200],
@@ -160,7 +161,7 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             size, scale = spec.page_size, spec.head_dim**-0.5
             layers = [AttentionLayer(0, scale), AttentionLayer(1, scale, kv_scales=(0.25, 4.0))]
             rig = self.rig(spec, num_requests=3, max_seq_len=3 * size + 70, layers=layers)
@@ -170,7 +171,7 @@ class AttentionBackendTests:
             rig.step([(a, 1), (b, 1), (c, 1)])
 
     def test_fp8_pool_of_too_small_scales(self) -> None:
-        """Values too large for FP8 saturate."""
+        """Values that are too large for FP8 after division by their scale saturate."""
         for spec in self.specs():
             spec = replace(spec, kv_dtype=FP8)
             if self.provider.unsupported(spec):
@@ -181,7 +182,7 @@ class AttentionBackendTests:
             rig.step([(b, 1), (a, 50)], num_decodes=1)
 
     @pytest.mark.parametrize("feature", list(_FEATURES))
-    def test_what_it_lacks_is_refused(self, feature: str) -> None:
+    def test_undeclared_features_are_refused(self, feature: str) -> None:
         """The backend refuses exactly the features that its `capabilities` do not declare."""
         for spec in self.specs():
             reasons = self.provider.unsupported(replace(spec, **_FEATURES[feature]))
@@ -194,20 +195,22 @@ class AttentionBackendTests:
                 )
 
     def test_soft_caps(self) -> None:
-        """Layers with different soft caps, or without one, with scores far above the caps."""
+        """Layers with different soft caps, or without one, with scores far above the caps; one has a window, too."""
+        window = 9 if self.provider.capabilities.sliding_windows else None
         for spec in self.specs():
             spec, scale = replace(spec, soft_caps=(2.0, 12.0)), spec.head_dim**-0.5
+            spec = replace(spec, sliding_windows=(window,) if window else ())
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
-            caps = (2.0, None, 12.0)
-            layers = [AttentionLayer(index, scale, soft_cap=cap) for index, cap in enumerate(caps)]
+                continue  # see test_undeclared_features_are_refused
+            fields = ((2.0, None), (None, None), (12.0, None), (12.0, window))
+            layers = [AttentionLayer(index, scale, wide, soft_cap=cap) for index, (cap, wide) in enumerate(fields)]
             rig = self.rig(spec, num_requests=4, max_seq_len=200, layers=layers)
             rig.step([(rig.request(0, 1), 1)])
             work = [(rig.request(69, 70), 1), (rig.request(0, 40), 40), (rig.request(130, 150), 20)]
             rig.step(work, num_decodes=1)
 
     def test_sinks(self) -> None:
-        """Two of three layers have attention sinks, one logit per head; one of them has a window where windows are served."""
+        """Two of three layers have attention sinks; one of them has a sliding window if the backend supports both."""
         for spec in self.specs():
             window = 9 if self.provider.capabilities.sliding_windows else None
             spec, scale = (
@@ -215,7 +218,7 @@ class AttentionBackendTests:
                 spec.head_dim**-0.5,
             )
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
             layers = [
                 AttentionLayer(0, scale, sinks=sinks),
@@ -232,14 +235,14 @@ class AttentionBackendTests:
         for spec in self.specs():
             spec = replace(spec, max_decode_query_len=2)
             if self.provider.unsupported(spec):
-                continue  # see test_what_it_lacks_is_refused
+                continue  # see test_undeclared_features_are_refused
             rig = self.rig(spec, num_requests=3, max_seq_len=120)
             a, b, c = rig.request(7, 40), rig.request(64, 120), rig.request(0, 30)
             rig.step([(a, 2), (b, 2)], decode_query_len=2)
             rig.step([(b, 2), (a, 2), (c, 30)], num_decodes=2, decode_query_len=2)
 
-    def test_rows_are_used_again(self) -> None:
-        """A new request in the row of a finished one has other pages at the same lengths."""
+    def test_page_table_rows_are_reused(self) -> None:
+        """A request in the page-table row of a finished one has the same lengths, but other pages."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=8, max_seq_len=3 * size + 40)
@@ -280,8 +283,8 @@ class AttentionBackendTests:
                 prefills: Work = [writing, *reading] if writer_first else [*reading, writing]
                 rig.step([(decode, 1), *prefills], num_decodes=1)
 
-    def test_steps_follow_each_other(self) -> None:
-        """One instance plans step after step, while requests start, decode and end."""
+    def test_consecutive_steps(self) -> None:
+        """One backend plans consecutive steps with prefills, chunks and decodes of changing requests."""
         for spec in self.specs():
             size = spec.page_size
             rig = self.rig(spec, num_requests=4, max_seq_len=2 * size + 60)
@@ -296,7 +299,7 @@ class AttentionBackendTests:
             rig.step([(a, 1)])
 
     def test_padded_decodes(self) -> None:
-        """Padding reads and writes only page 0."""
+        """Padding requests among decodes read and write only page 0."""
         for spec in self.specs():
             rig = self.rig(spec, num_requests=6, max_seq_len=90)
             a, b = rig.request(10, 90), rig.request(64, 90)
@@ -304,11 +307,18 @@ class AttentionBackendTests:
             rig.step([(None, 1), (a, 1)])
 
     def test_graph_replay(self) -> None:
-        """Graphs of two batch sizes are replayed for changing requests, with other steps between."""
+        """CUDA graphs of two batch sizes are replayed for changing requests, with other steps between the replays.
+
+        One layer is plain, and one has all fields that the capabilities declare.
+        """
+        capabilities = self.provider.capabilities
         for spec in self.specs():
-            windows = (None, 6) if self.provider.capabilities.sliding_windows else (None, None)
-            spec = replace(spec, sliding_windows=tuple(window for window in set(windows) if window))
-            layers = [AttentionLayer(index, spec.head_dim**-0.5, window) for index, window in enumerate(windows)]
+            windows, caps = (6,) * capabilities.sliding_windows, (2.0,) * capabilities.soft_cap
+            sinks = torch.linspace(-2, 3, spec.num_q_heads, dtype=spec.dtype, device=spec.device)
+            fields: dict[str, Any] = {"sliding_window": next(iter(windows), None), "soft_cap": next(iter(caps), None)}
+            fields["sinks"] = sinks if capabilities.sinks else None
+            spec = replace(spec, sliding_windows=windows, soft_caps=caps, has_sinks=capabilities.sinks)
+            layers = [AttentionLayer(0, spec.head_dim**-0.5), AttentionLayer(1, spec.head_dim**-0.5, **fields)]
             rig = self.rig(spec, num_requests=6, max_seq_len=650, layers=layers)
             if not self.provider.capabilities.cuda_graphs:
                 pytest.skip("the backend does not support CUDA graphs")

@@ -8,7 +8,7 @@ Shape legend: T tokens, Hq and Hkv heads, D head dimension, S tokens per page, N
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -25,13 +25,14 @@ from minisgl_core.contracts.kv_cache import KVLayout, KVPoolSpec
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.kv.pool import KVPool
-from minisgl_core.testing.references import check_known
 from minisgl_core.utils.fp8 import FP8, FP8_MAX
 
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
 STALE = 1000.0
-"""Size of values in slots that must not be read; keys and values are of unit size."""
+"""Magnitude of values in slots that must not be read; keys and values are of unit magnitude."""
+_KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
+"""Fields that `dense_attention` uses. If one is added to `AttentionLayer`, it must use that, too."""
 
 
 def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -42,8 +43,12 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
         k: keys of all tokens, dequantized, [L, Hkv, D].
         v: values, like k.
         layer: scale, window, soft cap and sinks of the layer.
+
+    Raises:
+        AssertionError: the layer has a field that this function would ignore, such as one of a subclass.
     """
-    check_known(layer)
+    unknown = {each.name for each in fields(layer)} ^ _KNOWN_FIELDS
+    assert not unknown, f"dense_attention does not support the fields {sorted(unknown)} of attention layers"
     group = q.shape[1] // k.shape[1]
     query_at = torch.arange(len(k) - len(q), len(k))[:, None]
     key_at = torch.arange(len(k))
@@ -64,25 +69,26 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
 
 
 _UNTOUCHED = 7.0
+"""Initial value of memory around an output, which must not change."""
 
 
 def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
-    """Return rotations by quarter turns, which differ per token and pair of dimensions and round nothing."""
+    """Return rotations by multiples of 90 degrees, which are exact and differ between tokens and pairs of dimensions."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
     quarters = (tokens[:, None] + pairs) % 4
     cos, sin = (1 - quarters % 2) * (1 - quarters), quarters % 2 * (2 - quarters)
     return Rotation(cos.to(like.dtype), sin.to(like.dtype))
 
 
-def turned_back(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Return the tensor that `rotation` turns into `x`, [T, heads, D]."""
+def inverse_rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Return `x`, [T, heads, D], after the inverse of `rotation`."""
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos + second * sin, second * cos - first * sin), dim=-1)
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Return True if operations on x are being captured."""
+    """Return True if a CUDA graph is being captured on x's device."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -106,11 +112,11 @@ Work = Sequence[tuple[Tokens | None, int]]
 class AttentionRig:
     """Backend with a pool whose expected content is also kept in plain tensors.
 
-    A backend with `fused_kv_store` runs each step again with other values, which are stored for it. One with `fused_rope_decode`
-    runs decodes again with values that it must rotate.
+    With `fused_kv_store`, each step runs again with other values, which the rig stores before `attend_stored`. With
+    `fused_rope_decode`, it runs again with values that the backend must rotate.
 
-    In an FP8 pool, each stored value must be the nearest FP8 number or a neighbour of it. Outputs are compared with attention
-    over the stored values.
+    In an FP8 pool, stored values may differ from the nearest FP8 number by one rounding step. Outputs are compared with
+    attention over the stored values.
 
     Pages are allocated at random and never freed. Unused slots, and page-table entries past a request's pages, contain values
     that an earlier request may have left.
@@ -184,21 +190,21 @@ class AttentionRig:
         Args:
             num_cached: tokens that are in the pool already.
             capacity: most tokens of the request.
-            prefix_of: request whose first `num_shared` pages it shares; these may be filled later.
+            prefix_of: request whose first `num_shared` pages the new one shares; they may be filled later.
             num_shared: number of shared pages.
         """
         size = self.spec.page_size
         shared = prefix_of.pages[:num_shared] if prefix_of else []
         own = [self._free_pages.pop() for _ in range(-(-capacity // size) - num_shared)]
-        made = Tokens(self._free_rows.pop(), shared + own, num_cached)
-        entries = torch.tensor(made.pages, dtype=torch.int32, device=self.spec.device)
-        self.table.data[made.row, : len(made.pages)] = entries
-        fresh = self.slots(made, num_shared * size, num_cached)
+        request = Tokens(self._free_rows.pop(), shared + own, num_cached)
+        entries = torch.tensor(request.pages, dtype=torch.int32, device=self.spec.device)
+        self.table.data[request.row, : len(request.pages)] = entries
+        fresh = self.slots(request, num_shared * size, num_cached)
         if len(fresh):
             self.known[:, :, fresh] = self._normal(*self.known.shape[:2], len(fresh), *self.known.shape[3:])
             self._given[:, :, fresh] = self.known[:, :, fresh] * self._scales
             self.pool.data.copy_(self._laid_out(self.known))
-        return made
+        return request
 
     def slots(self, request: Tokens, start: int, stop: int) -> torch.Tensor:
         """Return the slots of a request's tokens, int64 [stop - start], on the CPU."""
@@ -207,7 +213,7 @@ class AttentionRig:
         return torch.tensor(request.pages, dtype=torch.int64)[positions // size] * size + positions % size
 
     def batch(self, work: Work, num_decodes: int, decode_query_len: int = 1) -> AttentionBatch:
-        """Return the batch that adds new tokens to requests, which count as theirs from now on."""
+        """Return the batch that adds new tokens to requests, and update their numbers of tokens."""
         rows, q_lens, seq_lens, slots = [], [], [], []
         for request, num_new in work:
             if request is None:
@@ -242,7 +248,7 @@ class AttentionRig:
             self.check(work, batch, inputs, self.run(forward, inputs, self.backend.plan(batch)))
 
     def ways(self) -> Iterator[Forward]:
-        """Yield the ways in which the engine may run a step. The rig's messages name the current one."""
+        """Yield the functions with which the engine may run a step. The rig's messages name the current one."""
         self._way = ""
         yield self.backend.forward
         if self.backend.capabilities.fused_kv_store and self.layout == "NHD":
@@ -256,15 +262,15 @@ class AttentionRig:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
     ) -> torch.Tensor:
         slots = self.backend.kv_slots(plan)
-        what = f"{self}: kv_slots returned {list(slots.shape)} of {slots.dtype}"
-        assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), f"{what}, not {[len(k)]} of torch.int64"
+        message = f"{self}: kv_slots returned {list(slots.shape)} of {slots.dtype}, not {[len(k)]} of torch.int64"
+        assert (slots.shape, slots.dtype) == ((len(k),), torch.int64), message
         self.pool.store(layer.index, k, v, slots, layer.kv_scales)
-        room = torch.full((len(q) + 2, *q.shape[1:]), _UNTOUCHED, dtype=q.dtype, device=q.device)
-        self.backend.attend_stored(q, layer, plan, room[1:-1])
+        padded = torch.full((len(q) + 2, *q.shape[1:]), _UNTOUCHED, dtype=q.dtype, device=q.device)
+        self.backend.attend_stored(q, layer, plan, padded[1:-1])
         if not _is_captured(q):
-            around = room[:: len(room) - 1]
+            around = padded[:: len(padded) - 1]
             assert bool((around == _UNTOUCHED).all()), f"{self} writes outside of the output tensor"
-        return room[1:-1]
+        return padded[1:-1]
 
     def _rotate_and_attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, plan: Any
@@ -272,43 +278,53 @@ class AttentionRig:
         rotation = quarter_turns(len(q), q)
         if not self.backend.rotates(plan, rotation):
             return self.backend.forward(q, k, v, layer, plan)
-        given = turned_back(q, rotation), turned_back(k, rotation), v
-        kept = [each.clone() for each in given]
+        given = inverse_rotated(q, rotation), inverse_rotated(k, rotation), v
+        before = [each.clone() for each in given]
         out = self.backend.attend_rotating(*given, layer, rotation, plan)
         if not _is_captured(q):
-            changed = [name for name, one, other in zip("qkv", given, kept, strict=True) if not torch.equal(one, other)]
+            pairs = zip("qkv", given, before, strict=True)
+            changed = [name for name, one, other in pairs if not torch.equal(one, other)]
             assert not changed, f"{self} changes its inputs: {', '.join(changed)}"
         return out
 
     def rotate(self, work: Work, has_norms: bool, share: float) -> None:
-        """Run a step of decodes in one layer with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
+        """Run a step of decodes with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
+
+        Each layer has its own angles, as in models whose layers have several bases.
 
         Args:
             work: requests, with one token each.
-            has_norms: True to normalise each head before.
+            has_norms: True to apply QK norms before RoPE.
             share: fraction of a head's dimensions that are rotated.
         """
-        spec, layer, batch = self.spec, self.layers[0], self.batch(work, len(work))
+        batch = self.batch(work, len(work))
         plan = self.backend.plan(batch)
+        for layer in self.layers:
+            self._rotate_layer(work, batch, plan, layer, has_norms, share)
+
+    def _rotate_layer(
+        self, work: Work, batch: AttentionBatch, plan: Any, layer: AttentionLayer, has_norms: bool, share: float
+    ) -> None:
+        spec = self.spec
         angles = 9 * torch.randn(batch.num_tokens, int(share * spec.head_dim) // 2, generator=self.random)
         cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
         gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
-        turns = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
-        if not self.backend.rotates(plan, turns):
+        rotation = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)
+        if not self.backend.rotates(plan, rotation):
             return
         self._way = f".attend_rotating, {'with' if has_norms else 'without'} norms, {2 * cos.shape[-1]} dimensions"
         q, k, v = self.split(self.inputs(batch))
-        q_turned, k_turned = RotaryOps(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), turns)
-        out = self.backend.attend_rotating(q, k, v, layer, turns, plan)
+        q_rotated, k_rotated = RotaryOps(self.spec.device, self.spec.dtype).rotate(q.clone(), k.clone(), rotation)
+        out = self.backend.attend_rotating(q, k, v, layer, rotation, plan)
         pages, slots = self.pool.k(layer.index), batch.slots.cpu()
         pages = pages.transpose(1, 2) if self.layout == "HND" else pages
-        stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_turned.cpu().float()
+        stored, wanted = pages.flatten(0, 1).cpu()[slots].float(), k_rotated.cpu().float()
         allowed = self.tolerances[self.spec.dtype]
         assert (stored - wanted).abs().max() <= allowed * wanted.abs().max(), f"{self}: the stored key is wrong"
         self._note_stored(layer, slots, torch.stack((stored, v.cpu().float())))
         for index, (request, _) in enumerate(work):
             token = slice(index, index + 1)
-            self._check_request(request, layer, q_turned[token].cpu(), out[token].cpu(), roundings=3)
+            self._check_request(request, layer, q_rotated[token].cpu(), out[token].cpu(), roundings=3)
 
     def run(self, forward: Forward, inputs: Sequence[torch.Tensor], plan: Any) -> list[torch.Tensor]:
         """Return the outputs of all layers."""
@@ -401,7 +417,7 @@ class AttentionRig:
 class DecodeGraph:
     """Decodes of one batch size, captured once and replayed with other values.
 
-    On a GPU this replays a CUDA graph. Elsewhere it reuses the captured plan, which is the part that can be tested there.
+    On a GPU this replays a CUDA graph. On other devices, it runs the kernels with the plan of the capture.
     """
 
     def __init__(self, rig: AttentionRig, batch_size: int) -> None:
@@ -410,9 +426,9 @@ class DecodeGraph:
         self.batch = rig.batch([(None, 1)] * batch_size, batch_size)
         self.inputs = [rig.inputs(self.batch) for _ in rig.layers]
         self.plan: Any = self.backend.plan_capture(self.batch)
-        self._recorded = [self._record(forward) for forward in rig.ways()]
+        self._replays = [self._capture(forward) for forward in rig.ways()]
 
-    def _record(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
+    def _capture(self, forward: Forward) -> Callable[[], list[torch.Tensor]]:
         """Return a function that runs all layers on the current content of `inputs`."""
         outputs = self.rig.run(forward, self.inputs, self.plan)
         if self.rig.spec.device.type != "cuda":
@@ -432,7 +448,7 @@ class DecodeGraph:
         """Run and check a step with one more token per request, padded to the batch size."""
         work = [(request, 1) for request in requests] + [(None, 1)] * (self.size - len(requests))
         now = self.rig.batch(work, self.size)
-        for replay, _ in zip(self._recorded, self.rig.ways(), strict=True):
+        for replay, _ in zip(self._replays, self.rig.ways(), strict=True):
             late = self.backend.capabilities.graph_reads_page_table
             for name in ("rows", "seq_lens"):
                 getattr(self.batch, name).copy_(0 if late else getattr(now, name))

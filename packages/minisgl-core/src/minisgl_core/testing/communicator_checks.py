@@ -34,7 +34,7 @@ class Rank:
         rank: number of this rank.
         size: number of ranks.
         folder: folder that only the ranks of this run share.
-        patience_s: longest wait on a busy machine.
+        patience_s: default timeout, long enough for a busy machine.
     """
 
     provider: type[Communicator]
@@ -50,14 +50,14 @@ class Rank:
         return self.provider(CommunicatorSpec(self.rank, self.size, self.device, url, timeout_s or self.patience_s))
 
     def tensor(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int | None = None) -> torch.Tensor:
-        """Return a rank's partial sum of small whole numbers, which all dtypes add exactly."""
+        """Return a rank's input, by default this rank's: small integers, which all dtypes add exactly."""
         part = torch.arange(torch.Size(shape).numel(), device=self.device) % 7 + 3 * (
             self.rank if rank is None else rank
         )
         return part.reshape(shape).to(dtype)
 
     def wait_for_all(self, name: str) -> None:
-        """Wait for all ranks, by files, because the group may be broken."""
+        """Wait for all ranks by means of files, because the group may be broken."""
         (self.folder / f"{name}.{self.rank}").touch()
         deadline = time.monotonic() + self.patience_s
         while not all((self.folder / f"{name}.{rank}").exists() for rank in range(self.size)):
@@ -78,7 +78,7 @@ def check_rank_and_size(me: Rank) -> None:
     group.close()
 
 
-def check_sums(me: Rank) -> None:
+def check_all_reduce(me: Rank) -> None:
     """All-reduce sums tensors of any shape, contiguous or not."""
     group = me.join("sums")
     for dtype in DTYPES:
@@ -90,23 +90,23 @@ def check_sums(me: Rank) -> None:
     group.close()
 
 
-def check_gathers(me: Rank) -> None:
-    """All-gather concatenates in rank order along any dimension, contiguous or not, and keeps its input."""
+def check_all_gather(me: Rank) -> None:
+    """All-gather concatenates in rank order along any dimension, contiguous or not, and leaves its input unchanged."""
     group = me.join("gathers")
     for dtype in DTYPES:
         for shape, dims in (((4,), (0, -1)), ((3, 5), (0, 1, -1, -2)), ((2, 3, 4), (0, 1, 2, -1))):
             for dim in dims:
-                mine = me.tensor(shape, dtype)
+                x = me.tensor(shape, dtype)
                 parts = [me.tensor(shape, dtype, rank) for rank in range(me.size)]
-                assert_equal(group.all_gather(mine, dim), torch.cat(parts, dim))
-                assert_equal(mine, parts[me.rank])
-        mine = me.tensor((3, 5), dtype).t()
+                assert_equal(group.all_gather(x, dim), torch.cat(parts, dim))
+                assert_equal(x, parts[me.rank])
+        x = me.tensor((3, 5), dtype).t()
         parts = [me.tensor((3, 5), dtype, rank).t() for rank in range(me.size)]
-        assert_equal(group.all_gather(mine), torch.cat(parts, -1))
+        assert_equal(group.all_gather(x), torch.cat(parts, -1))
     group.close()
 
 
-def check_same_bits(me: Rank) -> None:
+def check_all_reduce_is_bitwise_equal(me: Rank) -> None:
     """All-reduced sums are bitwise equal on all ranks; otherwise ranks would sample different tokens."""
     group = me.join("same_bits")
     for dtype in DTYPES:
@@ -116,8 +116,8 @@ def check_same_bits(me: Rank) -> None:
     group.close()
 
 
-def check_sums_with_norms(me: Rank) -> None:
-    """Fused all-reduce and RMSNorm of three layers: the residual goes from layer to layer, and norms are equal on all ranks."""
+def check_all_reduce_add_norm(me: Rank) -> None:
+    """Fused all-reduce and RMSNorm, with one residual stream over three layers; norms are bitwise equal on all ranks."""
     group = me.join("sums_with_norms")
     ops = NormOps(me.device, torch.bfloat16)
     for dtype in (torch.float32, torch.bfloat16):
@@ -137,13 +137,13 @@ def check_sums_with_norms(me: Rank) -> None:
                 # Each layer rounds the all-reduced sum and the new residual once, and the norm twice.
                 limit = (layer + 2) * torch.finfo(dtype).eps
                 assert error < limit, f"{num_rows} rows of {dtype}: error {error:.1e} after {layer + 1} layers"
-                everyones = group.all_gather(norm[None], 0)
-                assert all(torch.equal(one, norm) for one in everyones), f"ranks have different norms in {dtype}"
+                norms = group.all_gather(norm[None], 0)
+                assert all(torch.equal(each, norm) for each in norms), f"ranks have different norms in {dtype}"
     group.close()
 
 
-def check_order(me: Rank) -> None:
-    """Many collectives of all kinds run one after another, without waits between them."""
+def check_consecutive_collectives(me: Rank) -> None:
+    """Many all-reduces and all-gathers run one after another without synchronization between them."""
     group = me.join("order")
     for step in range(40):
         total = group.all_reduce(torch.full((step % 5 + 1,), float(me.rank + step), device=me.device))
@@ -153,8 +153,8 @@ def check_order(me: Rank) -> None:
     group.close()
 
 
-def check_messages(me: Rank) -> None:
-    """Tensors of any shape and dtype arrive in order, around the ring and back, and senders keep their input."""
+def check_send_and_recv(me: Rank) -> None:
+    """Tensors of any shape and dtype arrive in order, along the ring in both directions; inputs are unchanged."""
     group = me.join("messages")
     after, before = (me.rank + 1) % me.size, (me.rank - 1) % me.size
     for dst, src in ((after, before), (before, after)):
@@ -166,12 +166,12 @@ def check_messages(me: Rank) -> None:
             steps = [partial(_send_all, group, sent, dst), partial(_receive_all, group, given, src)]
             for step in steps if me.rank % 2 == 0 else steps[::-1]:
                 step()
-            for mine, received in zip(sent, given, strict=True):
-                shape = tuple(received.shape) if mine.is_contiguous() else tuple(received.t().shape)
-                wanted = me.tensor(shape, dtype, src)
-                assert_equal(received, wanted if mine.is_contiguous() else wanted.t())
+            for x, received in zip(sent, given, strict=True):
+                shape = tuple(received.shape) if x.is_contiguous() else tuple(received.t().shape)
+                expected = me.tensor(shape, dtype, src)
+                assert_equal(received, expected if x.is_contiguous() else expected.t())
                 unchanged = me.tensor(shape, dtype)
-                assert_equal(mine, unchanged if mine.is_contiguous() else unchanged.t())
+                assert_equal(x, unchanged if x.is_contiguous() else unchanged.t())
     group.close()
 
 
@@ -226,11 +226,11 @@ def check_abort(me: Rank) -> None:
 
 
 def _abort_soon(group: Communicator) -> None:
-    time.sleep(0.2)  # let the collective wait first
+    time.sleep(0.2)  # so that the collective waits already
     group.abort()
 
 
-def check_missing_rank_at_start(me: Rank) -> None:
+def check_group_without_a_rank(me: Rank) -> None:
     """Joining a group fails if a rank does not join."""
     if me.rank == 0:
         with pytest.raises(RuntimeError):
@@ -238,7 +238,7 @@ def check_missing_rank_at_start(me: Rank) -> None:
     me.wait_for_all("missing")
 
 
-def check_rank_that_does_not_join_in(me: Rank) -> None:
+def check_collective_without_a_rank(me: Rank) -> None:
     """A collective fails if a rank does not join it."""
     group = me.join("silent", timeout_s=2)
     if me.rank != me.size - 1:
@@ -248,8 +248,8 @@ def check_rank_that_does_not_join_in(me: Rank) -> None:
     group.close()
 
 
-def check_rank_that_left(me: Rank) -> None:
-    """A collective fails if one of the ranks left the group before."""
+def check_collective_after_a_rank_left(me: Rank) -> None:
+    """A collective fails if one of the ranks has closed the group."""
     group = me.join("left", timeout_s=2)
     if me.rank == me.size - 1:
         group.close()
@@ -262,18 +262,18 @@ def check_rank_that_left(me: Rank) -> None:
 
 CHECKS = (
     check_rank_and_size,
-    check_sums,
-    check_gathers,
-    check_same_bits,
-    check_sums_with_norms,
-    check_order,
-    check_messages,
+    check_all_reduce,
+    check_all_gather,
+    check_all_reduce_is_bitwise_equal,
+    check_all_reduce_add_norm,
+    check_consecutive_collectives,
+    check_send_and_recv,
     check_objects,
     check_two_groups,
     check_abort,
 )
-FAULTS = (check_missing_rank_at_start, check_rank_that_does_not_join_in, check_rank_that_left)
-"""Checks after which an asynchronous device may end the process."""
+FAULTS = (check_group_without_a_rank, check_collective_without_a_rank, check_collective_after_a_rank_left)
+"""Checks whose timeouts end the process on devices with asynchronous execution."""
 
 
 def load_class(file: str, name: str) -> Any:

@@ -18,7 +18,7 @@ from minisgl_core.testing import communicator_checks
 
 
 class CommunicatorTests:
-    """Tests of a communicator. Subclass this and set `provider`. Each rank is a process.
+    """Tests of a communicator. Subclass this and set `provider`. Each rank runs in its own process.
 
     Attributes:
         provider: the class, at the top level of its file.
@@ -74,6 +74,6 @@ def _status(process: subprocess.Popen[bytes], deadline: float) -> int | None:
 
 
 def _check(log: Path) -> str:
-    """Return the name of a rank's last check, which it writes to a file first, because a check may end the process."""
+    """Return the check that a rank ran last. The rank writes its name to a file before, as the check may end the process."""
     note = log.with_name(f"check of {log.name}")
     return note.read_text() if note.exists() else "its start"

@@ -20,11 +20,11 @@ from minisgl_core.runtime.supervisor import Supervisor
 
 
 class ExecutorTests:
-    """Tests of an executor. Subclass this and set `provider`. Ranks start and communicate; they need no device.
+    """Tests of an executor. Subclass this and set `provider`. The ranks use no device.
 
     Attributes:
         provider: the class.
-        size: ranks to start.
+        size: number of ranks.
         limit_s: longest wait for the ranks.
     """
 
@@ -41,8 +41,8 @@ class ExecutorTests:
         executor = self.provider(supervisor.start)
         return executor, list(executor.place(self.size, directory))
 
-    def test_placements_are_whole(self) -> None:
-        """Placements are in rank order, with one init_method, distinct addresses, and local ranks that count from 0."""
+    def test_placements_are_consistent(self) -> None:
+        """Placements are in rank order, with one `init_method`, distinct addresses, and local ranks that count from 0."""
         with tempfile.TemporaryDirectory() as directory:
             _, placements = self.placements(Supervisor(), directory)
         assert [each.rank for each in placements] == list(range(self.size))
@@ -54,8 +54,8 @@ class ExecutorTests:
         assert local[0] == 0, "rank 0 must have local rank 0"
         assert all(each == 0 or each - 1 in local for each in local), "the local ranks of a host do not count from 0"
 
-    def test_ranks_start_meet_and_report(self) -> None:
-        """Each rank gets its placement, joins the others at init_method, reports, and receives at its address."""
+    def test_ranks_start_and_communicate(self) -> None:
+        """Each rank gets its placement, meets the others at `init_method`, reports `Ready`, and receives at its address."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()
             try:
@@ -63,7 +63,7 @@ class ExecutorTests:
                 names = [f"rank {each.rank}" for each in placements]
                 for name, placement in zip(names, placements, strict=True):
                     executor.start(name, placement, meet, placement, directory)
-                assert supervisor.wait_ready(*names, timeout_s=self.limit_s), "a rank did not report"
+                assert supervisor.wait_ready(*names, timeout_s=self.limit_s), "a rank did not report that it is ready"
                 assert [supervisor.ready[name].process for name in names] == [
                     f"rank {each.rank} of {each.size}, local {each.local_rank}" for each in placements
                 ]
@@ -78,35 +78,35 @@ class ExecutorTests:
             finally:
                 supervisor.terminate()
 
-    def test_the_end_of_a_rank_is_an_error(self) -> None:
-        """The supervisor raises an error that names the rank."""
+    def test_a_rank_that_exits_is_an_error(self) -> None:
+        """The supervisor raises an error that names the exited rank."""
         with tempfile.TemporaryDirectory() as directory:
             supervisor = Supervisor()
             try:
                 executor, placements = self.placements(supervisor, directory)
-                executor.start("the one that dies", placements[0], die, placements[0])
-                with pytest.raises(WorkerDiedError, match="the one that dies"):
+                executor.start("exiting rank", placements[0], die, placements[0])
+                with pytest.raises(WorkerDiedError, match="exiting rank"):
                     supervisor.wait(timeout_s=self.limit_s)
             finally:
                 supervisor.terminate()
 
 
 def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], None]) -> None:
-    """Run a rank: join the others, report, and record the first message at its address."""
+    """Run a rank: meet the others, report, and create a file when the first message arrives."""
     from torch.distributed.rendezvous import rendezvous
 
-    with Receiver[Stop](placement.address, Stop) as inbox:
+    with Receiver[Stop](placement.address, Stop) as receiver:
         store, _, _ = next(rendezvous(placement.init_method, placement.rank, placement.size))
         store.set(str(placement.rank), "here")
         store.wait([str(rank) for rank in range(placement.size)])
         report(Ready(process=f"rank {placement.rank} of {placement.size}, local {placement.local_rank}"))
-        if inbox.receive() is not None:
+        if receiver.receive() is not None:
             Path(directory, f"done {placement.rank}").touch()
-        inbox.receive()  # a rank that ends now is an error
+        receiver.receive()  # keep running, because the supervisor reports an exited rank as an error
 
 
 def die(placement: RankPlacement, report: Callable[[Ready], None]) -> None:
-    """Run a rank that ends at once."""
+    """Run a rank that exits at once."""
     assert placement.rank == 0
     assert torch.distributed.is_available()
     os._exit(3)

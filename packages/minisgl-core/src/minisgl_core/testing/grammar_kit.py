@@ -36,7 +36,7 @@ TAGGED = {"prefix": "<|call|>", "schema": SCHEMA, "suffix": "!", "separator": ";
 
 @lru_cache
 def byte_tokenizer() -> Any:
-    """Return a tokenizer with a token per byte, some longer tokens, two EOS tokens, and a special and a plain tag."""
+    """Return a tokenizer with a token per byte, some longer tokens, and three special tokens, of which two are EOS."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -79,7 +79,7 @@ def _fits_structural(text: str) -> bool:
 
 
 Case = tuple[GrammarKind, str, Callable[[str], Any], list[str], list[str]]
-"""Kind, text, check of an output, valid outputs, and outputs whose last byte is wrong."""
+"""Grammar kind, its text, check of an output, valid outputs, and outputs whose last byte is wrong."""
 
 CASES: dict[str, Case] = {
     "json_object": ("json_object", "", _is_object, ["{}", '{"a": [1, "\\n", {"é": null}]}'], ["[", '{"a": t,']),
@@ -137,7 +137,7 @@ SPELLED: list[tuple[GrammarKind, str, str]] = [
     ("json_schema", '{"const": "<|stop|>"}', '"<|stop|>"'),
     ("grammar", 'start: "<|call|>" "<|end|>"', "<|call|><|end|>"),
 ]
-"""Kind, text, and the only valid output."""
+"""Grammar kind, its text, and the only valid output, which contains the text of a special token."""
 
 INVALID: list[tuple[GrammarKind, str]] = [
     ("json_schema", '{"type": "no such type"}'),
@@ -177,7 +177,7 @@ class GrammarTests:
         return self.provider(byte_tokenizer(), VOCAB_SIZE, EOS)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_takes_what_fits(self, name: str) -> None:
+    def test_valid_outputs_are_accepted(self, name: str) -> None:
         """Valid outputs are accepted in any tokenization, and may then end with any EOS token."""
         for text in CASES[name][3]:
             for tokens in (_encode(text), _encode(text, one_byte_each=True)):
@@ -188,7 +188,7 @@ class GrammarTests:
                 assert set(EOS) <= _allowed(state), text
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_refuses_what_does_not(self, name: str) -> None:
+    def test_invalid_outputs_are_refused(self, name: str) -> None:
         """Invalid outputs are refused at the wrong byte, and the state does not change."""
         for text in CASES[name][4]:
             state = self.make(name)
@@ -213,7 +213,7 @@ class GrammarTests:
             assert state.accept(token)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_whatever_the_masks_lead_to_fits(self, name: str) -> None:
+    def test_outputs_that_follow_the_masks_are_valid(self, name: str) -> None:
         """Random outputs that follow the masks are valid if they end by themselves."""
         kind, text, fits = CASES[name][:3]
         provider, rng, num_ended = self.make_provider(), random.Random(name), 0
@@ -252,7 +252,7 @@ class GrammarTests:
                 assert state.accept(token)
 
     @pytest.mark.parametrize("name", list(CASES))
-    def test_copies_go_their_own_way(self, name: str) -> None:
+    def test_copies_are_independent(self, name: str) -> None:
         """Copies of an initial and of a later state are independent."""
         tokens = _encode(CASES[name][3][0])
         state = self.make(name)
@@ -264,7 +264,7 @@ class GrammarTests:
             assert np.array_equal(_mask(copied), _mask(state))
 
     def test_a_trigger_spelled_out(self) -> None:
-        """A trigger spelled out as text counts like the token."""
+        """A trigger that consists of several tokens starts the structure like the single token."""
         state = self.make("structural_tag")
         for letter in _letters("text <tool>"):
             assert state.accept(byte_tokenizer().convert_tokens_to_ids(letter))
@@ -273,7 +273,7 @@ class GrammarTests:
 
     @pytest.mark.parametrize(("kind", "text", "output"), SPELLED)
     def test_text_that_spells_special_tokens(self, kind: GrammarKind, text: str, output: str) -> None:
-        """Text that equals a special token is made of other tokens."""
+        """Output text that equals a special token is generated with other tokens."""
         tokenizer, state, tokens = byte_tokenizer(), self.make_provider().compile(kind, text, "it"), list[int]()
         while not state.is_complete:
             allowed = _allowed(state)
@@ -299,7 +299,7 @@ class GrammarTests:
             assert all(copied.accept(token) for token in first), output
             assert not copied.accept(last), output
 
-    def test_masks_of_several_at_once(self) -> None:
+    def test_batched_masks_equal_single_masks(self) -> None:
         """Masks filled together equal masks filled one by one, for any number and order."""
         provider = self.make_provider()
         states = [provider.compile(kind, text, "it") for kind, text, *_ in CASES.values()] * 2
@@ -313,18 +313,18 @@ class GrammarTests:
             for state, mask in zip(chosen, masks, strict=True):
                 assert np.array_equal(mask, _mask(state))
 
-    def test_a_model_without_the_last_tokens(self) -> None:
-        """The model may have fewer logits than the tokenizer has tokens."""
+    def test_models_may_have_fewer_logits_than_tokens(self) -> None:
+        """Masks are right if the model has fewer logits than the tokenizer has tokens."""
         state = self.provider(byte_tokenizer(), 261, EOS).compile("regex", "(ab|true)*", "it")
         assert _allowed(state, 261) == {*_encode("a"), *_encode("t", one_byte_each=True), *EOS}
 
     @pytest.mark.parametrize(("kind", "text"), INVALID)
     def test_invalid_texts(self, kind: GrammarKind, text: str) -> None:
-        """`check` and `compile` refuse invalid texts with the user's name."""
-        for find in (self.provider.check, self.make_provider().compile):
+        """`check` and `compile` raise errors for invalid texts that name the request field."""
+        for function in (self.provider.check, self.make_provider().compile):
             with pytest.raises(InvalidValueError) as raised:
-                find(kind, text, "field.of_the_user")
-            assert raised.value.name == "field.of_the_user"
+                function(kind, text, "request.field")
+            assert raised.value.name == "request.field"
 
     @pytest.mark.parametrize("name", list(CASES))
     def test_valid_texts_pass_the_check(self, name: str) -> None:
@@ -337,11 +337,11 @@ def _encode(text: str, one_byte_each: bool = False) -> list[int]:
     if not one_byte_each:
         ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
         return ids
-    found = []
-    for piece in re.split(r"(<[|a-z]+>)", text):
-        letters = [piece] if piece.startswith("<") else _letters(piece)
-        found += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
-    return found
+    tokens = []
+    for part in re.split(r"(<[|a-z]+>)", text):
+        letters = [part] if part.startswith("<") else _letters(part)
+        tokens += [tokenizer.convert_tokens_to_ids(letter) for letter in letters]
+    return tokens
 
 
 def _letters(text: str) -> list[str]:

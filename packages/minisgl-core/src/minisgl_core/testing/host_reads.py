@@ -1,4 +1,4 @@
-"""Detection of tensor reads by the host, which a CUDA graph would not repeat."""
+"""Detection of tensor reads on the host, which a CUDA graph would not repeat."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _READS = {"item", "tolist", "numpy", "cpu", "nonzero", "argwhere", "equal", "all
 
 
 class HostReads(TorchFunctionMode):
-    """Mode that records calls that read tensor values on the host and so wait for the device.
+    """Mode that records function calls that read tensor values on the host, and so wait for the device.
 
     Attributes:
-        found: distinct names of these calls.
+        found: distinct names of the recorded functions.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class HostReads(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Record the call if it reads, and run it."""
+        """Run the function, and record it if it reads tensor values on the host."""
         name = func.__name__
         reads = name in _READS or (name in ("__getitem__", "__setitem__") and _reads_index(args[1]))
         if reads and not self._is_off and (full := resolve_name(func) or name) not in self.found:
@@ -54,7 +54,7 @@ class HostReads(TorchFunctionMode):
         return call
 
     def excluding(self, kind: type[Result], method: str) -> type[Result]:
-        """Return a subclass of `kind` without recording reads in `method`."""
+        """Return a subclass of `kind` whose `method` runs without recording reads."""
         reads, inherited = self, getattr(kind, method)
 
         def call(self: Result, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class HostReads(TorchFunctionMode):
 
 
 def _reads_index(index: Any) -> bool:
-    """Return True for an index that is a mask, or that has a tensor as a number."""
+    """Return True if the index is a mask, or has a tensor as an integer or a slice bound."""
     parts = index if isinstance(index, tuple) else (index,)
     for part in parts:
         if isinstance(part, slice):

@@ -10,17 +10,17 @@ import pytest
 
 
 def failures(kit: object) -> dict[str, BaseException]:
-    """Run all tests of a kit, and return the errors of failed tests by name and arguments.
+    """Run all tests of a kit's instance, and return the errors of failed tests by name and arguments.
 
     It supports ``pytest.mark.parametrize`` and ``pytest.skip``, but no fixtures.
     """
-    assert not isinstance(kit, type), "an instance of the kit: every test of a class fails, for want of self"
-    found: dict[str, BaseException] = {}
+    assert not isinstance(kit, type), f"pass an instance of {kit}, because all tests of a class fail without self"
+    errors: dict[str, BaseException] = {}
     for name in dir(kit):
         if not name.startswith("test_"):
             continue
         test = getattr(kit, name)
-        if test is None:  # removed by the subclass; pytest skips it too
+        if test is None:  # disabled by the subclass; pytest does not collect it either
             continue
         for arguments in _arguments(test):
             try:
@@ -28,8 +28,8 @@ def failures(kit: object) -> dict[str, BaseException]:
             except pytest.skip.Exception:
                 continue
             except (Exception, pytest.fail.Exception) as error:
-                found[f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"] = error
-    return found
+                errors[f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"] = error
+    return errors
 
 
 def _arguments(test: Any) -> Iterator[dict[str, Any]]:

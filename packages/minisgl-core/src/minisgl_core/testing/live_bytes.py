@@ -1,4 +1,4 @@
-"""Memory of tensors, counted while code runs."""
+"""Counter of the memory of tensors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that are made by torch's operators within it, on any device.
+    """Mode that counts the memory of tensors that torch operators allocate, on any device.
 
     Attributes:
-        live: bytes of those that still exist.
-        peak: the largest `live` so far.
+        live: bytes of the storages that still exist.
+        peak: largest `live` so far.
     """
 
     def __init__(self) -> None:
@@ -31,17 +31,17 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Run an operator, and count the storages that it made."""
-        found = func(*args, **(kwargs or {}))
-        given = {
+        """Run an operator, and count the storages that it allocates."""
+        result = func(*args, **(kwargs or {}))
+        inputs = {
             each.untyped_storage()._cdata for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)
         }
-        for each in tree_leaves(found):
+        for each in tree_leaves(result):
             if isinstance(each, torch.Tensor):
                 storage = each.untyped_storage()
-                if storage._cdata not in self._known | given:
+                if storage._cdata not in self._known | inputs:
                     self._count(storage)
-        return found
+        return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

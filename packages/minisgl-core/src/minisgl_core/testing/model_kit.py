@@ -1,10 +1,12 @@
-"""Tests of model architectures: the same numbers as transformers, whole, in steps, in batches and in parallel."""
+"""Conformance kit of model architectures, which compares logits with transformers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,17 +30,17 @@ from minisgl_core.weights.loader import load_weights
 
 
 class ModelTests:
-    """Subclass, set `provider` and override `make_reference`.
+    """Tests of an architecture. Subclass this, set `provider` and override `make_reference`.
 
-    Everything runs on the CPU, in float32 but for one test; use small sizes and at least two layers.
-    `references.random_reference` makes a transformers model of a config whose weights show mistakes.
+    All tests run on the CPU, and all but one in float32. Use small sizes and at least two layers.
+    `references.random_reference` returns a transformers model whose random weights make mistakes visible.
 
     Attributes:
-        provider: the architecture to test.
-        moe_kernel: runs its experts.
-        num_tokens: length of the prompts; more than any sliding window.
-        num_greedy_tokens: lengths of the prompt and of the output of the greedy test.
-        tolerance: largest difference of a logit.
+        provider: the class.
+        moe_kernel: MoE kernel of the model's experts.
+        num_tokens: tokens per prompt; more than any sliding window.
+        num_greedy_tokens: (prompt length, output length) of the test of greedy tokens.
+        tolerance: largest absolute error of a logit.
     """
 
     provider: ClassVar[type[Model]]
@@ -49,26 +51,24 @@ class ModelTests:
 
     @pytest.fixture(autouse=True)
     def one_thread(self) -> Iterator[None]:
-        """Models this small take many times longer when threads share their matrices."""
+        """Run torch with one thread, which is many times faster for models this small."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         yield
         torch.set_num_threads(before)
 
     def make_reference(self) -> Any:
-        """A transformers model for causal language modelling, float32, with the same weights at every call."""
+        """Return a transformers model for causal language modelling, in float32, with the same weights at each call."""
         raise NotImplementedError
 
     def test_logits_equal_the_reference(self) -> None:
-        """Of every position of a prompt."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        """The logits at all positions of a prompt equal those of transformers."""
+        with self._saved() as (reference, source):
             assert self._difference(reference, self._load(source), self._prompt(reference)) < self.tolerance
 
-    def test_steps_equal_the_whole(self) -> None:
-        """Chunks of a prompt, then single tokens, attend to what came before them."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+    def test_chunked_prefill_and_decode_equal_the_reference(self) -> None:
+        """Chunks of a prompt, then single tokens, attend to all tokens before them."""
+        with self._saved() as (reference, source):
             ids, model, attend = self._prompt(reference), self._load(source), DenseAttention()
             expected = _reference_logits(reference, ids)
             edges = [0, len(ids) // 2, len(ids) - 3, len(ids) - 2, len(ids) - 1, len(ids)]
@@ -76,10 +76,9 @@ class ModelTests:
                 logits = _logits(model, ids[start:stop], torch.arange(start, stop), attend)
                 assert (logits - expected[start:stop]).abs().max() < self.tolerance, f"tokens {start} to {stop}"
 
-    def test_sequences_of_a_batch_stand_alone(self) -> None:
-        """Prompts of several requests in one step, then decodes beside the rest of a prompt: each at its own positions."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+    def test_batched_sequences_are_independent(self) -> None:
+        """Steps with tokens of several requests at different positions: chunks of prompts, and decodes among them."""
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
             size = len(ids)
             sequences = ids, ids.flip(0)[: size // 2 + 1], ids.roll(size // 3)[: size - 1]
@@ -97,47 +96,46 @@ class ModelTests:
                     difference = (found - expected[i][start:stop]).abs().max()
                     assert difference < self.tolerance, f"sequence {i}, tokens {start} to {stop}"
 
-    def test_hidden_states_of_some_tokens(self) -> None:
-        """Of one, of several, of all, in a prompt's first part and in its second."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+    def test_logits_of_selected_tokens(self) -> None:
+        """`forward` returns the hidden states of the selected tokens only: of one, several and all tokens of a chunk."""
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source)
             expected, half, size = _reference_logits(reference, ids), len(ids) // 2, len(ids)
-            for wanted in ([half - 1], [0, 3, half - 2], list(range(half))):
-                index, attend = torch.tensor(wanted, dtype=torch.int32), DenseAttention()
+            for selected in ([half - 1], [0, 3, half - 2], list(range(half))):
+                index, attend = torch.tensor(selected, dtype=torch.int32), DenseAttention()
                 for start, stop in ((0, half), (half, size)):
                     with torch.inference_mode():
                         hidden = model.forward(ids[start:stop], torch.arange(start, stop), attend, index)
                         logits = model.compute_logits(hidden)
-                    found = expected[start:stop][wanted]
-                    assert logits.shape == found.shape
-                    assert (logits - found).abs().max() < self.tolerance, f"tokens {wanted} from {start} on"
+                    wanted = expected[start:stop][selected]
+                    assert logits.shape == wanted.shape
+                    assert (logits - wanted).abs().max() < self.tolerance, f"tokens {selected} from {start} on"
 
     def test_greedy_tokens_equal_the_reference(self) -> None:
-        """Token after token."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        """Greedy decoding generates the same tokens as transformers."""
+        with self._saved() as (reference, source):
             size, num_generated = self.num_greedy_tokens
             prompt, model, attend = self._prompt(reference)[:size], self._load(source), DenseAttention()
-            made = reference.generate(
+            generated = reference.generate(
                 prompt[None],
                 attention_mask=torch.ones(1, size),
                 max_new_tokens=num_generated,
                 do_sample=False,
                 eos_token_id=None,
             )[0, size:].tolist()
-            assert num_generated == 1 or len(set(made)) > 1, "a reference that repeats one token shows no mistakes"
+            assert num_generated == 1 or len(set(generated)) > 1, (
+                "the reference repeats one token, which hides mistakes"
+            )
             tokens, position = prompt, 0
-            for expected in made:
+            for expected in generated:
                 logits = _logits(model, tokens, torch.arange(position, position + len(tokens)), attend)
                 position += len(tokens)
                 tokens = logits[-1:].argmax(-1)
                 assert int(tokens) == expected, f"at position {position}"
 
-    def test_nothing_is_read_on_the_host(self) -> None:
-        """CUDA graphs replay kernels whatever the values of tensors: `forward` and `compute_logits` must not look at them."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+    def test_forward_reads_no_tensor_on_the_host(self) -> None:
+        """`forward` and `compute_logits` read no tensor values on the host, which a CUDA graph would not repeat."""
+        with self._saved() as (reference, source):
             reads = HostReads()
             kernel = reads.excluding(self.moe_kernel, "forward")
             model, ids = self._load(source, moe_kernel=kernel), self._prompt(reference)
@@ -146,12 +144,11 @@ class ModelTests:
                 hidden = model.forward(ids, torch.arange(len(ids)), attend, torch.tensor([1, 3], dtype=torch.int32))
                 model.compute_logits(hidden)
                 model.compute_logits(model.forward(ids[:1], torch.tensor([len(ids)]), attend))
-            assert reads.found == [], f"reads tensors on the host, by {', '.join(reads.found)}"
+            assert reads.found == [], f"the model reads tensors on the host with {', '.join(reads.found)}"
 
     def test_unknown_tensors_are_refused(self) -> None:
-        """`ignored_weights` ignores what the model has no use for, and nothing else."""
-        with TemporaryDirectory() as folder:
-            _, source = self._saved(folder)
+        """Tensors of the checkpoint that are neither loaded nor in `ignored_weights` are an error."""
+        with self._saved() as (_, source):
             names = [name for name, _ in source.tensors(self._config(source))]
             layer = next(name for name in names if ".0." in name).rpartition(".0.")[0]
             for unknown in (f"{layer}.0.unknown.weight", f"{layer}.0.self_attn.unknown.bias", "unknown.weight"):
@@ -159,10 +156,9 @@ class ModelTests:
                     self._load(WithATensor(source, unknown))
 
     @pytest.mark.parametrize("tp_size", [2, 4])
-    def test_ranks_together_equal_one(self, tp_size: int) -> None:
-        """Each rank loads its part and computes its part of the logits; skipped where the heads do not split."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+    def test_tensor_parallel_logits_equal_the_reference(self, tp_size: int) -> None:
+        """Each rank loads its shard and computes its shard of the logits; skipped if the heads are not divisible."""
+        with self._saved() as (reference, source):
             ids = self._prompt(reference)
             expected = _reference_logits(reference, ids)
 
@@ -171,9 +167,9 @@ class ModelTests:
                 logits = _logits(model, ids, torch.arange(len(ids)), DenseAttention())
                 with torch.inference_mode():
                     hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())
-                    own, shard = model.compute_logits(hidden), model.vocab_shard
-                    part = expected.shape[1] if shard is None else -(-shard.vocab_size // communicator.size)
-                    assert own.shape == (len(ids), part), "not the part of the logits that vocab_shard tells of"
+                    local, shard = model.compute_logits(hidden), model.vocab_shard
+                    size = expected.shape[1] if shard is None else -(-shard.vocab_size // communicator.size)
+                    assert local.shape == (len(ids), size), "compute_logits does not return the shard of vocab_shard"
                 return logits
 
             try:
@@ -181,13 +177,14 @@ class ModelTests:
             except InvalidValueError as error:
                 pytest.skip(str(error))
             for logits in results:
-                assert torch.equal(logits, results[0]), "the ranks must agree to the bit, or they sample apart"
+                assert torch.equal(logits, results[0]), (
+                    "the ranks' logits are not bitwise equal, so that they sample different tokens"
+                )
                 assert (logits - expected).abs().max() < self.tolerance
 
     def test_it_runs_in_bfloat16(self) -> None:
-        """The dtype of most checkpoints: hidden states and logits have it."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        """Hidden states and logits of a model in bfloat16 have that dtype and are finite."""
+        with self._saved() as (reference, source):
             ids, model = self._prompt(reference), self._load(source, dtype=torch.bfloat16)
             with torch.inference_mode():
                 hidden = model.forward(ids, torch.arange(len(ids)), DenseAttention())
@@ -198,55 +195,93 @@ class ModelTests:
             assert logits.isfinite().all()
 
     def test_missing_keys_have_their_defaults(self) -> None:
-        """A ``config.json`` without the keys that equal the defaults of transformers' config class means the same."""
-        with TemporaryDirectory() as folder:
-            reference, source = self._saved(folder)
+        """Keys missing in ``config.json`` have the defaults of transformers' config class."""
+        with self._saved() as (reference, source):
             defaults = type(reference.config)().to_dict()
-            told = {key: value for key, value in source.config.items() if key not in defaults or value != defaults[key]}
-            whole, sparse = self._config(source), model_config(self.provider.standard_config(told))
-            meant = {each.name: (getattr(sparse, each.name), getattr(whole, each.name)) for each in fields(whole)}
-            for name, (found, expected) in meant.items():
-                # Every checkpoint names its tokens; the defaults are those of the class's first model.
+            given = {
+                key: value for key, value in source.config.items() if key not in defaults or value != defaults[key]
+            }
+            whole, sparse = self._config(source), model_config(self.provider.standard_config(given))
+            values = {each.name: (getattr(sparse, each.name), getattr(whole, each.name)) for each in fields(whole)}
+            for name, (actual, expected) in values.items():
+                # Every checkpoint sets its token ids; transformers' defaults are those of the family's first model.
                 if name not in ("raw", "bos_token_id", "eos_token_ids"):
-                    assert found == expected, (
-                        f"{name} is {found} where the config is silent, in transformers {expected}"
+                    assert actual == expected, (
+                        f"{name} is {actual} if its key is missing; transformers' default is {expected}"
                     )
 
     def test_attention_layers_are_in_order(self) -> None:
-        """One for each layer of the config, with its window."""
-        with TemporaryDirectory() as folder:
-            model = self._load(self._saved(folder)[1])
+        """`attention_layers` returns one layer per layer of the config, in order, with its sliding window."""
+        with self._saved() as (_, source):
+            model = self._load(source)
             layers = model.attention_layers()
             assert [layer.index for layer in layers] == list(range(model.config.num_layers))
             assert tuple(layer.sliding_window for layer in layers) == model.config.sliding_windows
 
     def test_a_pipeline_stage_loads_its_layers(self) -> None:
-        """A model built for a range of layers has these alone, under the checkpoint's names; they count from 0 in the KV pool.
+        """A pipeline stage loads only its layers, under the checkpoint's names; its layers count from 0 in the KV pool.
 
-        Of two stages, the first has the embedding, the last the final norm and the LM head, and every tensor is in one of them;
-        a tied embedding is in both.
+        With two stages, each tensor is loaded by exactly one of them, except a tied embedding, which both load.
         """
-        with TemporaryDirectory() as folder:
-            source = self._saved(folder)[1]
+        with self._saved() as (_, source):
             whole = self._load(source)
             num_layers, windows = whole.config.num_layers, whole.config.sliding_windows
             names, stages = set(_loaded(self._built(source))), []
             for layers in (range(num_layers // 2), range(num_layers // 2, num_layers)):
-                made = _loaded(self._built(source, layers=layers))
-                built = {int(found[1]) for name in made if (found := re.search(r"\.(\d+)\.", name))}
-                assert built == set(layers), f"built for {layers}, it loads the tensors of the layers {sorted(built)}"
-                stages.append(set(made))
+                loaded = _loaded(self._built(source, layers=layers))
+                indices = {int(match[1]) for name in loaded if (match := re.search(r"\.(\d+)\.", name))}
+                assert indices == set(layers), f"the stage of {layers} loads the tensors of layers {sorted(indices)}"
+                stages.append(set(loaded))
                 attention = self._load(source, layers=layers).attention_layers()
-                assert [layer.index for layer in attention] == list(range(len(layers))), "in the KV pool, from 0"
+                assert [layer.index for layer in attention] == list(range(len(layers))), (
+                    "the layer indices of a stage do not count from 0"
+                )
                 assert tuple(layer.sliding_window for layer in attention) == windows[layers.start : layers.stop]
             assert stages[0] | stages[1] == names, f"no stage loads {sorted(names - stages[0] - stages[1])}"
             both = stages[0] & stages[1]
             assert len(both) == whole.config.tie_embeddings, f"both stages load {sorted(both)}"
 
-    def _saved(self, folder: str) -> tuple[Any, SavedReference]:
+    @pytest.mark.parametrize("tp_size", [1, 2])
+    def test_pipeline_parallel_logits_equal_the_reference(self, tp_size: int) -> None:
+        """Two pipeline stages, each of `tp_size` ranks, compute the logits of the whole model, prompt and single token.
+
+        Rank by rank, the second stage gets what the first one returned. Skipped if the heads do not split.
+        """
+        with self._saved() as (reference, source):
+            ids = self._prompt(reference)
+            expected, num_layers = _reference_logits(reference, ids), self._config(source).num_layers
+            steps = [(0, len(ids) - 1), (len(ids) - 1, len(ids))]
+
+            def run(
+                layers: range, sent: list[list[torch.Tensor]] | None, communicator: Communicator
+            ) -> list[torch.Tensor]:
+                model, attend = self._load(source, communicator, layers=layers), DenseAttention()
+                found = []
+                for step, (start, stop) in enumerate(steps):
+                    received = None if sent is None else sent[communicator.rank][step]
+                    with torch.inference_mode():
+                        out = model.forward(ids[start:stop], torch.arange(start, stop), attend, None, received)
+                        found.append(model.gather_logits(model.compute_logits(out)) if model.stage.has_lm_head else out)
+                return found
+
+            try:
+                first = run_ranks(tp_size, partial(run, range(num_layers // 2), None))
+            except InvalidValueError as error:
+                pytest.skip(str(error))
+            for (start, stop), sent in zip(steps, first[0], strict=True):
+                num_sent = self.provider.num_intermediate
+                assert sent.shape == (num_sent, stop - start, self._config(source).hidden_size), "see num_intermediate"
+                assert sent.dtype == torch.float32
+            for found in run_ranks(tp_size, partial(run, range(num_layers // 2, num_layers), first)):
+                assert (torch.cat(found) - expected).abs().max() < self.tolerance
+
+    @contextmanager
+    def _saved(self) -> Iterator[tuple[Any, SavedReference]]:
+        """Yield the reference, and its checkpoint in a temporary folder."""
         reference = self.make_reference()
-        reference.save_pretrained(folder)
-        return reference, SavedReference(Path(folder))
+        with TemporaryDirectory() as folder:
+            reference.save_pretrained(folder)
+            yield reference, SavedReference(Path(folder))
 
     def _config(self, source: WeightSource) -> ModelConfig:
         return model_config(self.provider.standard_config(source.config))
@@ -279,7 +314,7 @@ class ModelTests:
 
     def _prompt(self, reference: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1)
-        return torch.randint(reference.config.vocab_size, (self.num_tokens,), generator=generator)
+        return torch.randint(reference.config.get_text_config().vocab_size, (self.num_tokens,), generator=generator)
 
     @staticmethod
     def _difference(reference: Any, model: Model, ids: torch.Tensor) -> float:
@@ -288,7 +323,7 @@ class ModelTests:
 
 
 def _loaded(model: Model) -> list[str]:
-    """Names of the checkpoint's tensors that a model loads."""
+    """Return the names of the checkpoint's tensors that a model loads."""
     targets = model.weight_targets("", model.packed_modules)
     return [name for name, target in targets if not target.optional]
 

@@ -1,4 +1,4 @@
-"""Inputs of MoE kernels and of routers, and what must come out, in float64."""
+"""Inputs of MoE kernels and of MoE routing, and their expected outputs in float64."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _KNOWN_FIELDS = {
     "ExpertWeights": "gate_up down gate_up_bias down_bias gate_up_scales down_scales",
     "RoutingSpec": "top_k renormalize scoring num_groups topk_groups scaling_factor",
 }
-"""A field that is added to one of them must change the references too."""
+"""Fields that the references use. If a field is added to a contract, the references must use it."""
 
 
 def check_fields(value: Any) -> None:
-    """Raise AssertionError where a reference would ignore a field, such as one of a subclass."""
+    """Raise AssertionError if `value` has a field that the references would ignore, such as one of a subclass."""
     kind = next(each.__name__ for each in type(value).__mro__ if each.__name__ in _KNOWN_FIELDS)
     unknown = {each.name for each in fields(value)} ^ set(_KNOWN_FIELDS[kind].split())
     assert not unknown, f"the kits' references do not know {sorted(unknown)} of {kind}"
@@ -35,12 +35,12 @@ def _uniform(num_tokens: int, num_experts: int, top_k: int, random: torch.Genera
 
 
 def _all_alike(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
-    """Every token uses the last experts; all others have nothing to do."""
+    """Route every token to the last experts; the others get no tokens."""
     return torch.arange(num_experts - 1, num_experts - 1 - top_k, -1).repeat(num_tokens, 1)
 
 
 def _skewed(num_tokens: int, num_experts: int, top_k: int, random: torch.Generator) -> torch.Tensor:
-    """Experts in the middle get most of the tokens, the first and the last few or none."""
+    """Route most tokens to the experts in the middle; the first and the last experts get few or none."""
     nearness = -(torch.arange(num_experts) - num_experts // 2).abs() * 2.0
     noise = torch.rand(num_tokens, num_experts, generator=random).log().neg().log().neg()
     return (nearness + noise).argsort(dim=1, descending=True)[:, :top_k]
@@ -55,7 +55,7 @@ ROUTINGS: dict[str, Callable[[int, int, int, torch.Generator], torch.Tensor]] = 
 
 @dataclass(frozen=True, slots=True)
 class MoeCase:
-    """Inputs of one call, as `MoeKernel.forward` takes them."""
+    """Arguments of one call of `MoeKernel.forward`."""
 
     x: torch.Tensor
     weights: ExpertWeights
@@ -63,33 +63,33 @@ class MoeCase:
     topk_ids: torch.Tensor
 
     def inputs(self) -> tuple[torch.Tensor, ExpertWeights, torch.Tensor, torch.Tensor]:
-        """Return them in the order of `MoeKernel.forward`."""
+        """Return the arguments in the order of `MoeKernel.forward`."""
         return self.x, self.weights, self.topk_weights, self.topk_ids
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return every tensor of it by name."""
+        """Return all tensors by name."""
         named = {each.name: getattr(self.weights, each.name) for each in fields(self.weights)}
         named |= {"x": self.x, "topk_weights": self.topk_weights, "topk_ids": self.topk_ids}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
 
 def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: int = 0) -> MoeCase:
-    """Return inputs of about unit size for experts as `spec` has them."""
+    """Return random inputs of about unit size for the experts of `spec`."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random)
 
-    def of_weights(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if spec.weight_dtype in (None, spec.dtype):
             return weight.to(spec.device, spec.dtype), None
-        codes, scales = _rows_in_float8(weight.to(spec.dtype), random)
-        return codes.to(spec.device), scales.to(spec.device)
+        fp8_weight, scales = _fp8_rows(weight.to(spec.dtype), random)
+        return fp8_weight.to(spec.device), scales.to(spec.device)
 
     experts, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
     x = normal(num_tokens, hidden).to(spec.device, spec.dtype)
-    gate_up, gate_up_scales = of_weights(normal(experts, 2 * inner, hidden) / hidden**0.5)
-    down, down_scales = of_weights(normal(experts, hidden, inner) / inner**0.5)
+    gate_up, gate_up_scales = quantized(normal(experts, 2 * inner, hidden) / hidden**0.5)
+    down, down_scales = quantized(normal(experts, hidden, inner) / inner**0.5)
     topk_weights = torch.rand(num_tokens, spec.top_k, generator=random).to(spec.device)
     topk_ids = ROUTINGS[routing](num_tokens, experts, spec.top_k, random).to(spec.device)
     gate_up_bias = normal(experts, 2 * inner).to(spec.device, spec.dtype) if spec.has_bias else None
@@ -98,8 +98,8 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
     return MoeCase(x, weights, topk_weights, topk_ids)
 
 
-def _rows_in_float8(weight: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return experts' matrices whose rows are of very different sizes, and the scale of each row."""
+def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multiply each row by a random power of two, and return the FP8 weight and the scale per row."""
     sizes = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
     scaled = weight.float() * sizes
     scales = scaled.abs().amax(-1, keepdim=True).clamp(min=LEAST_SCALE) / FP8_MAX
@@ -107,7 +107,7 @@ def _rows_in_float8(weight: torch.Tensor, random: torch.Generator) -> tuple[torc
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
-    """Return `MoeSpec.activation` of gate and up, after the clamp."""
+    """Clamp gate and up, and apply `MoeSpec.activation`."""
     if (limit := spec.swiglu_limit) is not None:
         gate, up = torch.minimum(gate, gate.new_tensor(limit)), up.clamp(-limit, limit)
     if spec.activation == "silu":
@@ -119,34 +119,37 @@ def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tens
 
 
 def dequantized(weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return matrices of `ExpertWeights` as numbers."""
+    """Return the weights of `ExpertWeights`, dequantized to `dtype`."""
     return weight.to(dtype) if scales is None else weight.to(dtype) * scales.to(dtype)[..., None]
 
 
 def expected_output(case: MoeCase, spec: MoeSpec) -> torch.Tensor:
-    """Return every expert's output on every token in float64, on the CPU; experts that were not chosen count nothing."""
+    """Return the expected output in float64, on the CPU.
+
+    Each expert is computed for all tokens; those that are not selected for a token have weight 0.
+    """
     check_fields(spec)
     check_fields(case.weights)
     given = {name: tensor.cpu() for name, tensor in case.tensors().items()}
     x, ids = given["x"].double(), given["topk_ids"]
-    of_gate, of_down = (
+    gate_up_weight, down_weight = (
         dequantized(given[name], given.get(f"{name}_scales"), torch.float64) for name in ("gate_up", "down")
     )
-    hidden = torch.einsum("th,enh->etn", x, of_gate)
+    hidden = torch.einsum("th,enh->etn", x, gate_up_weight)
     if "gate_up_bias" in given:
         hidden += given["gate_up_bias"].double()[:, None]
     gate, up = hidden.chunk(2, dim=-1)
-    outputs = torch.einsum("etn,ehn->eth", activated(gate, up, spec), of_down)
+    outputs = torch.einsum("etn,ehn->eth", activated(gate, up, spec), down_weight)
     if "down_bias" in given:
         outputs += given["down_bias"].double()[:, None]
-    share = torch.zeros(len(x), len(of_gate), dtype=torch.float64)
-    return torch.einsum("te,eth->th", share.scatter_(1, ids, given["topk_weights"].double()), outputs)
+    weights = torch.zeros(len(x), len(gate_up_weight), dtype=torch.float64)
+    return torch.einsum("te,eth->th", weights.scatter_(1, ids, given["topk_weights"].double()), outputs)
 
 
 def expected_routing(
     logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return each expert's weight for each token, float64 [T, E]; 0 for those that are not chosen. One token at a time."""
+    """Return the routing weight of each expert for each token, float64 [T, E]; 0 for experts that are not selected."""
     check_fields(spec)
     size = logits.shape[1] // spec.num_groups
     weights = torch.zeros(logits.shape, dtype=torch.float64)
@@ -181,16 +184,19 @@ ROUTING_SPECS: dict[str, tuple[int, RoutingSpec, bool]] = {
     "groups of one": (12, RoutingSpec(2, True, "sigmoid", 12, 5), True),
     "all of the best groups": (12, RoutingSpec(6, True, "sigmoid", 4, 2), True),
 }
-"""By name: number of experts, routing, and whether the choice has a bias."""
+"""Number of experts, routing, and True if selection has a correction bias; by name."""
 
 
 def routing_cases(
     num_experts: int, has_bias: bool, dtype: torch.dtype, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield logits without ties, [T, E], and the correction bias: of either sign, and so low that all choices are below 0."""
+    """Yield logits without ties, [T, E], and the correction bias, [E].
+
+    The first bias has values of both signs. The second is so low that all biased scores are negative.
+    """
     random = torch.Generator().manual_seed(num_experts)
     order = torch.stack([torch.randperm(num_experts, generator=random) for _ in range(9)])
-    logits = (order / max(4, num_experts / 8) - 3).to(device, dtype)  # sigmoids far from 1, where float32 has ties
+    logits = (order / max(4, num_experts / 8) - 3).to(device, dtype)  # sigmoids near 1 would have ties in float32
     if not has_bias:
         yield logits, None
         return

@@ -1,6 +1,6 @@
-"""Inputs that the kit of ops gives to a provider, and the expected results in float64.
+"""Inputs of the ops kit, and their expected results in float64.
 
-Letters are those of `minisgl_core.contracts.ops`.
+The shape legend is that of `minisgl_core.contracts.ops`.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from minisgl_core.contracts.ops import LinearOp, LinearOps, Rotation
 from minisgl_core.utils.fp8 import FP8_MAX, to_fp8
 
 EPS = 1e-5
-"""Of the norms."""
+"""Epsilon of the norms."""
 
 HeadShape = tuple[int, int, int, int]
 """Query heads, KV heads, head dimension, half of the rotary dimension."""
 
 
 def random(*size: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Normally distributed, the same for the same size."""
+    """Return a normally distributed tensor; calls with the same size return the same values."""
     return torch.randn(size, generator=torch.Generator().manual_seed(sum(size))).to(device, dtype)
 
 
 def views(size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
-    """[..., size]: of several dimensions, parts of wider tensors, and with the last dimension not contiguous."""
+    """Return tensors of shape [..., size]: of one to four dimensions, slices of wider tensors, and a transposed one."""
 
     def make(*shape: int) -> torch.Tensor:
         return random(*shape, dtype=dtype, device=device)
@@ -43,49 +43,49 @@ def views(size: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """``x @ weight.T + bias``."""
+    """Return ``x @ weight.T + bias`` in float64."""
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float = EPS) -> torch.Tensor:
-    """The norm over the last dimension."""
+    """Return the RMSNorm over the last dimension in float64."""
     x = x.double()
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
 
 
 def activated(gate_up: torch.Tensor) -> torch.Tensor:
-    """``silu(gate) * up``."""
+    """Return ``silu(gate) * up`` in float64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """[T, heads, D], each pair as a complex number."""
+    """Return x [T, heads, D] after RoPE, in float64; each pair of dimensions is rotated as a complex number."""
     half = cos.shape[-1]
     x = x.double()
-    turned = torch.complex(x[..., :half], x[..., half : 2 * half])
-    turned = turned * torch.complex(cos.double(), sin.double())[:, None]
-    return torch.cat((turned.real, turned.imag, x[..., 2 * half :]), -1)
+    pairs = torch.complex(x[..., :half], x[..., half : 2 * half])
+    pairs = pairs * torch.complex(cos.double(), sin.double())[:, None]
+    return torch.cat((pairs.real, pairs.imag, x[..., 2 * half :]), -1)
 
 
 def gemms(
     ops: LinearOps, weight: torch.Tensor, bias: torch.Tensor | None, in_fp8: bool
 ) -> Iterator[tuple[LinearOp, LinearOp]]:
-    """Prepare a plain GEMM by this weight and a gated one, and return each with its expected result."""
+    """Prepare a plain and a gated GEMM with this weight, and return each with its float64 reference."""
     if not in_fp8:
         prepared = [prepare(weight.clone(), bias) for prepare in (ops.prepare_linear, ops.prepare_gated)]
-        wide = weight.double()
+        dequantized = weight.double()
     else:
         scales = weight.float().abs().amax(1) / FP8_MAX
-        codes = to_fp8(weight, scales[:, None])
-        prepared = [prepare(codes, scales, bias) for prepare in (ops.prepare_fp8_linear, ops.prepare_fp8_gated)]
-        wide = codes.double() * scales.double()[:, None]
+        fp8_weight = to_fp8(weight, scales[:, None])
+        prepared = [prepare(fp8_weight, scales, bias) for prepare in (ops.prepare_fp8_linear, ops.prepare_fp8_gated)]
+        dequantized = fp8_weight.double() * scales.double()[:, None]
 
     def plain(x: torch.Tensor) -> torch.Tensor:
         if in_fp8:
-            of_x, of_rows = ops.quantize_rows(x.reshape(-1, x.shape[-1]))
-            x = (of_x.double() * of_rows).view(x.shape)
-        return linear(x, wide, bias)
+            fp8_x, x_scales = ops.quantize_rows(x.reshape(-1, x.shape[-1]))
+            x = (fp8_x.double() * x_scales).view(x.shape)
+        return linear(x, dequantized, bias)
 
     def gated(x: torch.Tensor) -> torch.Tensor:
         return activated(plain(x))
@@ -95,14 +95,14 @@ def gemms(
 
 @dataclass(frozen=True, slots=True)
 class RotationCase:
-    """Queries and keys to turn.
+    """Inputs of RoPE: slices of one fused projection [T, Hq + 2 * Hkv, D], and the expected result.
 
     Attributes:
         q: [T, Hq, D].
-        k: [T, Hkv, D], behind q in one tensor.
-        v: like k, behind it.
-        rotation: how to turn them.
-        expected: q and k as they must become.
+        k: [T, Hkv, D].
+        v: [T, Hkv, D].
+        rotation: cos and sin tables, and the weights of QK norms.
+        expected: expected q and k, in float64.
     """
 
     q: torch.Tensor
@@ -115,7 +115,16 @@ class RotationCase:
 def rotation_case(
     shape: HeadShape, has_norms: bool, dtype: torch.dtype, table_dtype: torch.dtype, device: str, step: int = 0
 ) -> RotationCase:
-    """Six tokens, at other positions in each step; `table_dtype` is that of cos and sin."""
+    """Return a case of six tokens.
+
+    Args:
+        shape: heads and dimensions.
+        has_norms: True to apply QK norms before RoPE.
+        dtype: dtype of q, k and v.
+        table_dtype: dtype of cos, sin and the norms' weights.
+        device: device of all tensors.
+        step: number of the step; each step has other angles.
+    """
     num_q_heads, num_kv_heads, size, half = shape
     q, k, v = random(6, num_q_heads + 2 * num_kv_heads, size, dtype=dtype, device=device).tensor_split(
         (num_q_heads, num_q_heads + num_kv_heads), dim=1
@@ -124,6 +133,6 @@ def rotation_case(
     cos, sin = angles.cos().to(table_dtype), angles.sin().to(table_dtype)
     if not has_norms:
         return RotationCase(q, k, v, Rotation(cos, sin), (rotated(q, cos, sin), rotated(k, cos, sin)))
-    of_q, of_k = random(size, dtype=dtype, device=device), random(size, dtype=dtype, device=device) + 1
-    expected = rotated(normed(q, of_q), cos, sin), rotated(normed(k, of_k), cos, sin)
-    return RotationCase(q, k, v, Rotation(cos, sin, (of_q, of_k), EPS), expected)
+    q_norm, k_norm = (random(size, dtype=table_dtype, device=device) + offset for offset in (0, 1))
+    expected = rotated(normed(q, q_norm), cos, sin), rotated(normed(k, k_norm), cos, sin)
+    return RotationCase(q, k, v, Rotation(cos, sin, (q_norm, k_norm), EPS), expected)

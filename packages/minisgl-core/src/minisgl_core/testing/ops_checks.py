@@ -1,4 +1,4 @@
-"""The part that the kits of all roles of ops share."""
+"""Settings and helpers that the kits of all ops roles share."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from minisgl_core.contracts.ops import LinearOp, OpsProvider
 from minisgl_core.testing import ops_cases
 
 Shape = tuple[int, int]
-"""Outputs and inputs of a weight."""
+"""Output features and input features of a weight."""
 
 TOLERANCES = {torch.float32: 2e-6, torch.bfloat16: 6e-3}
-"""Largest error of a result, as a share of it, in root mean squares."""
+"""Largest relative error (root mean square) of a result, by dtype."""
 
 Role = TypeVar("Role", bound=OpsProvider)
 
 
 def other_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 or bfloat16, another one than `dtype`."""
+    """Return bfloat16 for float32, and float32 for all other dtypes."""
     return torch.bfloat16 if dtype == torch.float32 else torch.float32
 
 
 class OpsChecks:
-    """Settings and helpers of the kits; see `minisgl_core.testing.ops_kit.OpsTests` for the attributes."""
+    """Base class of the tests of a role; see `minisgl_core.testing.ops_kit.OpsTests` for the attributes."""
 
     provider: ClassVar[type[OpsProvider]]
     device: ClassVar[str] = "cpu"
@@ -38,7 +38,7 @@ class OpsChecks:
     tolerances: ClassVar[Mapping[torch.dtype, float]] = TOLERANCES
 
     def providers(self, role: type[Role], dtypes: Sequence[torch.dtype] | None = None) -> Iterator[Role]:
-        """Yield an instance per dtype. Skip the test where the provider does not have the role, or does not apply."""
+        """Yield an instance per dtype. Skip the test if the provider lacks the role or does not support the dtype."""
         provider, device = self.provider, torch.device(self.device)
         if not issubclass(provider, role):
             pytest.skip(f"{provider.__name__} does not subclass {role.__name__}")
@@ -48,21 +48,21 @@ class OpsChecks:
             yield provider(device, dtype)
 
     def random(self, *size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return normally distributed numbers, the same for the same size."""
+        """Return a normally distributed tensor; see `ops_cases.random`."""
         return ops_cases.random(*size, dtype=dtype, device=self.device)
 
-    def check(self, op: LinearOp, expected: LinearOp, x: torch.Tensor, what: str, roundings: int = 1) -> None:
-        """Assert that the result is right and that x is as it was."""
+    def check(self, op: LinearOp, reference: LinearOp, x: torch.Tensor, label: str, roundings: int = 1) -> None:
+        """Assert that ``op(x)`` is close to ``reference(x)``, and that x is unchanged."""
         before = x.clone()
-        self.compare(op(x), expected(x), x.dtype, what, roundings)
-        assert torch.equal(x, before), f"{what}: x was changed"
+        self.compare(op(x), reference(x), x.dtype, label, roundings)
+        assert torch.equal(x, before), f"{label}: x was changed"
 
     def compare(
-        self, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, what: str, roundings: int = 1
+        self, actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, label: str, roundings: int = 1
     ) -> None:
-        """Assert that a result of this dtype is near enough, if it is rounded `roundings` times on its way."""
-        what = f"{what}, {dtype}"
-        assert found.dtype == dtype, f"{what}: the result is {found.dtype}"
-        assert found.shape == expected.shape, f"{what}: {list(found.shape)}, not {list(expected.shape)}"
-        error, size = (found.double() - expected).norm().item(), expected.norm().item()
-        assert error <= self.tolerances[dtype] * roundings * size, f"{what}: off by {error / size:.2g} of the result"
+        """Assert that a result has this dtype, and an error of at most the tolerance times the number of roundings."""
+        label = f"{label}, {dtype}"
+        assert actual.dtype == dtype, f"{label}: the result is {actual.dtype}"
+        assert actual.shape == expected.shape, f"{label}: shape {list(actual.shape)}, not {list(expected.shape)}"
+        error, size = (actual.double() - expected).norm().item(), expected.norm().item()
+        assert error <= self.tolerances[dtype] * roundings * size, f"{label}: relative error {error / size:.2g}"

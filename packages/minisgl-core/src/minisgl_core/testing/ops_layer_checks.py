@@ -1,4 +1,4 @@
-"""The kits of the roles that layers call: GEMMs, norms, rotary embedding and MoE routing."""
+"""Tests of the ops roles that layers call: GEMMs, norms, rotary embedding and MoE routing."""
 
 from __future__ import annotations
 
@@ -18,76 +18,68 @@ from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 class LinearChecks(OpsChecks):
     """Tests of `LinearOps`."""
 
+    @pytest.mark.parametrize("in_fp8", [False, True])
     @pytest.mark.parametrize("has_bias", [False, True])
-    def test_gemms(self, has_bias: bool) -> None:
-        """One token and many, twice each, over shapes; plain and gated."""
-        for ops in self.providers(LinearOps):
-            for shape in self.shapes:
-                for op, expected in self.gemms(ops, shape, has_bias):
-                    for num_rows in sorted(self.num_rows * 2):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape}", roundings=2)
+    def test_gemms(self, has_bias: bool, in_fp8: bool) -> None:
+        """Plain and gated GEMMs of all shapes and numbers of tokens, each twice, with weights in the model's dtype or FP8."""
+        for ops, shape in self.weights(in_fp8):
+            for op, expected in self.gemms(ops, shape, has_bias, in_fp8):
+                for num_rows in sorted(self.num_rows * 2):
+                    x = self.random(num_rows, shape[1], dtype=ops.dtype)
+                    label = f"{num_rows} tokens, weight {shape}{' in FP8' * in_fp8}"
+                    self.check(op, expected, x, label, roundings=2)
 
-    def test_every_number_of_tokens(self) -> None:
-        """Kernels take a few at a time; the rest must not be lost."""
-        for ops in self.providers(LinearOps):
-            for shape in self.shapes:
-                for op, expected in self.gemms(ops, shape, False):
-                    for num_rows in range(19):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape}", roundings=2)
+    def test_gemms_of_each_number_of_tokens(self) -> None:
+        """GEMMs of 0 to 18 tokens, since a kernel that computes several tokens at once may lose the last ones."""
+        for ops, shape in self.weights(in_fp8=False):
+            for op, expected in self.gemms(ops, shape, False):
+                for num_rows in range(19):
+                    x = self.random(num_rows, shape[1], dtype=ops.dtype)
+                    self.check(op, expected, x, f"{num_rows} tokens, weight {shape}", roundings=2)
 
     @pytest.mark.parametrize("in_fp8", [False, True])
     def test_gemms_of_strided_inputs(self, in_fp8: bool) -> None:
-        """Inputs have any number of dimensions, or are parts of wider tensors."""
-        for ops in self.providers(LinearOps, self.fp8_dtypes if in_fp8 else None):
-            for shape in self.fp8_shapes() if in_fp8 else self.shapes:
-                for op, expected in self.gemms(ops, shape, False, in_fp8):
-                    for x in views(shape[1], ops.dtype, self.device):
-                        self.check(op, expected, x, f"{list(x.shape)} by {shape}", roundings=2)
+        """Inputs may have any number of dimensions, and may be slices of wider tensors."""
+        for ops, shape in self.weights(in_fp8):
+            for op, expected in self.gemms(ops, shape, False, in_fp8):
+                for x in views(shape[1], ops.dtype, self.device):
+                    self.check(op, expected, x, f"x {list(x.shape)}, weight {shape}", roundings=2)
 
     @pytest.mark.parametrize("size", [16, 80, 1536])
     def test_quantized_rows(self, size: int) -> None:
-        """Each row has a scale of its own, however large the others are; rows may be parts of wider ones."""
+        """Each row is quantized with the scale of its largest value. Rows may be slices of wider ones."""
         for ops in self.providers(LinearOps, self.fp8_dtypes):
             wide = self.random(9, 2 * size, dtype=torch.float32)
             wide = (wide * torch.logspace(-6, 6, 9, device=self.device)[:, None]).to(ops.dtype)
             wide[4] = 0
             for x in (wide, wide[:, size:]):
-                codes, scales = ops.quantize_rows(x)
-                assert (codes.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (9, 1))
-                assert codes.is_contiguous()
+                quantized, scales = ops.quantize_rows(x)
+                assert (quantized.dtype, scales.dtype, scales.shape) == (FP8, torch.float32, (9, 1))
+                assert quantized.is_contiguous()
                 largest = x.float().abs().amax(-1, keepdim=True)
                 torch.testing.assert_close(scales, (largest / FP8_MAX).clamp_min(LEAST_SCALE), rtol=1e-6, atol=0)
-                # A number between two codes may become either.
-                wanted = x.float() / scales
-                torch.testing.assert_close(codes.float(), wanted, rtol=2**-4 + 1e-5, atol=2**-10 + 1e-5)
-                assert (codes.float().abs().amax(-1) == FP8_MAX).tolist() == [row != 4 for row in range(9)]
+                # A value between two FP8 numbers may be rounded to either.
+                expected = x.float() / scales
+                torch.testing.assert_close(quantized.float(), expected, rtol=2**-4 + 1e-5, atol=2**-10 + 1e-5)
+                assert (quantized.float().abs().amax(-1) == FP8_MAX).tolist() == [row != 4 for row in range(9)]
 
-    @pytest.mark.parametrize("has_bias", [False, True])
-    def test_fp8_gemms(self, has_bias: bool) -> None:
-        """The input is what `quantize_rows` makes of x; plain and gated."""
-        for ops in self.providers(LinearOps, self.fp8_dtypes):
-            for shape in self.fp8_shapes():
-                for op, expected in self.gemms(ops, shape, has_bias, in_fp8=True):
-                    for num_rows in sorted(self.num_rows * 2):
-                        x = self.random(num_rows, shape[1], dtype=ops.dtype)
-                        self.check(op, expected, x, f"{num_rows} rows by {shape} in float8", roundings=2)
-
-    def fp8_shapes(self) -> list[Shape]:
-        """Return the shapes that an FP8 weight may have, gated or not."""
-        return [shape for shape in self.shapes if shape[0] % 32 == 0 and shape[1] % 16 == 0]
+    def weights(self, in_fp8: bool) -> Iterator[tuple[LinearOps, Shape]]:
+        """Yield an instance per dtype with each shape of a weight; for FP8, multiples of 32 and 16."""
+        for ops in self.providers(LinearOps, self.fp8_dtypes if in_fp8 else None):
+            for shape in self.shapes:
+                if not in_fp8 or (shape[0] % 32 == 0 and shape[1] % 16 == 0):
+                    yield ops, shape
 
     def gemms(
         self, ops: LinearOps, shape: Shape, has_bias: bool, in_fp8: bool = False, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[LinearOp, LinearOp]]:
-        """Prepare a plain GEMM and a gated one, and return each with its expected result in float64."""
+        """Prepare a plain and a gated GEMM with a random weight, and return each with its float64 reference."""
         weight = (self.random(*shape, dtype=torch.float32) / shape[1] ** 0.5).to(dtype or ops.dtype)
         bias = self.random(shape[0], dtype=weight.dtype) if has_bias else None
         return ops_cases.gemms(ops, weight, bias, in_fp8)
 
     def test_gemms_keep_nan(self) -> None:
-        """A broken weight must be seen, not rounded to a number."""
+        """NaN inputs give NaN outputs, so that an error does not stay hidden."""
         for ops in self.providers(LinearOps):
             x = torch.full((1, 64), torch.nan, dtype=ops.dtype, device=self.device)
             weight = self.random(64, 64, dtype=ops.dtype)
@@ -107,7 +99,7 @@ class NormChecks(OpsChecks):
     """Tests of `NormOps`."""
 
     def test_rms_norm(self) -> None:
-        """x has any number of dimensions; where it is small, eps counts."""
+        """RMSNorm of inputs with any number of dimensions, also of values so small that eps matters."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
                 weight = self.random(size, dtype=ops.dtype)
@@ -117,26 +109,26 @@ class NormChecks(OpsChecks):
                         self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), ops.dtype, f"of {list(x.shape)}")
                         assert torch.equal(x, before), "x was changed"
 
-    def test_statistics_of_norms(self) -> None:
-        """Statistics are in float32: a running sum in half precision would stop growing."""
+    def test_norms_accumulate_in_float32(self) -> None:
+        """The mean of 4096 squares is exact; an accumulator in half precision would stop growing."""
         for ops in self.providers(NormOps):
             x = torch.full((2, 4096), 3.0, dtype=ops.dtype, device=self.device)
             weight = self.random(4096, dtype=ops.dtype)
             self.compare(ops.rms_norm(x, weight, 0.0), weight.double().expand(2, -1), ops.dtype, "the norm of equals")
 
     def test_add_rms_norm(self) -> None:
-        """The norm of the sum, and the sum; both inputs may be overwritten."""
+        """`add_rms_norm` returns the norm of the sum, and the sum. It may overwrite both inputs."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
                 weight, both = self.random(size, dtype=ops.dtype), views(size, ops.dtype, self.device)
                 for x, residual in zip(both, views(size, ops.dtype, self.device), strict=True):
                     total = x.double() + residual.double().flip(0)
-                    norm, found = ops.add_rms_norm(x, residual.flip(0), weight, EPS)
-                    self.compare(found, total, ops.dtype, f"sums of {list(x.shape)}")
+                    norm, added = ops.add_rms_norm(x, residual.flip(0), weight, EPS)
+                    self.compare(added, total, ops.dtype, f"sums of {list(x.shape)}")
                     self.compare(norm, normed(total, weight), ops.dtype, f"norms of {list(x.shape)}", roundings=2)
 
     def test_silu_and_mul(self) -> None:
-        """Any number of dimensions, and values for which the exponential would overflow."""
+        """Inputs may have any number of dimensions, and values for which the exponential would overflow."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
                 for x in views(2 * size, ops.dtype, self.device):
@@ -144,11 +136,20 @@ class NormChecks(OpsChecks):
                         self.check(ops.silu_and_mul, activated, part, f"activations of {list(x.shape)}", roundings=2)
 
     def test_norms_keep_nan(self) -> None:
-        """A broken weight must be seen, not rounded to a number."""
+        """NaN inputs give NaN outputs, so that an error does not stay hidden."""
         for ops in self.providers(NormOps):
             x = torch.full((1, 64), torch.nan, dtype=ops.dtype, device=self.device)
-            for found in (ops.rms_norm(x, self.random(64, dtype=ops.dtype), EPS), ops.silu_and_mul(x)):
-                assert found.isnan().all()
+            for output in (ops.rms_norm(x, self.random(64, dtype=ops.dtype), EPS), ops.silu_and_mul(x)):
+                assert output.isnan().all()
+
+    def test_norms_with_weights_in_float32(self) -> None:
+        """The norm is rounded once, to the dtype of x."""
+        for ops in self.providers(NormOps):
+            weight = 1 + self.random(64, dtype=torch.float32) / 256
+            x, residual = (self.random(5, 64, dtype=ops.dtype) for _ in range(2))
+            self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), ops.dtype, "the norm")
+            norm, found = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+            self.compare(norm, normed(found, weight), ops.dtype, "the norm of the sum")
 
     def test_norms_of_other_dtypes(self) -> None:
         """Tensors may have another dtype than the model's."""
@@ -157,8 +158,8 @@ class NormChecks(OpsChecks):
             weight, x, residual = (self.random(*size, dtype=dtype) for size in ((64,), (5, 64), (5, 64)))
             self.compare(ops.rms_norm(x, weight, EPS), normed(x, weight), dtype, "the norm")
             total = x.double() + residual.double()
-            norm, found = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
-            self.compare(found, total, dtype, "the sum")
+            norm, added = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
+            self.compare(added, total, dtype, "the sum")
             self.compare(norm, normed(total, weight), dtype, "the norm of the sum", roundings=2)
             self.compare(ops.silu_and_mul(x), activated(x), dtype, "the activation", roundings=2)
 
@@ -169,7 +170,7 @@ class RotaryChecks(OpsChecks):
     @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (4, 1, 128, 64), (3, 2, 80, 20)])
     @pytest.mark.parametrize("has_norms", [False, True])
     def test_rotation(self, shape: HeadShape, has_norms: bool) -> None:
-        """The shape is Hq, Hkv, D and half of the rotary dimension; cos and sin have the model's dtype or float32."""
+        """RoPE with and without QK norms; cos and sin have the model's dtype or float32."""
         for ops in self.providers(RotaryOps):
             for dtype in {ops.dtype, torch.float32}:
                 self.rotate_and_compare(ops, ops.dtype, dtype, shape, has_norms)
@@ -177,40 +178,40 @@ class RotaryChecks(OpsChecks):
     @pytest.mark.parametrize("shape", [(9, 3, 64, 32), (3, 2, 80, 20), (18, 9, 32, 16)])
     @pytest.mark.parametrize("has_norms", [False, True])
     def test_rotation_and_kv_store(self, shape: HeadShape, has_norms: bool) -> None:
-        """Pages have the model's dtype or FP8; other slots keep what they have."""
+        """RoPE and the KV store in one call, with pools in the model's dtype or FP8; other slots are unchanged."""
         num_kv_heads, size = shape[1:3]
         slots = torch.tensor([7, 19, 4, 6, 0, 13], device=self.device)
         others = torch.tensor([slot for slot in range(20) if slot not in slots.tolist()], device=self.device)
         for ops in self.providers(RotaryOps):
-            for of_pool, scales in ((ops.dtype, (1.0, 1.0)), (FP8, (0.5, 2**-9))):
+            for kv_dtype, scales in ((ops.dtype, (1.0, 1.0)), (FP8, (0.5, 2**-9))):
                 case = rotation_case(shape, has_norms, ops.dtype, ops.dtype, self.device)
                 before = case.v.clone()
-                pages = torch.full((2, 5, 4, num_kv_heads, size), 1.5, device=self.device).to(of_pool)
-                found = ops.rotate_and_store(case.q, case.k, case.v, case.rotation, pages[0], pages[1], slots, scales)
-                self.compare(found, case.expected[0], ops.dtype, "q", roundings=2)
-                of_k, of_v = pages.float().view(2, 20, num_kv_heads, size)
-                assert (torch.cat((of_k, of_v))[torch.cat((others, 20 + others))] == 1.5).all(), "a slot was changed"
-                if of_pool == FP8:
-                    # The rotation may round K to the neighbouring code.
-                    wanted = to_fp8(case.expected[1], scales[0]).float()
-                    torch.testing.assert_close(of_k[slots], wanted, rtol=2**-3, atol=0.05)
-                    assert torch.equal(of_v[slots], to_fp8(before, scales[1]).float())
+                pages = torch.full((2, 5, 4, num_kv_heads, size), 1.5, device=self.device).to(kv_dtype)
+                q = ops.rotate_and_store(case.q, case.k, case.v, case.rotation, pages[0], pages[1], slots, scales)
+                self.compare(q, case.expected[0], ops.dtype, "q", roundings=2)
+                k, v = pages.float().view(2, 20, num_kv_heads, size)
+                assert (torch.cat((k, v))[torch.cat((others, 20 + others))] == 1.5).all(), "another slot was changed"
+                if kv_dtype == FP8:
+                    # K may be rounded to a neighbouring FP8 number.
+                    expected = to_fp8(case.expected[1], scales[0]).float()
+                    torch.testing.assert_close(k[slots], expected, rtol=2**-3, atol=0.05)
+                    assert torch.equal(v[slots], to_fp8(before, scales[1]).float())
                 else:
-                    self.compare(of_k[slots].to(ops.dtype), case.expected[1], ops.dtype, "k", roundings=2)
-                    assert torch.equal(of_v[slots], before.float())
+                    self.compare(k[slots].to(ops.dtype), case.expected[1], ops.dtype, "k", roundings=2)
+                    assert torch.equal(v[slots], before.float())
 
     def rotate_and_compare(
         self, ops: RotaryOps, dtype: torch.dtype, table_dtype: torch.dtype, shape: HeadShape, has_norms: bool
     ) -> None:
-        """Compare on parts of one projection and on separate tensors, over several steps with tables of their own."""
+        """Compare q and k after RoPE, as slices of one projection and as separate tensors, over steps with other tables."""
         for step, together in enumerate((True, False, True)):
             case = rotation_case(shape, has_norms, dtype, table_dtype, self.device, step)
             q, k = (case.q, case.k) if together else (case.q.clone(), case.k.clone())
             before, rotation = case.v.clone(), case.rotation
-            found = ops.rotate(q, k, rotation) if has_norms else ops.rotary(q, k, rotation.cos, rotation.sin)
-            for name, part, wanted in zip("qk", found, case.expected, strict=True):
-                self.compare(part, wanted, dtype, f"{name} of {shape}", roundings=2)
-            assert torch.equal(case.v, before), "v, which lies behind k, was changed"
+            outputs = ops.rotate(q, k, rotation) if has_norms else ops.rotary(q, k, rotation.cos, rotation.sin)
+            for name, actual, expected in zip("qk", outputs, case.expected, strict=True):
+                self.compare(actual, expected, dtype, f"{name} of {shape}", roundings=2)
+            assert torch.equal(case.v, before), "v, which follows k in memory, was changed"
 
     @pytest.mark.parametrize("has_norms", [False, True])
     def test_rotation_of_other_dtypes(self, has_norms: bool) -> None:
@@ -225,7 +226,7 @@ class RoutingChecks(OpsChecks):
 
     @pytest.mark.parametrize("routing", list(ROUTING_SPECS))
     def test_routing(self, routing: str) -> None:
-        """Softmax and sigmoid, over all experts and in groups, with and without a bias of the choice. There are no ties."""
+        """Softmax and sigmoid scores, over all experts and in groups, with and without a correction bias; without ties."""
         num_experts, spec, has_bias = ROUTING_SPECS[routing]
         for ops in self.providers(RoutingOps):
             for logits, bias in routing_cases(num_experts, has_bias, ops.dtype, self.device):
@@ -233,5 +234,5 @@ class RoutingChecks(OpsChecks):
                 assert (weights.dtype, experts.dtype) == (torch.float32, torch.int64)
                 assert weights.shape == experts.shape == (len(logits), spec.top_k)
                 expected = expected_routing(logits, spec, bias)
-                found = torch.zeros_like(expected).scatter_(1, experts.cpu(), weights.cpu().double())
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+                actual = torch.zeros_like(expected).scatter_(1, experts.cpu(), weights.cpu().double())
+                torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)

@@ -1,4 +1,4 @@
-"""The kits of the roles around the layers: sampling, and inputs and outputs of steps."""
+"""Tests of the ops roles around the layers: sampling, and inputs and outputs of steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SamplingChecks(OpsChecks):
     """Tests of `SamplingOps`."""
 
     def test_argmax(self) -> None:
-        """The first of the largest, in the model's dtype and in another."""
+        """`argmax` returns the first index of the largest logit, in the model's dtype and in another."""
         for ops in self.providers(SamplingOps):
             logits = self.random(4, 1000, dtype=ops.dtype)
             logits[0, [17, 400, 999]] = 9.0
@@ -23,13 +23,16 @@ class SamplingChecks(OpsChecks):
             logits[2] = -torch.inf
             logits[3, :999] = -torch.inf
             for each in (logits, logits.to(other_dtype(ops.dtype))):
-                found = ops.argmax(each)
-                assert found.dtype == torch.int64
-                assert found.tolist() == [17, 0, 0, 999]
+                tokens = ops.argmax(each)
+                assert tokens.dtype == torch.int64
+                assert tokens.tolist() == [17, 0, 0, 999]
 
     @pytest.mark.parametrize("vocab_size", [10, 4096, 9001])
     def test_sampling(self, vocab_size: int) -> None:
-        """The token at which the cumulative distribution passes the number; the first and the last tokens are ruled out."""
+        """The sampled token is the one at which the cumulative probability exceeds the random number.
+
+        The first third of the vocabulary and the last token are masked.
+        """
         for ops in self.providers(SamplingOps):
             logits = self.random(12, vocab_size, dtype=ops.dtype) * 3
             logits[:, : vocab_size // 3] = -torch.inf
@@ -45,7 +48,7 @@ class SamplingChecks(OpsChecks):
 
     @pytest.mark.parametrize(("size", "vocab_size"), [(2, 10), (4, 9), (4, 30_000), (2, 8192)])
     def test_sampling_over_ranks(self, size: int, vocab_size: int) -> None:
-        """Ranks with parts of the logits get the tokens of all logits; the last rank may have padding."""
+        """Ranks with shards of the logits sample the same tokens as from all logits; the last shard may have padding."""
         part = -(-vocab_size // size)
         for ops in self.providers(SamplingOps):
             for num_rows in (1, 7, 12):
@@ -64,16 +67,16 @@ class SamplingChecks(OpsChecks):
                     temperature: torch.Tensor = temperature,
                     uniform: torch.Tensor = uniform,
                 ) -> torch.Tensor:
-                    own = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
-                    return ops.sample_shard(own, temperature, uniform, VocabShard(group, vocab_size))
+                    shard = padded[:, group.rank * part : (group.rank + 1) * part].contiguous()
+                    return ops.sample_shard(shard, temperature, uniform, VocabShard(group, vocab_size))
 
-                found = run_ranks(size, sample, one_at_a_time=True)
-                self.check_sampled(found[0], logits, temperature, uniform)
-                assert all(torch.equal(each, found[0]) for each in found), "ranks disagree"
+                tokens = run_ranks(size, sample, one_at_a_time=True)
+                self.check_sampled(tokens[0], logits, temperature, uniform)
+                assert all(torch.equal(each, tokens[0]) for each in tokens), "ranks sampled different tokens"
 
     @pytest.mark.parametrize("vocab_size", [31, 64, 300, 5001])
     def test_masks(self, vocab_size: int) -> None:
-        """Some requests of several, in any order; the last word may have more bits than there are tokens."""
+        """Bit masks apply to some of the rows, in any order; the last word may have more bits than there are tokens."""
         for ops in self.providers(SamplingOps):
             logits = self.random(5, vocab_size, dtype=ops.dtype)
             random = torch.Generator().manual_seed(vocab_size)
@@ -85,18 +88,18 @@ class SamplingChecks(OpsChecks):
             assert torch.equal(ops.mask_logits(logits.clone(), rows, words), expected)
 
     def check_sampled(
-        self, found: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
+        self, tokens: torch.Tensor, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor
     ) -> None:
-        """Assert that the tokens are those of `SamplingOps.sample`, but for rounding."""
-        assert (found.dtype, found.shape) == (torch.int64, temperature.shape)
+        """Assert that the tokens follow the contract of `SamplingOps.sample`, except for rounding."""
+        assert (tokens.dtype, tokens.shape) == (torch.int64, temperature.shape)
         is_greedy = temperature == 0
-        assert found[is_greedy].tolist() == logits[is_greedy].argmax(-1).tolist(), "temperature 0"
+        assert tokens[is_greedy].tolist() == logits[is_greedy].argmax(-1).tolist(), "wrong token at temperature 0"
         probs = (logits.double() / torch.where(is_greedy, 1.0, temperature)[:, None]).softmax(-1)
-        cumulative, row = probs.cumsum(-1), torch.arange(len(found), device=self.device)
-        taken, upto = probs[row, found], cumulative[row, found]
-        assert (taken > 0).all(), "a token that was ruled out"
-        is_right = is_greedy | ((upto - taken - 1e-5 <= uniform) & (uniform <= upto + 1e-5))
-        assert is_right.all(), f"not the token at {uniform[~is_right].tolist()}"
+        cumulative, row = probs.cumsum(-1), torch.arange(len(tokens), device=self.device)
+        prob, upper = probs[row, tokens], cumulative[row, tokens]
+        assert (prob > 0).all(), "a masked token was sampled"
+        is_right = is_greedy | ((upper - prob - 1e-5 <= uniform) & (uniform <= upper + 1e-5))
+        assert is_right.all(), f"wrong token for the random numbers {uniform[~is_right].tolist()}"
 
 
 class StepChecks(OpsChecks):
@@ -105,7 +108,7 @@ class StepChecks(OpsChecks):
     @pytest.mark.parametrize("page_size", [1, 16])
     @pytest.mark.parametrize("count", [1, 6, 300])
     def test_decode_inputs(self, page_size: int, count: int) -> None:
-        """Some tokens and pages are known, some are not; padding repeats row 0. Nothing else is written."""
+        """Token ids of -1 are read from `last_tokens`, and new pages are entered in the page table; padding uses row 0."""
         random = torch.Generator().manual_seed(count)
 
         def draw(low: int, high: int, *size: int) -> torch.Tensor:
@@ -130,49 +133,48 @@ class StepChecks(OpsChecks):
             given = torch.stack((rows, ids, positions, new_pages, *draw(-9, 9, 3, count + 4)))
             for turn in (1, 0):
                 shared, inputs = torch.stack((given, given.flip(1))[:: 1 - 2 * turn]), torch.zeros_like(given)
-                of_turn = torch.tensor([turn], dtype=torch.int32, device=self.device)
+                turn_tensor = torch.tensor([turn], dtype=torch.int32, device=self.device)
                 table = wide.clone()[:, :33]
-                found, slots = ops.decode_inputs(shared, of_turn, inputs, last_tokens, table, page_size)
+                tokens, slots = ops.decode_inputs(shared, turn_tensor, inputs, last_tokens, table, page_size)
                 assert torch.equal(inputs, given)
-                assert (found.dtype, slots.dtype) == (torch.int32, torch.int64)
-                assert found.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
+                assert (tokens.dtype, slots.dtype) == (torch.int32, torch.int64)
+                assert tokens.tolist() == torch.where(ids < 0, last_tokens[rows.long()], ids).tolist()
                 assert slots.tolist() == [
                     page * page_size + position % page_size
                     for page, position in zip(pages, positions.tolist(), strict=True)
                 ]
-                assert torch.equal(table, expected), "the page table"
+                assert torch.equal(table, expected), "the page table is wrong"
 
     @pytest.mark.parametrize("count", [1, 5, 300])
     def test_decode_outputs(self, count: int) -> None:
-        """Every token is stored for its row and for the host, and nothing else changes; then `turn` flips."""
+        """Each token is stored in `last_tokens` and in the buffer of the current turn, and nothing else; `turn` flips."""
         for ops in self.providers(StepOps, self.dtypes[:1]):
             last_tokens = torch.full((count + 20,), -7, dtype=torch.int32, device=self.device)
             shared = torch.full((2, count), -5, device=self.device)
             turn = torch.zeros(1, dtype=torch.int32, device=self.device)
-            noted, left = last_tokens.clone(), shared.clone()
-            for place in (0, 1, 0):
+            expected_last, expected_shared = last_tokens.clone(), shared.clone()
+            for index in (0, 1, 0):
                 rows = torch.randperm(count + 20, device=self.device)[:count].int()
                 tokens = torch.randint(0, 200_000, (count,), device=self.device)
-                noted[rows.long()], left[place] = tokens.int(), tokens
+                expected_last[rows.long()], expected_shared[index] = tokens.int(), tokens
                 ops.decode_outputs(tokens, rows, last_tokens, shared, turn)
-                assert torch.equal(last_tokens, noted)
-                assert torch.equal(shared, left)
-                assert turn.tolist() == [1 - place]
+                assert torch.equal(last_tokens, expected_last)
+                assert torch.equal(shared, expected_shared)
+                assert turn.tolist() == [1 - index]
 
     def test_gather_rows(self) -> None:
-        """Rows have any length; the index is int32 or int64."""
+        """`gather_rows` gathers rows of any length by an index in int32 or int64."""
         for ops in self.providers(StepOps):
             for size in (3, 64, 5000):
                 table = self.random(11, size, dtype=ops.dtype)
                 for kind in (torch.int32, torch.int64):
                     index = torch.tensor([10, 0, 3, 3, 7], dtype=kind, device=self.device)
                     for part in (index, index[1:], index[:0]):
-                        found = ops.gather_rows(table, part)
-                        assert torch.equal(found, table[part.long()])
+                        assert torch.equal(ops.gather_rows(table, part), table[part.long()])
 
     @pytest.mark.parametrize("count", [0, 1, 5, 300])
     def test_scatter(self, count: int) -> None:
-        """Values of int64 are written to a table of int32 at the index, and nowhere else."""
+        """`scatter` writes int64 values to an int32 table at the index, and nowhere else."""
         for ops in self.providers(StepOps):
             table = torch.full((count + 20,), -7, dtype=torch.int32, device=self.device)
             index = torch.randperm(count + 20, device=self.device)[:count].int()

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of one layer, as the quantization kit loads them."""
+"""Quantized checkpoints of one layer for the quantization kit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.weights.loader import fill_target
 
 Packed = tuple[dict[str, torch.Tensor], torch.Tensor]
-"""Tensors of a module by the last part of their names, such as ``weight_scale``; and the weight that they stand for, float32."""
+"""Tensors of a module by the last component of their names, such as ``weight_scale``, and the dequantized weight, float32."""
 
 
 def _plain(weight: torch.Tensor) -> Packed:
@@ -24,29 +24,29 @@ def _plain(weight: torch.Tensor) -> Packed:
 
 @dataclass(frozen=True, slots=True)
 class PackedCheckpoint:
-    """A format of weights; by default that of checkpoints that are not quantized.
+    """Format of weights in a checkpoint; by default unquantized.
 
     Attributes:
-        config: the ``quantization_config``; empty without one.
-        pack: quantizes a weight, float32 [out, in].
+        config: the ``quantization_config`` of config.json; empty if there is none.
+        pack: function that quantizes a weight, float32 [out, in].
     """
 
     config: Mapping[str, Any] = field(default_factory=dict)
     pack: Callable[[torch.Tensor], Packed] = _plain
 
     def quantization(self, *ignored: str) -> CheckpointQuantization | None:
-        """Return it as a provider is given it, with modules that are not quantized."""
+        """Return the `CheckpointQuantization` of this format, in which the modules `ignored` are not quantized."""
         lists = {"ignore": list(ignored), "modules_to_not_convert": list(ignored)} if ignored else {}
         return CheckpointQuantization(dict(self.config) | lists) if self.config else None
 
 
 @dataclass(frozen=True, slots=True)
 class PackedModule:
-    """A linear module of a checkpoint.
+    """Linear module of a checkpoint.
 
     Attributes:
-        tensors: by the last part of their names, without the bias.
-        weight: the weight that they stand for, float32 [out, in].
+        tensors: tensors by the last component of their names, without the bias.
+        weight: dequantized weight, float32 [out, in].
         bias: [out], or None.
     """
 
@@ -56,18 +56,20 @@ class PackedModule:
 
 
 class Rank(SingleRank):
-    """One rank of a group, whose collectives nobody joins."""
+    """Communicator of any rank of a group, for tests that run the ranks in turn. Its collectives return their input."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
 
 def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, list[WeightTarget]]:
-    """Load modules, as the loader and a weight source do: a module that is taken by its weight alone is dequantized for it.
+    """Load the modules of a layer as the weight loader does.
+
+    A module is dequantized if the layer has no target for its packed tensors.
 
     Args:
-        targets: of a layer.
-        modules: of the checkpoint, by name.
+        targets: targets of the layer.
+        modules: modules of the checkpoint by name.
 
     Returns:
         The targets by name.
@@ -75,20 +77,20 @@ def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, lis
     Raises:
         AssertionError: the targets' names are not those of the modules' tensors.
     """
-    held: dict[str, list[WeightTarget]] = {}
+    by_name: dict[str, list[WeightTarget]] = {}
     for name, target in targets:
-        held.setdefault(name, []).append(target)
-    stored: dict[str, torch.Tensor] = {}
+        by_name.setdefault(name, []).append(target)
+    tensors: dict[str, torch.Tensor] = {}
     for name, module in modules.items():
         packed = {f"{name}.{kind}": tensor for kind, tensor in module.tensors.items()}
-        is_packed = any(each in held for each in packed if each != f"{name}.weight")
-        stored |= packed if is_packed else {f"{name}.weight": module.weight}
+        is_packed = any(each in by_name for each in packed if each != f"{name}.weight")
+        tensors |= packed if is_packed else {f"{name}.weight": module.weight}
         if module.bias is not None:
-            stored[f"{name}.bias"] = module.bias
-    missing, unknown = sorted(set(stored) - set(held)), sorted(set(held) - set(stored))
-    assert not missing, f"no target takes {', '.join(missing)}"
-    assert not unknown, f"the checkpoint has no {', '.join(unknown)}"
-    for name, tensor in stored.items():
-        for target in held[name]:
+            tensors[f"{name}.bias"] = module.bias
+    unused, missing = sorted(set(tensors) - set(by_name)), sorted(set(by_name) - set(tensors))
+    assert not unused, f"the layer has no target for {', '.join(unused)}"
+    assert not missing, f"the checkpoint has no {', '.join(missing)}"
+    for name, tensor in tensors.items():
+        for target in by_name[name]:
             fill_target(name, tensor, target)
-    return held
+    return by_name

@@ -12,7 +12,7 @@ import torch
 from minisgl_core.contracts.platform import Platform
 
 _NUM_WORDS = 1 << 20
-"""Size of copies that are long enough to detect a missing wait."""
+"""Elements of a copy that takes long enough to detect a missing synchronization."""
 
 
 class PlatformTests:
@@ -50,7 +50,7 @@ class PlatformTests:
         assert 0 < platform.free_memory() <= self.provider.hardware().total_memory
 
     def test_the_device_is_current(self) -> None:
-        """Tensors of its device type are on the current device and support GEMMs in all its dtypes."""
+        """Tensors of the platform's device type are on its device and support GEMMs in all its dtypes."""
         platform = self.make()
         if platform.device.index is not None:
             assert torch.empty(1, device=platform.device.type).device == platform.device
@@ -87,7 +87,7 @@ class PlatformTests:
                 assert (tensor == number).all().item()
                 assert (filled == number).all().item()
 
-    def test_many_short_copies_under_way(self) -> None:
+    def test_concurrent_copies_are_independent(self) -> None:
         """Concurrent copies do not overwrite each other's memory."""
         platform = self.make()
         with platform.stream():
@@ -120,10 +120,10 @@ class PlatformTests:
 
     @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
     def test_shared_memory(self, dtype: torch.dtype) -> None:
-        """Host and device see each other's writes to several blocks; copies from them may be reused at once."""
+        """Host and device see each other's writes to several blocks, and the host may overwrite a block after a copy."""
         platform = self.make()
         if not self.provider.supports_graphs and platform.device.type != "cpu":
-            pytest.skip("only platforms with CUDA graphs need it")
+            pytest.skip("only platforms with CUDA graphs need shared memory")
         blocks = [platform.share_memory((3, size), dtype) for size in (1, 50, 1000)]
         for host, shared in blocks:
             assert (host.device.type, shared.device.type) == ("cpu", platform.device.type)
@@ -148,17 +148,17 @@ class PlatformTests:
             assert (tensor == 3).all().item()
             assert (filled == 3).all().item()
 
-    def test_graphs_take_and_leave_what_is_shared(self) -> None:
-        """Each replay uses its buffer while the host fills the next one."""
+    def test_graphs_read_and_write_shared_memory(self) -> None:
+        """Each replay reads and writes one of two buffers in shared memory, while the host fills the other."""
         platform = self.make()
         if not self.provider.supports_graphs:
             pytest.skip("the platform does not support CUDA graphs")
-        (given, of_device), (left, to_host) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
+        (given, inputs), (results, outputs) = (platform.share_memory((2, 50), torch.int64) for _ in range(2))
         turn = torch.zeros(1, dtype=torch.int64, device=platform.device)
 
         def run() -> torch.Tensor:
-            doubled = of_device.index_select(0, turn) * 2
-            to_host.index_copy_(0, turn, doubled)
+            doubled = inputs.index_select(0, turn) * 2
+            outputs.index_copy_(0, turn, doubled)
             turn.neg_().add_(1)
             return doubled
 
@@ -171,7 +171,7 @@ class PlatformTests:
                     given[index].numpy()[:] = number + index
                     graph.replay()
                 platform.record_event().synchronize()
-                assert [part.tolist() for part in left] == [[number * 2] * 50, [number * 2 + 2] * 50]
+                assert [part.tolist() for part in results] == [[number * 2] * 50, [number * 2 + 2] * 50]
         graph.reset()
 
     def test_synchronize(self) -> None:
@@ -185,30 +185,30 @@ class PlatformTests:
         platform.synchronize()
         assert (host == 1).all().item()
 
-    def test_the_peak_of_memory(self) -> None:
-        """The peak covers all memory in use at once; None means that `run` was not called."""
+    def test_measure_peak(self) -> None:
+        """`measure_peak` returns at least the memory in use at once, or None without calling `run`."""
         platform = self.make()
         calls = []
 
         def run() -> None:
-            held = [torch.ones(_NUM_WORDS, device=platform.device) for _ in range(3)]
-            calls.append(len(held))
+            tensors = [torch.ones(_NUM_WORDS, device=platform.device) for _ in range(3)]
+            calls.append(len(tensors))
 
         peak = platform.measure_peak(run)
         assert calls == ([] if peak is None else [3])
         assert peak is None or peak >= 3 * 4 * _NUM_WORDS
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.float8_e4m3fn])
-    def test_borrowed_memory(self, dtype: torch.dtype) -> None:
-        """A borrowed tensor has the same memory, shape, strides and dtype."""
+    def test_weak_ref_shares_memory(self, dtype: torch.dtype) -> None:
+        """A weak reference has the same memory, shape, strides and dtype."""
         platform = self.make()
         whole = torch.arange(24, device=platform.device).view(2, 3, 4).to(dtype)
         part = whole[:, 1:, ::2]
-        borrowed = platform.weak_ref(part)
-        assert (borrowed.dtype, borrowed.shape, borrowed.stride()) == (dtype, part.shape, part.stride())
-        assert borrowed.data_ptr() == part.data_ptr()
+        weak = platform.weak_ref(part)
+        assert (weak.dtype, weak.shape, weak.stride()) == (dtype, part.shape, part.stride())
+        assert weak.data_ptr() == part.data_ptr()
         whole.zero_()
-        assert not borrowed.float().any()
+        assert not weak.float().any()
 
     def test_graphs(self) -> None:
         """A replay computes from the current inputs; a platform without graphs raises an error."""
@@ -235,8 +235,8 @@ class PlatformTests:
         assert [copy.tolist() for copy in copies] == [[7.0] * 8, [9.0] * 8], "a replay overwrote a host tensor"
         graph.reset()
 
-    def test_graphs_in_pieces(self) -> None:
-        """Work between two graphs runs between their replays and sees their current values."""
+    def test_piecewise_graphs(self) -> None:
+        """Code between two graphs runs between their replays and reads their current outputs."""
         platform = self.make()
         if not self.provider.supports_graphs:
             with pytest.raises(NotImplementedError):
@@ -255,19 +255,19 @@ class PlatformTests:
 
         with platform.stream():
             run(lambda: None)
-            pieces, output = platform.capture_piecewise(run)
-            assert len(pieces) == 3
+            graphs, output = platform.capture_piecewise(run)
+            assert len(graphs) == 3
             for number in (3.0, 4.0):
                 x.fill_(number)
-                pieces[0].replay()
+                graphs[0].replay()
                 seen[-1].add_(1)
                 x.fill_(0.5)
-                pieces[1].replay()
-                pieces[2].replay()
+                graphs[1].replay()
+                graphs[2].replay()
                 assert _values(platform, output) == [(2 * number + 1.5) * 3] * 8
         platform.synchronize()
-        for piece in pieces:
-            piece.reset()
+        for graph in graphs:
+            graph.reset()
 
 
 def _values(platform: Platform, tensor: torch.Tensor) -> Any:

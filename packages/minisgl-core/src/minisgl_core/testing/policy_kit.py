@@ -15,7 +15,7 @@ from minisgl_core.contracts.policy import Policy, RequestView
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Read-only properties of a request that policies see."""
+    """Waiting or running request with the properties of `RequestView`."""
 
     priority: int
     arrival: int
@@ -26,12 +26,12 @@ class Request:
 
 
 class Queue:
-    """Requests as the scheduler passes them, with their numbers of cached tokens.
+    """Random requests in the order in which the scheduler passes them, with their numbers of cached tokens.
 
     Attributes:
         waiting: waiting requests by priority, then arrival.
         running: running requests in random order.
-        asked: number of calls of `num_cached` per request, by arrival.
+        num_calls: number of calls of `num_cached` per request, by arrival.
     """
 
     def __init__(self, length: int, num_priorities: int, seed: int) -> None:
@@ -50,15 +50,15 @@ class Queue:
         self.waiting = sorted(requests[:length], key=lambda request: (request.priority, request.arrival))
         self.running = requests[length:]
         self._cached = {request.arrival: draw.choice((0, 0, 16, 512)) for request in requests}
-        self.asked: Counter[int] = Counter()
+        self.num_calls: Counter[int] = Counter()
 
     def num_cached(self, request: RequestView) -> int:
-        """Return the cached tokens of a request, and count the call in `asked`."""
-        self.asked[request.arrival] += 1
+        """Return the number of cached tokens of a request, and count the call in `num_calls`."""
+        self.num_calls[request.arrival] += 1
         return self._cached[request.arrival]
 
     def ordered_by(self, policy: Policy) -> Sequence[RequestView]:
-        """Return the policy's order. The policy gets copies of the lists, as from the scheduler."""
+        """Return the policy's order. The policy gets copies of the lists, as in the scheduler."""
         return policy.order(list(self.waiting), list(self.running), self.num_cached)
 
 
@@ -73,32 +73,32 @@ class PolicyTests:
 
     @pytest.mark.parametrize("length", [0, 1, 2, 50, 1000])
     @pytest.mark.parametrize("num_priorities", [1, 3])
-    def test_orders_all_that_wait(self, length: int, num_priorities: int) -> None:
-        """The order has each waiting request exactly once, as a missing one would wait forever."""
+    def test_order_has_each_waiting_request_once(self, length: int, num_priorities: int) -> None:
+        """The order has each waiting request exactly once, since a missing one would wait forever."""
         for seed in range(5):
             queue = Queue(length, num_priorities, seed)
-            found = queue.ordered_by(self.provider())
-            assert sorted(map(id, found)) == sorted(map(id, queue.waiting)), "not a permutation of the waiting requests"
+            order = queue.ordered_by(self.provider())
+            assert sorted(map(id, order)) == sorted(map(id, queue.waiting)), "not a permutation of the waiting requests"
 
     def test_lower_priorities_run_first(self) -> None:
-        """Lower priorities come first, whatever the policy prefers among equal priorities."""
+        """Requests are ordered by priority, lowest value first; the policy orders requests of equal priority."""
         for seed in range(20):
-            found = Queue(60, 4, seed).ordered_by(self.provider())
-            priorities = [request.priority for request in found]
+            order = Queue(60, 4, seed).ordered_by(self.provider())
+            priorities = [request.priority for request in order]
             assert priorities == sorted(priorities), f"priorities in the order of admission: {priorities}"
 
-    def test_is_the_same_every_time(self) -> None:
-        """The order depends only on the queue and the cache, also for a new instance."""
+    def test_order_is_deterministic(self) -> None:
+        """The order depends only on the queue and the cached tokens; a new instance has the same order."""
         policy = self.provider()
         for seed in range(20):
             queue = Queue(40, 2, seed)
             orders = [list(queue.ordered_by(each)) for each in (policy, policy, self.provider())]
             assert orders[0] == orders[1] == orders[2], "the order differs from call to call"
 
-    def test_asks_about_a_request_once(self) -> None:
-        """The policy asks for cached tokens once per request, since each call matches the whole prompt."""
+    def test_num_cached_is_called_once_per_request(self) -> None:
+        """The policy calls `num_cached` at most once per request, since each call matches the whole prompt."""
         queue = Queue(300, 2, seed=0)
         queue.ordered_by(self.provider())
-        assert not queue.asked or max(queue.asked.values()) == 1, (
+        assert not queue.num_calls or max(queue.num_calls.values()) == 1, (
             "the policy calls num_cached several times per request"
         )

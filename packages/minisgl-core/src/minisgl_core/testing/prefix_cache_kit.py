@@ -24,10 +24,10 @@ class PrefixCacheTests:
 
     Attributes:
         provider: the class.
-        takes_all: True if insert takes all whole pages that are not cached yet. If False, only histories and properties of an
-            empty cache are tested.
-        evicts_least_recent: True if pages of earlier calls are evicted first. Set it to False for a cache that evicts in larger
-            units, or by another rule.
+        takes_all: True if `insert` takes all whole pages that are not cached yet. If False, only random histories and an empty
+            cache are tested.
+        evicts_least_recent: True if the least recently used pages are evicted first. Set it to False for a cache that evicts in
+            larger units, or by another rule.
         profile: settings of hypothesis, which searches for failing histories.
     """
 
@@ -46,7 +46,7 @@ class PrefixCacheTests:
         return self.provider(page_size)
 
     def filled(self, page_size: int, *prefixes: tuple[int, ...]) -> PrefixCache:
-        """Return a cache with prefixes inserted in turn, whose pages are 10, 11, ..., then 20, 21, ... and so on."""
+        """Return a cache with these prefixes, inserted in order. Pages of the first are 10, 11, ..., of the second 20, 21, ..."""
         if not self.takes_all:
             pytest.skip("the cache does not take all pages")
         cache = self.make_cache(page_size)
@@ -148,8 +148,8 @@ class PrefixCacheTests:
         assert [sorted(cache.evict(2).tolist()) for _ in range(3)] == [[30, 31], [20, 21], [10, 11]]
 
     @pytest.mark.parametrize("page_size", [1, 2, 16])
-    def test_similar_pages_are_told_apart(self, page_size: int) -> None:
-        """Pages that differ in single bits or have equal checksums are distinguished, among thousands of pages."""
+    def test_similar_pages_are_distinguished(self, page_size: int) -> None:
+        """Pages that differ in one bit or have equal checksums are distinguished, among thousands of cached pages."""
         pages = similar_pages(page_size)
         for beginning in (np.empty(0, np.int32), np.arange(page_size, dtype=np.int32)):
             cache = self.filled(page_size)
@@ -160,8 +160,8 @@ class PrefixCacheTests:
                 assert len(cache.match(tokens).pages) <= num_before, "the cache found a page that was never inserted"
                 cache.insert(tokens, pages_array([1] * num_before + [ids[page.tobytes()]]))
             for page in pages:
-                found = cache.match(np.concatenate((beginning, page))).pages.tolist()
-                assert found == [1] * num_before + [ids[page.tobytes()]], (
+                matched = cache.match(np.concatenate((beginning, page))).pages.tolist()
+                assert matched == [1] * num_before + [ids[page.tobytes()]], (
                     "the cache found another page for these tokens"
                 )
             cache.check()
@@ -192,7 +192,7 @@ class PrefixCacheTests:
         cache.check()
 
     @each_page_size
-    def test_reset_gives_everything_back(self, page_size: int) -> None:
+    def test_reset_returns_all_pages(self, page_size: int) -> None:
         """`reset` returns all pages, and the cache is usable afterwards."""
         cache = self.filled(page_size, (0, 0), (0, 1))
         assert sorted(cache.reset()) == [10, 11, 21]
@@ -202,7 +202,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_runs_are_bounded_and_count_hits(self, page_size: int) -> None:
-        """Locked runs come first, with their parents; a hit counts for the whole prefix."""
+        """`runs` returns locked runs and their parents first; `count_hit` counts for the whole prefix."""
         cache = self.filled(page_size, (0, 0, 0), (0, 0, 1), *[(2, index % 3, index // 3) for index in range(9)])
         if type(cache).runs is PrefixCache.runs:
             pytest.skip("the cache returns no runs")

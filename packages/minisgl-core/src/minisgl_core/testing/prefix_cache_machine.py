@@ -1,4 +1,4 @@
-"""Random histories of a prefix cache, compared with a dictionary after each step."""
+"""Random sequences of calls of a prefix cache, compared with a dictionary after each call."""
 
 from __future__ import annotations
 
@@ -42,9 +42,12 @@ def pages_array(pages: list[int]) -> PageIds:
 
 
 class PrefixCacheMachine(RuleBasedStateMachine):
-    """Model of the engine: it owns a pool of pages and knows the owner of each page.
+    """State machine that calls a prefix cache as the engine does, and knows the owner of each page of the pool.
 
-    `cached` maps each cached prefix to its last page, so that lookups and rules take one dictionary access per page.
+    Attributes:
+        cache: the prefix cache under test.
+        free: pages that the cache does not own.
+        cached: last page of each cached prefix.
     """
 
     def __init__(
@@ -55,20 +58,20 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.page_size, self.takes_all, self.evicts_least_recent = page_size, takes_all, evicts_least_recent
         self.free = list(range(1, NUM_PAGES))
         self.cached: dict[Prefix, int] = {}
-        self.marks: list[tuple[Any, Prefix]] = []
+        self.handles: list[tuple[Any, Prefix]] = []
         """Valid handles and their prefixes."""
         self.locks: list[tuple[Any, Prefix]] = []
         self.now = 0
         self.surely_used: dict[Prefix, int] = {}
         """Time when a prefix was last inserted or unlocked."""
         self.maybe_used: dict[Prefix, int] = {}
-        """Time of the last use, including matches and locks, which a cache need not count."""
+        """Time of the last use, including matches and locks, which a cache may ignore."""
 
     def beginnings(self, prefix: Prefix) -> list[Prefix]:
         """Return all non-empty prefixes of `prefix`, shortest first."""
         return [prefix[:length] for length in range(1, len(prefix) + 1)]
 
-    def cached_part(self, prefix: Prefix) -> Prefix:
+    def longest_cached(self, prefix: Prefix) -> Prefix:
         """Return the longest cached prefix of `prefix`."""
         return max((part for part in self.beginnings(prefix) if part in self.cached), key=len, default=())
 
@@ -89,8 +92,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 self.surely_used[part] = self.now
 
     def hold(self, handle: Any, prefix: Prefix, lock: bool) -> None:
-        """Store a handle, and lock it at once if `lock`."""
-        self.marks.append((handle, prefix))
+        """Store a valid handle, and lock it if `lock`."""
+        self.handles.append((handle, prefix))
         if lock:
             self.cache.lock(handle)
             self.locks.append((handle, prefix))
@@ -102,7 +105,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         sizes = self.cache.num_evictable, self.cache.num_locked
         result = self.cache.match(tokens_of(prefix, self.page_size, num_extra % self.page_size))
         assert (self.cache.num_evictable, self.cache.num_locked) == sizes, "match changed a size"
-        part = self.cached_part(prefix)
+        part = self.longest_cached(prefix)
         assert result.pages.tolist() == self.pages_of(part), "match returned other pages"
         assert result.num_tokens(self.page_size) == len(part) * self.page_size
         result.pages[:] = -1
@@ -117,8 +120,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         lock=st.booleans(),
     )
     def insert(self, prefix: Prefix, num_extra: int, num_reused: int, num_surplus: int, lock: bool) -> None:
-        """Insert the cache's own pages for part of the cached prefix, and new pages for the rest."""
-        present = self.cached_part(prefix)
+        """Insert a prefix: the cache's own pages for the first cached tokens, and new pages for the rest."""
+        present = self.longest_cached(prefix)
         reused = self.pages_of(present)[:num_reused]
         num_own = len(prefix) - len(reused) + num_surplus
         if num_own > len(self.free):
@@ -139,24 +142,24 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.use(prefix[:num_cached], surely=True)
         self.hold(result.handle, prefix[:num_cached], lock)
 
-    @precondition(lambda self: self.marks)
+    @precondition(lambda self: self.handles)
     @rule(data=st.data())
     def lock(self, data: st.DataObject) -> None:
         """Lock any valid handle."""
-        handle, prefix = data.draw(st.sampled_from(self.marks))
+        handle, prefix = data.draw(st.sampled_from(self.handles))
         self.hold(handle, prefix, lock=True)
 
     @precondition(lambda self: self.locks)
     @rule(data=st.data())
     def unlock(self, data: st.DataObject) -> None:
-        """Undo any lock, in any order."""
+        """Unlock any of the locked handles."""
         handle, prefix = self.locks.pop(data.draw(st.integers(0, len(self.locks) - 1)))
         self.cache.unlock(handle)
         self.use(prefix, surely=True)
 
     @rule(num_pages=st.integers(0, 9))
     def evict(self, num_pages: int) -> None:
-        """Evict pages; more than are evictable is refused without a change."""
+        """Evict pages, or check that evicting more pages than are evictable raises an error."""
         if num_pages <= len(self.cached) - len(self.locked()):
             self.check_evicted(self.cache.evict(num_pages), num_pages)
             return
@@ -164,7 +167,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.evict(num_pages)
 
     def check_evicted(self, pages: PageIds, num_asked: int) -> None:
-        """Take evicted pages back, and check that the right ones were evicted."""
+        """Check the evicted pages, and move them to the free ones."""
         owner = {page: prefix for prefix, page in self.cached.items()}
         evicted = [owner[page] for page in pages.tolist() if page in owner]
         assert len(evicted) == len(pages), "a page that the cache did not own was evicted"
@@ -182,7 +185,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert all(self.surely_used[prefix] <= oldest_kept for prefix in evicted), (
                 "a page was evicted before one that was used earlier"
             )
-        self.marks = [*self.locks, *((handle, prefix) for handle, prefix in self.marks if not prefix)]
+        self.handles = [*self.locks, *((handle, prefix) for handle, prefix in self.handles if not prefix)]
 
     @precondition(lambda self: len(self.cached) > 4 and not self.locked())
     @rule()
@@ -191,7 +194,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert sorted(self.cache.reset()) == sorted(self.cached.values()), "reset returned other pages"
         self.free += self.cached.values()
         self.cached = {}
-        self.marks = [(handle, prefix) for handle, prefix in self.marks if not prefix]
+        self.handles = [(handle, prefix) for handle, prefix in self.handles if not prefix]
 
     @invariant()
     def sizes_and_structure_are_right(self) -> None:
@@ -204,8 +207,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.cache.check()
 
     @invariant()
-    def what_it_shows_is_there(self) -> None:
-        """`runs` returns exactly the cached prefixes, or nothing."""
+    def runs_are_right(self) -> None:
+        """`runs` returns exactly the cached prefixes if the cache implements it."""
         if type(self.cache).runs is PrefixCache.runs:
             return
         tokens, pages = {0: tokens_of((), self.page_size)}, {0: pages_array([])}
@@ -224,7 +227,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert num_locked == self.cache.num_locked, "the locks of the runs are wrong"
 
     def teardown(self) -> None:
-        """At the end of a history, all prefixes are found and can be evicted."""
+        """Check at the end that all cached prefixes are matched and can be evicted."""
         for prefix in list(self.cached):
             self.match(prefix, num_extra=0, lock=False)
         while self.locks:

@@ -1,4 +1,4 @@
-"""Tests that every quantization provider must pass."""
+"""Conformance kit of quantization providers. The file is long because it has the cases of linear layers and of experts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModul
 from minisgl_core.testing.references import NaiveMoe
 
 Shape = tuple[int, int]
-"""Outputs and inputs of a weight."""
+"""Output features and input features of a weight."""
 PLAIN = PackedCheckpoint()
 QKV: PackedModules = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 GATE_UP: PackedModules = {"gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,19 +37,20 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 class QuantizationTests:
-    """Subclass and set `provider`, and `checkpoints` where it reads quantized ones.
+    """Tests of a quantization provider. Subclass this and set `provider`, and `checkpoints` if it reads quantized ones.
 
-    Every test runs on a checkpoint that is not quantized, in each of `dtypes`, and on each of `checkpoints`.
+    Every test runs in each of `dtypes`, with an unquantized checkpoint and with each of `checkpoints`. Outputs are compared with
+    those of the dequantized weights in float64.
 
     Attributes:
         provider: the class.
-        ops: the provider of the kernels; set it where this one counts on them.
-        experts: likewise, runs experts.
-        device: where to run.
-        dtypes: of activations, and of weights before they are quantized.
-        shapes: outputs and inputs of the weights. The provider must quantize the first.
+        ops: ops provider; set it if the quantization provider requires its kernels.
+        experts: MoE kernel; set it if the quantization provider requires it.
+        device: device of the tests.
+        dtypes: dtypes of activations, and of weights before they are quantized.
+        shapes: (output features, input features) of the weights. The provider must quantize the first of these shapes.
         checkpoints: formats that the provider reads without dequantizing.
-        loss: largest error of a matmul of normally distributed numbers, as a share of it, in root mean squares.
+        loss: largest relative error (root mean square) of a GEMM with normally distributed inputs and weights.
     """
 
     provider: ClassVar[type[Quantization]]
@@ -61,179 +62,184 @@ class QuantizationTests:
     checkpoints: ClassVar[tuple[PackedCheckpoint, ...]] = ()
     loss: ClassVar[float] = 0.05
 
-    def test_says_why_it_cannot(self) -> None:
-        """Asking gives sentences, whatever it is asked for."""
+    def test_unsupported_returns_reasons(self) -> None:
+        """`unsupported` returns sentences for any spec."""
         for dtype in (torch.float64, torch.float16, torch.bfloat16):
             for device in ("cpu", "cuda"):
                 for num_experts in (0, 8):
-                    for stored in (PLAIN, *self.checkpoints):
-                        spec = QuantizationSpec(dtype, torch.device(device), num_experts, stored.quantization())
+                    for checkpoint in (PLAIN, *self.checkpoints):
+                        spec = QuantizationSpec(dtype, torch.device(device), num_experts, checkpoint.quantization())
                         reasons = self.provider.unsupported(spec)
                         assert isinstance(reasons, list)
                         assert all(isinstance(reason, str) and reason.strip() for reason in reasons), reasons
 
     @pytest.mark.parametrize("has_bias", [False, True])
     def test_linear(self, has_bias: bool) -> None:
-        """A token and many, over shapes and dtypes."""
-        for provider, stored in self.cases():
+        """Linear layers of all shapes and dtypes, for batches of 1 to 130 tokens."""
+        for provider, checkpoint in self.cases():
             for shape in self.shapes:
-                module = self.module(stored, shape, provider, has_bias)
+                module = self.module(checkpoint, shape, provider, has_bias)
                 layer = self.column_parallel(provider, {"m.proj": module})
-                for num_rows in (1, 2, 16, 17, 130):
-                    x = self.random(num_rows, shape[1], provider)
-                    self.check(layer.forward(x), self.product(x, module), f"{num_rows} rows by {shape}")
+                for num_tokens in (1, 2, 16, 17, 130):
+                    x = self.random(num_tokens, shape[1], provider)
+                    self.check(
+                        layer.forward(x), self.expected_linear(x, module), f"{num_tokens} tokens, weight {shape}"
+                    )
 
     @pytest.mark.parametrize("has_bias", [False, True])
     def test_gated(self, has_bias: bool) -> None:
-        """Gate rows come first, and the two projections have scales of their own."""
-        for provider, stored in self.cases():
+        """Gate rows precede up rows, and the two projections have different scales."""
+        for provider, checkpoint in self.cases():
             for rows, columns in self.shapes:
-                gate, up = (self.module(stored, (rows // 2, columns), provider, has_bias, size) for size in (1.0, 16.0))
+                gate, up = (
+                    self.module(checkpoint, (rows // 2, columns), provider, has_bias, size) for size in (1.0, 16.0)
+                )
                 modules = {"m.gate_proj": gate, "m.up_proj": up}
                 layer = self.column_parallel(provider, modules, "m.gate_up_proj", gated=True)
-                for num_rows in (1, 16, _BATCH):
-                    x = self.random(num_rows, columns, provider)
-                    expected = F.silu(self.product(x, gate)) * self.product(x, up)
-                    self.check(layer.forward(x), expected, f"{num_rows} rows by {rows, columns}", 2 * self.loss)
+                for num_tokens in (1, 16, _BATCH):
+                    x = self.random(num_tokens, columns, provider)
+                    expected = F.silu(self.expected_linear(x, gate)) * self.expected_linear(x, up)
+                    label = f"{num_tokens} tokens, weight {rows, columns}"
+                    self.check(layer.forward(x), expected, label, 2 * self.loss)
 
-    def test_tensors_that_are_stored_fused(self) -> None:
-        """A checkpoint may have gate and up projection in one tensor."""
-        for provider, stored in self.cases():
-            fused = self.module(stored, self.shapes[0], provider, True)
+    def test_fused_checkpoint_tensors(self) -> None:
+        """A checkpoint may store the gate and up projections as one tensor."""
+        for provider, checkpoint in self.cases():
+            fused = self.module(checkpoint, self.shapes[0], provider, True)
             x = self.random(_BATCH, self.shapes[0][1], provider)
-            gate, up = self.product(x, fused).chunk(2, dim=-1)
+            gate, up = self.expected_linear(x, fused).chunk(2, dim=-1)
             for size in (1, 2):
-                halves = []
+                outputs = []
                 for rank in range(size):
                     layer = self.column_parallel(
                         provider, {"m.gate_up_proj": fused}, "m.gate_up_proj", gated=True, communicator=Rank(rank, size)
                     )
-                    halves.append(layer.forward(x))
-                self.check(torch.cat(halves, -1), F.silu(gate) * up, f"{size} ranks", 2 * self.loss)
+                    outputs.append(layer.forward(x))
+                self.check(torch.cat(outputs, -1), F.silu(gate) * up, f"{size} ranks", 2 * self.loss)
 
     @pytest.mark.parametrize("size", [2, 3])
-    def test_ranks_have_their_rows(self, size: int) -> None:
-        """The ranks' outputs together are the layer's, where rows do not divide, too."""
-        for provider, stored in self.cases():
+    def test_output_features_are_sharded(self, size: int) -> None:
+        """The ranks' outputs, concatenated, are the layer's output, also if the output features need padding."""
+        for provider, checkpoint in self.cases():
             total = 96 - size + 1
-            module = self.module(stored, (total, 128), provider, True)
+            module = self.module(checkpoint, (total, 128), provider, True)
             x = self.random(_BATCH, 128, provider)
             parts = [
                 self.column_parallel(provider, {"m.proj": module}, communicator=Rank(rank, size)).forward(x)
                 for rank in range(size)
             ]
             assert all(len(part[0]) == 96 // size for part in parts)
-            found = torch.cat(parts, -1)
-            assert (found[:, total:] == 0).all(), "padding is not zero"
-            self.check(found[:, :total], self.product(x, module), f"{size} ranks")
+            output = torch.cat(parts, -1)
+            assert (output[:, total:] == 0).all(), "padding is not zero"
+            self.check(output[:, :total], self.expected_linear(x, module), f"{size} ranks")
 
     @pytest.mark.parametrize("size", [2, 3])
-    def test_ranks_have_their_columns(self, size: int) -> None:
-        """The ranks' outputs add up to the layer's, where columns do not divide, too; the bias counts once."""
-        for provider, stored in self.cases():
+    def test_input_features_are_sharded(self, size: int) -> None:
+        """The ranks' outputs sum to the layer's output, also if the input features need padding; one rank adds the bias."""
+        for provider, checkpoint in self.cases():
             total = 96 - size + 1
-            module = self.module(stored, (64, total), provider, True)
+            module = self.module(checkpoint, (64, total), provider, True)
             x = F.pad(self.random(_BATCH, total, provider), (0, 96 - total))
-            found = torch.zeros(_BATCH, 64, dtype=torch.float64, device=self.device)
+            output = torch.zeros(_BATCH, 64, dtype=torch.float64, device=self.device)
             for rank in range(size):
                 layer = RowParallelLinear(total, 64, self.build(provider, Rank(rank, size)), bias=True, reduce=False)
                 self.load(layer, "m.proj", {}, {"m.proj": module})
-                found += layer.forward(x.chunk(size, -1)[rank]).double()
-            self.check(found, self.product(x[:, :total], module), f"{size} ranks")
+                output += layer.forward(x.chunk(size, -1)[rank]).double()
+            self.check(output, self.expected_linear(x[:, :total], module), f"{size} ranks")
 
     def test_ranks_share_kv_heads(self) -> None:
-        """Four ranks and two KV heads: two ranks load the same rows of K and V."""
-        for provider, stored in self.cases():
+        """Pairs of ranks load the same rows of K and V if there are four ranks and two KV heads."""
+        for provider, checkpoint in self.cases():
             modules = {
-                f"m.{name}": self.module(stored, (16 * heads, 64), provider, True, 2.0**heads)
+                f"m.{name}": self.module(checkpoint, (16 * heads, 64), provider, True, 2.0**heads)
                 for name, heads in (("q_proj", 4), ("k_proj", 2), ("v_proj", 2))
             }
             x = self.random(_BATCH, 64, provider)
-            q, k, v = (self.product(x, module).view(_BATCH, -1, 16) for module in modules.values())
+            q, k, v = (self.expected_linear(x, module).view(_BATCH, -1, 16) for module in modules.values())
             for rank in range(4):
                 layer = QKVParallelLinear(64, 16, 4, 2, self.build(provider, Rank(rank, 4)), bias=True)
                 self.load(layer, "m.qkv_proj", QKV, modules)
                 expected = q[:, rank : rank + 1], k[:, rank // 2 : rank // 2 + 1], v[:, rank // 2 : rank // 2 + 1]
-                for found, wanted, what in zip(layer.heads(x), expected, "qkv", strict=True):
-                    self.check(found, wanted, f"{what} of rank {rank}")
+                for output, wanted, name in zip(layer.heads(x), expected, "qkv", strict=True):
+                    self.check(output, wanted, f"{name} of rank {rank}")
 
-    def test_it_takes_what_the_checkpoint_has(self) -> None:
-        """A weight of the first of `shapes` is loaded from the checkpoint's packed tensors."""
-        for provider, stored in self.cases():
+    def test_targets_are_the_checkpoints_tensors(self) -> None:
+        """A weight of the first of `shapes` is loaded from the tensors that the checkpoint has, such as packed ones."""
+        for provider, checkpoint in self.cases():
             layer = MergedColumnParallelLinear(self.shapes[0][1], [self.shapes[0][0]], self.build(provider))
-            module = self.module(stored, self.shapes[0], provider, False)
-            found = sorted(name for name, _ in layer.weight_targets("m.proj", {}))
-            assert found == sorted(f"m.proj.{kind}" for kind in module.tensors), found
+            module = self.module(checkpoint, self.shapes[0], provider, False)
+            names = sorted(name for name, _ in layer.weight_targets("m.proj", {}))
+            assert names == sorted(f"m.proj.{kind}" for kind in module.tensors), names
 
-    def test_layers_that_are_not_quantized(self) -> None:
-        """A layer that a quantized checkpoint leaves as it is has its weight alone."""
-        for stored in self.checkpoints:
-            for provider in self.providers(stored, "m.proj"):
+    def test_unquantized_layers_of_quantized_checkpoints(self) -> None:
+        """A layer that a quantized checkpoint does not quantize is loaded from its plain weight."""
+        for checkpoint in self.checkpoints:
+            for provider in self.providers(checkpoint, "m.proj"):
                 module = self.module(PLAIN, self.shapes[0], provider, True)
                 layer = self.column_parallel(provider, {"m.proj": module})
                 x = self.random(_BATCH, self.shapes[0][1], provider)
-                self.check(layer.forward(x), self.product(x, module), "not quantized", 0.01)
-            for provider in self.providers(stored, "m.experts", num_experts=3):
+                self.check(layer.forward(x), self.expected_linear(x, module), "not quantized", 0.01)
+            for provider in self.providers(checkpoint, "m.experts", num_experts=3):
                 case, modules = self.case_of_experts(provider, PLAIN)
                 method = self.experts_method(provider, modules)
-                found = method.prepare()(case.x, case.topk_weights, case.topk_ids)
+                output = method.prepare()(case.x, case.topk_weights, case.topk_ids)
                 expected = expected_output(case, method.spec.moe).to(self.device)
-                self.check(found, expected, "experts that are not quantized", 0.02)
+                self.check(output, expected, "experts that are not quantized", 0.02)
 
     @pytest.mark.parametrize(("size", "has_bias"), [(1, False), (2, False), (1, True), (2, True)])
     def test_experts(self, size: int, has_bias: bool) -> None:
-        """Each projection of each expert has scales of its own; the ranks' outputs add up, and biases count once."""
-        for provider, stored in self.cases(num_experts=3):
-            case, modules = self.case_of_experts(provider, stored, has_bias)
-            found = torch.zeros(case.x.shape, dtype=torch.float64, device=self.device)
+        """Scales differ between experts and projections. The ranks' outputs are summed, and one rank adds the down bias."""
+        for provider, checkpoint in self.cases(num_experts=3):
+            case, modules = self.case_of_experts(provider, checkpoint, has_bias)
+            output = torch.zeros(case.x.shape, dtype=torch.float64, device=self.device)
             for rank in range(size):
                 method = self.experts_method(provider, modules, Rank(rank, size))
-                found += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
+                output += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
             expected = expected_output(case, replace(method.spec.moe, intermediate_size=48)).to(self.device)
-            self.check(found, expected, f"experts, {size} ranks", 2 * self.loss)
+            self.check(output, expected, f"experts, {size} ranks", 2 * self.loss)
 
-    def test_rows_stand_alone(self) -> None:
-        """A row beside much larger ones has the result that it has alone."""
-        for provider, stored in self.cases():
-            module = self.module(stored, self.shapes[0], provider, False)
+    def test_rows_are_independent(self) -> None:
+        """A token's output does not depend on other tokens of the batch, even on much larger ones."""
+        for provider, checkpoint in self.cases():
+            module = self.module(checkpoint, self.shapes[0], provider, False)
             layer = self.column_parallel(provider, {"m.proj": module})
             x = self.random(40, self.shapes[0][1], provider)
             x[1::2] *= 1000
-            self.check(layer.forward(x)[::2], self.product(x, module)[::2], "among large rows")
+            self.check(layer.forward(x)[::2], self.expected_linear(x, module)[::2], "among large rows")
             for row in (0, 38):
                 alone = layer.forward(x[row : row + 1])
-                self.check(alone, layer.forward(x)[row : row + 1].double(), "alone", self.loss / 5)
+                self.check(alone, layer.forward(x)[row : row + 1].double(), "a batch of one token", self.loss / 5)
 
     def test_zeros(self) -> None:
-        """Rows of zeros give the bias; outputs whose weights are zeros are zero."""
-        for provider, stored in self.cases():
+        """The output of an all-zero input is the bias, and output features with all-zero weights are zero."""
+        for provider, checkpoint in self.cases():
             weight = self.weight(self.shapes[0], provider)
             weight[5:9] = 0
             x = self.random(3, self.shapes[0][1], provider)
             x[1] = 0
             bias = torch.ones(self.shapes[0][0]).to(provider.spec.dtype)
             biased, plain = (
-                self.column_parallel(provider, {"m.proj": PackedModule(*stored.pack(weight), each)}).forward(x)
+                self.column_parallel(provider, {"m.proj": PackedModule(*checkpoint.pack(weight), each)}).forward(x)
                 for each in (bias, None)
             )
             torch.testing.assert_close(biased[1], bias.to(self.device))
             assert (plain[:, 5:9] == 0).all()
 
     def test_strided_rows(self) -> None:
-        """Activations may be a part of a wider tensor."""
-        for provider, stored in self.cases():
+        """Activations may be a slice of a wider tensor."""
+        for provider, checkpoint in self.cases():
             columns = self.shapes[0][1]
-            module = self.module(stored, self.shapes[0], provider, False)
+            module = self.module(checkpoint, self.shapes[0], provider, False)
             layer = self.column_parallel(provider, {"m.proj": module})
             wide = torch.full((5, 2 * columns), torch.nan, device=self.device, dtype=provider.spec.dtype)
             x = wide[:, 8 : 8 + columns].copy_(self.random(5, columns, provider))
-            self.check(layer.forward(x), self.product(x, module), "strided")
+            self.check(layer.forward(x), self.expected_linear(x, module), "strided")
 
-    def test_no_copy_is_kept(self) -> None:
-        """Quantized weights replace those that were loaded. Packed ones are not widened, nor are they while loading."""
+    def test_linear_weights_have_no_second_copy(self) -> None:
+        """`prepare` keeps no unquantized copy of a weight. Packed weights are never dequantized, not even while loading."""
         (rows, columns), count = (256, 512), 24
-        for provider, stored in self.cases():
-            module = self.module(stored, (rows, columns), provider, False)
+        for provider, checkpoint in self.cases():
+            module = self.module(checkpoint, (rows, columns), provider, False)
             packed = sum(each.nbytes for each in module.tensors.values())
             with LiveBytes() as memory:
                 layers = [MergedColumnParallelLinear(columns, [rows], self.build(provider)) for _ in range(count)]
@@ -241,50 +247,58 @@ class QuantizationTests:
                     fill(layer.weight_targets("m.proj", {}), {"m.proj": module})
                 loaded = memory.live
                 prepare_all(_Layers(layers))
-                if stored is PLAIN:
-                    share = 0.75 if type(provider).linear is not Quantization.linear else 1.1
-                    _check_live(memory, share * loaded, f"{loaded} that were loaded")
+                if checkpoint is PLAIN:
+                    factor = 0.75 if type(provider).linear is not Quantization.linear else 1.1
+                    _check_live(memory, factor * loaded, f"weights of {loaded} bytes")
                 else:
-                    _check_live(memory, 1.1 * packed * count, f"{packed * count} packed ones")
+                    _check_live(memory, 1.1 * packed * count, f"packed weights of {packed * count} bytes")
                     limit = 1.1 * packed * count + 16 * packed
-                    assert memory.peak <= limit, f"{memory.peak} bytes at once for {packed * count} packed ones"
+                    assert memory.peak <= limit, (
+                        f"packed weights of {packed * count} bytes needed {memory.peak} bytes while loading"
+                    )
 
-    def test_no_copy_of_experts_is_kept(self) -> None:
-        """Likewise."""
-        for provider, stored in self.cases(num_experts=3):
-            _, modules = self.case_of_experts(provider, stored)
+    def test_expert_weights_have_no_second_copy(self) -> None:
+        """`prepare` keeps no unquantized copy of the experts' weights, and packed ones are not dequantized."""
+        for provider, checkpoint in self.cases(num_experts=3):
+            _, modules = self.case_of_experts(provider, checkpoint)
             packed = sum(tensor.nbytes for each in modules.values() for tensor in each.tensors.values())
             with LiveBytes() as memory:
                 method = self.experts_method(provider, modules)
                 loaded = memory.live
                 op = method.prepare()
                 del method
-                if stored is PLAIN:
-                    share = 0.75 if type(provider).experts is not Quantization.experts else 1.1
-                    _check_live(memory, share * loaded, f"{loaded} that were loaded, by {op}")
+                if checkpoint is PLAIN:
+                    factor = 0.75 if type(provider).experts is not Quantization.experts else 1.1
+                    _check_live(memory, factor * loaded, f"weights of {loaded} bytes of {op}")
                 else:
-                    _check_live(memory, 1.25 * packed, f"{packed} packed ones, by {op}")
+                    _check_live(memory, 1.25 * packed, f"packed weights of {packed} bytes of {op}")
 
     def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
-        """Return a provider per dtype and checkpoint; skip the test where it serves none."""
-        found = []
-        for stored in (PLAIN, *self.checkpoints):
-            found += [(provider, stored) for provider in self.providers(stored, num_experts=num_experts)]
-        if not found:
-            pytest.skip("the provider serves no such model here")
-        return found
+        """Return a provider instance per supported dtype and checkpoint. Skip the test if none is supported."""
+        cases = []
+        for checkpoint in (PLAIN, *self.checkpoints):
+            cases += [(provider, checkpoint) for provider in self.providers(checkpoint, num_experts=num_experts)]
+        if not cases:
+            pytest.skip("the provider supports no such model on this machine")
+        return cases
 
-    def providers(self, stored: PackedCheckpoint, *ignored: str, num_experts: int = 0) -> list[Quantization]:
-        """Return one per dtype that the provider serves, for a checkpoint in which some modules are not quantized."""
-        made = []
+    def providers(self, checkpoint: PackedCheckpoint, *ignored: str, num_experts: int = 0) -> list[Quantization]:
+        """Return a provider instance per supported dtype.
+
+        Args:
+            checkpoint: format of the checkpoint.
+            ignored: modules that the checkpoint does not quantize.
+            num_experts: experts per layer.
+        """
+        instances = []
         for dtype in self.dtypes:
-            spec = QuantizationSpec(dtype, torch.device(self.device), num_experts, stored.quantization(*ignored))
+            spec = QuantizationSpec(dtype, torch.device(self.device), num_experts, checkpoint.quantization(*ignored))
             if not self.provider.unsupported(spec):
-                made.append(self.provider(spec, Ops.of(spec.device, dtype, self.ops)))
-        return made
+                instances.append(self.provider(spec, Ops.of(spec.device, dtype, self.ops)))
+        return instances
 
     def build(self, provider: Quantization, communicator: Communicator | None = None) -> BuildContext:
-        """Return what layers are built with."""
+        """Return the build context of the layers."""
         spec = provider.spec
         group = communicator or SingleRank()
         return BuildContext(group, provider.ops, spec.device, spec.dtype, self.experts, quantization=provider)
@@ -298,7 +312,7 @@ class QuantizationTests:
         gated: bool = False,
         communicator: Communicator | None = None,
     ) -> MergedColumnParallelLinear:
-        """Return a layer with these modules' weights; with the activation, one module holds both gate and up."""
+        """Return a loaded layer with the weights of `modules`. If `gated`, a single module has gate and up rows fused."""
         rows = [len(each.weight) for each in modules.values()]
         if gated and len(rows) == 1:
             rows = [rows[0] // 2] * 2
@@ -308,7 +322,7 @@ class QuantizationTests:
         return self.load(layer, name, GATE_UP if len(modules) > 1 else {}, modules)
 
     def load(self, layer: L, name: str, packed: PackedModules, modules: Mapping[str, PackedModule]) -> L:
-        """Fill a layer and prepare it."""
+        """Load the layer's weights and prepare it."""
         fill(layer.weight_targets(name, packed), modules)
         layer.prepare()
         return layer
@@ -316,7 +330,7 @@ class QuantizationTests:
     def experts_method(
         self, provider: Quantization, modules: Mapping[str, PackedModule], communicator: Communicator | None = None
     ) -> ExpertsMethod:
-        """Return the loaded method of three experts, of which each rank has a part."""
+        """Return the loaded method of three experts, which are sharded over the ranks."""
         build, has_bias = self.build(provider, communicator), modules["m.experts.0.gate_proj"].bias is not None
         inner = Shard.of(48, build)
         shape = MoeSpec(3, 2, 64, inner.size, build.dtype, build.device, has_bias=has_bias)
@@ -328,34 +342,37 @@ class QuantizationTests:
         return method
 
     def weight(self, shape: Shape, provider: Quantization, size: float = 1.0) -> torch.Tensor:
-        """Return a weight, float32 on the host, whose results have about this size."""
+        """Return a random weight, float32 on the CPU, for which unit inputs give outputs of about `size`."""
         random = torch.Generator().manual_seed(shape[0])
         weight = torch.randn(shape, generator=random) * (size / math.sqrt(shape[1]))
         return weight.to(provider.spec.dtype).float()
 
     def module(
-        self, stored: PackedCheckpoint, shape: Shape, provider: Quantization, has_bias: bool, size: float = 1.0
+        self, checkpoint: PackedCheckpoint, shape: Shape, provider: Quantization, has_bias: bool, size: float = 1.0
     ) -> PackedModule:
-        """Return a module of the checkpoint."""
+        """Return a random module of the checkpoint, whose outputs are of about `size`."""
         random = torch.Generator().manual_seed(shape[0])
         bias = (torch.randn(shape[0], generator=random) * size).to(provider.spec.dtype) if has_bias else None
         weight = self.weight(shape, provider, size)
-        tensors, known = stored.pack(weight)
-        if stored is PLAIN:
+        tensors, dequantized = checkpoint.pack(weight)
+        if checkpoint is PLAIN:
             tensors = {"weight": weight.to(provider.spec.dtype)}
-        return PackedModule(tensors, known, bias)
+        return PackedModule(tensors, dequantized, bias)
 
     def case_of_experts(
-        self, provider: Quantization, stored: PackedCheckpoint, has_bias: bool = False
+        self, provider: Quantization, checkpoint: PackedCheckpoint, has_bias: bool = False
     ) -> tuple[MoeCase, dict[str, PackedModule]]:
-        """Return inputs, and three experts, each eight times as large as the one before, and its way back as much smaller."""
+        """Return inputs and the modules of three experts.
+
+        From expert to expert, gate and up weights grow by a factor of 8, and down weights shrink by it.
+        """
         modules = {}
         for expert in range(3):
             size = 8.0**expert
             sizes = (48, 64, size), (48, 64, 2 * size), (64, 48, 8.0 / size)
             for projection, (rows, columns, scale) in zip(_PROJECTIONS, sizes, strict=True):
                 name = f"m.experts.{expert}.{projection}"
-                modules[name] = self.module(stored, (rows, columns), provider, has_bias, scale)
+                modules[name] = self.module(checkpoint, (rows, columns), provider, has_bias, scale)
         gates, ups, downs = (
             [modules[f"m.experts.{expert}.{projection}"] for expert in range(3)] for projection in _PROJECTIONS
         )
@@ -376,27 +393,27 @@ class QuantizationTests:
         return case, modules
 
     def random(self, num_rows: int, size: int, provider: Quantization) -> torch.Tensor:
-        """Return activations."""
+        """Return normally distributed activations, [num_rows, size]."""
         x = torch.randn(num_rows, size, generator=torch.Generator().manual_seed(num_rows))
         return x.to(self.device, provider.spec.dtype)
 
-    def product(self, x: torch.Tensor, module: PackedModule) -> torch.Tensor:
-        """Return the linear layer's output, in float64."""
+    def expected_linear(self, x: torch.Tensor, module: PackedModule) -> torch.Tensor:
+        """Return the linear layer's output in float64."""
         bias = None if module.bias is None else module.bias.to(x.device).double()
         expected: torch.Tensor = F.linear(x.double(), module.weight.to(x.device).double(), bias)
         return expected
 
-    def check(self, found: torch.Tensor, expected: torch.Tensor, what: str, loss: float | None = None) -> None:
-        """Compare, within `loss`."""
-        assert found.shape == expected.shape, f"{what}: {list(found.shape)}, not {list(expected.shape)}"
-        share = ((found.double() - expected).norm() / expected.norm()).item()
-        assert share <= (loss or self.loss), f"{what}: off by {share:.2g} of the result"
+    def check(self, actual: torch.Tensor, expected: torch.Tensor, label: str, loss: float | None = None) -> None:
+        """Assert that the relative error is at most `loss`; None for the kit's `loss`."""
+        assert actual.shape == expected.shape, f"{label}: shape {list(actual.shape)}, not {list(expected.shape)}"
+        error = ((actual.double() - expected).norm() / expected.norm()).item()
+        assert error <= (loss or self.loss), f"{label}: relative error {error:.2g}"
 
 
-def _check_live(memory: LiveBytes, limit: float, of: str) -> None:
+def _check_live(memory: LiveBytes, limit: float, weights: str) -> None:
     if memory.live > limit:
         gc.collect()
-    assert memory.live <= limit, f"{memory.live} bytes are held for {of}"
+    assert memory.live <= limit, f"{memory.live} bytes are allocated for {weights}"
 
 
 class _Layers(Layer):

@@ -23,7 +23,7 @@ class _Exchange:
     """Shared state in which ranks exchange values.
 
     Attributes:
-        turn: lock that the running rank holds except while it waits here; None if all ranks may run at once.
+        turn: lock that the running rank holds except while it waits for others; None if all ranks may run at once.
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 
@@ -59,8 +59,7 @@ class _Exchange:
 class ThreadCommunicator(Communicator):
     """Communicator between threads. It sums in rank order, so that all ranks have bitwise equal results.
 
-    It uses the freedom of `all_reduce_add_norm`: if the number of rows is divisible by the number of ranks, residual rows of
-    other ranks are NaN.
+    Residual rows that `all_reduce_add_norm` may leave to other ranks are NaN, if the ranks divide the number of rows.
     """
 
     def __init__(self, rank: int, size: int, exchange: _Exchange) -> None:
@@ -78,11 +77,11 @@ class ThreadCommunicator(Communicator):
         """Normalise this rank's rows, and gather those of the others."""
         if len(x) % self.size:
             return super().all_reduce_add_norm(x, residual, weight, eps, add_norm)
-        mine = slice(self.rank * len(x) // self.size, (self.rank + 1) * len(x) // self.size)
-        norm, added = add_norm(self.all_reduce(x)[mine], residual[mine], weight, eps)
-        rows = torch.full_like(residual, torch.nan)
-        rows[mine] = added
-        return self.all_gather(norm, 0), rows
+        rows = slice(self.rank * len(x) // self.size, (self.rank + 1) * len(x) // self.size)
+        norm, added = add_norm(self.all_reduce(x)[rows], residual[rows], weight, eps)
+        new_residual = torch.full_like(residual, torch.nan)
+        new_residual[rows] = added
+        return self.all_gather(norm, 0), new_residual
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """Concatenate the ranks' tensors."""

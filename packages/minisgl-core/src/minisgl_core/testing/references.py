@@ -1,11 +1,10 @@
-"""Plain implementations that the kits compare with: attention without pages, experts one token at a time, a checkpoint
-written by transformers."""
+"""References of the kits: attention without pages, experts one token at a time, and checkpoints from transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +17,13 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
+from minisgl_core.testing.attention_rig import dense_attention
 from minisgl_core.testing.moe_cases import activated, check_fields, dequantized
 from minisgl_core.utils.fp8 import FP8
 
-_KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
-"""Of a layer; a field that is added there must change the references too."""
-
-
-def check_known(layer: AttentionLayer) -> None:
-    """Raise AssertionError where a reference would ignore a field of the layer, such as one of a subclass."""
-    names = {each.name for each in fields(layer)}
-    assert names == _KNOWN_FIELDS, (
-        f"the kits' references do not know {sorted(names - _KNOWN_FIELDS)} of attention layers"
-    )
-
 
 class DenseAttention:
-    """An `Attend` for one sequence that keeps all keys and values; float32, causal, with windows, soft caps and sinks."""
+    """`Attend` of one sequence, which stores all keys and values and computes `dense_attention`."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -47,27 +36,14 @@ class DenseAttention:
         layer: AttentionLayer,
         rotation: Rotation | None = None,
     ) -> torch.Tensor:
-        """q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, to [T, Hq, D]."""
-        check_known(layer)
+        """Attend with q [T, Hq, D], k and v [T, Hkv, D] of the sequence's next T tokens, and return [T, Hq, D]."""
         if rotation is not None:
             q, k = RotaryOps(q.device, q.dtype).rotate(q, k, rotation)
         if layer.index in self._past:
             past_k, past_v = self._past[layer.index]
             k, v = torch.cat((past_k, k)), torch.cat((past_v, v))
         self._past[layer.index] = (k.clone(), v.clone())
-        num_new, num_all, group = len(q), len(k), q.shape[1] // k.shape[1]
-        keys, values = (x.float().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q.float(), keys) * layer.scale
-        if layer.soft_cap is not None:
-            scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
-        age = torch.arange(num_all - num_new, num_all)[:, None] - torch.arange(num_all)
-        hidden = age < 0 if layer.sliding_window is None else (age < 0) | (age >= layer.sliding_window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if layer.sinks is not None:
-            sinks = layer.sinks.float()[:, None, None].expand(-1, num_new, 1)
-            scores = torch.cat((scores, sinks), dim=-1)
-        weights = scores.softmax(dim=-1)[..., :num_all]
-        return torch.einsum("hqk,khd->qhd", weights, values).to(q.dtype)
+        return dense_attention(q, k, v, layer).to(q.dtype)
 
 
 def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
@@ -75,7 +51,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
 
     Args:
         attends: one per sequence.
-        lengths: tokens of each in this step.
+        lengths: tokens of each sequence in this step.
     """
 
     def attend(
@@ -87,7 +63,7 @@ def batched(attends: Sequence[Attend], lengths: Sequence[int]) -> Attend:
     ) -> torch.Tensor:
         tensors = (torch.split_with_sizes(x, list(lengths)) for x in (q, k, v))
         parts = zip(attends, *tensors, _split(rotation, lengths), strict=True)
-        return torch.cat([each(*qkv, layer, of_part) for each, *qkv, of_part in parts])
+        return torch.cat([each(*qkv, layer, part_rotation) for each, *qkv, part_rotation in parts])
 
     return attend
 
@@ -100,7 +76,7 @@ def _split(rotation: Rotation | None, lengths: Sequence[int]) -> list[Rotation |
 
 
 class NaiveMoe(MoeKernel):
-    """Each token through each of its experts in turn, in float32."""
+    """MoE kernel that computes each expert of each token in turn, in float32."""
 
     capabilities = MoeCapabilities(
         activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
@@ -116,34 +92,34 @@ class NaiveMoe(MoeKernel):
         down = weights.down, weights.down_scales, weights.down_bias
         for token, (factors, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
             for factor, expert in zip(factors, ids, strict=True):
-                gate, up = _of_expert(expert, x[token].float(), *gate_up).chunk(2)
-                out[token] += factor * _of_expert(expert, activated(gate, up, self.spec), *down)
+                gate, up = _expert_linear(expert, x[token].float(), *gate_up).chunk(2)
+                out[token] += factor * _expert_linear(expert, activated(gate, up, self.spec), *down)
         return out.to(x.dtype)
 
 
-def _of_expert(
+def _expert_linear(
     expert: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    matrix = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
-    return matrix @ x if bias is None else matrix @ x + bias[expert].float()
+    wide = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
+    return wide @ x if bias is None else wide @ x + bias[expert].float()
 
 
 def random_reference(config: Any, seed: int = 0) -> Any:
-    """A transformers model for causal language modelling with weights that make mistakes visible.
+    """Return a transformers model for causal language modelling with random weights that make mistakes visible.
 
-    transformers' own initialisation is so narrow that attention is nearly uniform and a wrong rotation goes unnoticed;
-    here activations keep their size through every layer, and norms and biases are not trivial.
+    With transformers' own initialisation, attention is nearly uniform, which hides wrong positions. Here activations keep their
+    size through all layers, and norms and biases are random.
 
     Args:
         config: a transformers config.
-        seed: of the weights.
+        seed: seed of the weights.
 
     Returns:
-        The model in float32, with plain attention.
+        The model in float32, with eager attention.
     """
     from transformers import AutoModelForCausalLM
 
@@ -152,11 +128,13 @@ def random_reference(config: Any, seed: int = 0) -> Any:
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        kept = model.state_dict()
+        buffers = [each for each in model.named_buffers() if each[0] in kept]  # a router's correction bias
+        for name, weight in (*model.named_parameters(), *buffers):
             if weight.ndim == 1:
                 centre, spread = (1.0, 0.2) if name.endswith("weight") else (0.0, 0.5)
             else:
-                # With tied embeddings of unit size, a token's own logit would be the largest whatever the layers do.
+                # With tied embeddings of unit size, the input token always has the largest logit, which hides mistakes.
                 embedding = 0.2 if config.tie_word_embeddings else 1.0
                 centre, spread = 0.0, embedding if "embed" in name else 1.5 * weight.shape[-1] ** -0.5
             weight.copy_(torch.randn(weight.shape, generator=generator) * spread + centre)
@@ -164,11 +142,11 @@ def random_reference(config: Any, seed: int = 0) -> Any:
 
 
 class SavedReference(WeightSource):
-    """A folder that transformers' ``save_pretrained`` wrote; the whole checkpoint is read at once."""
+    """Weight source for a folder that transformers' ``save_pretrained`` wrote. It reads each file at once."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """A folder without a config."""
+        """Refuse folders without a config.json."""
         return [] if (path / "config.json").is_file() else ["the folder has no config.json"]
 
     def __init__(self, path: Path) -> None:
@@ -176,41 +154,41 @@ class SavedReference(WeightSource):
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """``config.json``."""
+        """Content of ``config.json``."""
         config: dict[str, Any] = json.loads((self._path / "config.json").read_text())
         return config
 
     def tokenizer(self) -> Any:
-        """Not saved."""
+        """Raise NotImplementedError, as no tokenizer is saved."""
         raise NotImplementedError
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """Every tensor of every file."""
+        """Yield all tensors of all files."""
         for file in sorted(self._path.glob("*.safetensors")):
             yield from load_file(file).items()
 
 
 class WithATensor(WeightSource):
-    """A source with one tensor more."""
+    """Weight source that adds a tensor to another source."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """It stands on another source."""
-        return ["it is no file"]
+        """Refuse any path, since the source is built from another source."""
+        return ["it is not read from a path"]
 
     def __init__(self, source: WeightSource, name: str) -> None:
         self._source, self._name = source, name
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """The source's."""
+        """Config of the other source."""
         return self._source.config
 
     def tokenizer(self) -> Any:
-        """The source's."""
+        """Return the tokenizer of the other source."""
         return self._source.tokenizer()
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
-        """The source's, then `name`."""
+        """Yield the tensors of the other source, then the added one."""
         yield from self._source.tensors(config)
         yield self._name, torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Pages of tokens that incorrect comparisons confuse."""
+"""Pages of tokens that a wrong comparison, such as of checksums, takes for equal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from minisgl_core.contracts.prefix_cache import TokenIds
 
 _NUM_DRAWN = 1 << 18
-"""Random pages in which collisions are searched; a 32-bit checksum has about eight pairs."""
+"""Number of random pages among which collisions are searched. A 32-bit checksum has about eight colliding pairs."""
 _NUM_PAIRS = 8
 _CHECKSUMS: tuple[Callable[[bytes], int], ...] = (
     zlib.crc32,
     zlib.adler32,
     lambda page: hash(page) & 0xFFFFFFFF,
 )
-"""Checksums that a cache might compare. Those of 64 bits and more are left out, as no test finds their collisions."""
+"""Checksums that a cache might compare instead of tokens. Collisions of 64-bit checksums are too rare to be found."""
 
 
 @cache
@@ -36,17 +36,17 @@ def similar_pages(page_size: int) -> list[TokenIds]:
         bits[number, position] ^= np.int32(1 << bit)
     drawn = draw.integers(2**31, dtype=np.int64, size=(_NUM_DRAWN, page_size)).astype(np.int32)
     top = np.full((1, page_size), 2**31 - 1, np.int32)
-    found = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
-    return list(np.unique(np.concatenate(found), axis=0))
+    pages = [base[None], bits, top, np.zeros_like(top), drawn[:2048], *_swapped(drawn[:64]), _colliding(drawn)]
+    return list(np.unique(np.concatenate(pages), axis=0))
 
 
 def _swapped(pages: TokenIds) -> list[TokenIds]:
-    """Return pages with the same tokens in another order."""
+    """Return the pages with their tokens in two other orders."""
     return [np.roll(pages, 1, axis=1), pages[:, ::-1]]
 
 
 def _colliding(drawn: TokenIds) -> TokenIds:
-    """Return a few colliding pairs per checksum."""
+    """Return up to `_NUM_PAIRS` colliding pairs of pages per checksum."""
     pages = [page.tobytes() for page in drawn]
     chosen: list[int] = []
     for checksum in _CHECKSUMS:

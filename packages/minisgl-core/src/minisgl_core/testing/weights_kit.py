@@ -29,12 +29,12 @@ class WeightSourceTests:
         """Write a small checkpoint.
 
         Yields:
-            Its path, and the expected tensors by their Hugging Face names.
+            Path of the checkpoint, and the expected tensors by their Hugging Face names.
         """
         raise NotImplementedError
         yield
 
-    def test_it_knows_its_files_and_no_others(self) -> None:
+    def test_only_paths_of_the_format_are_supported(self) -> None:
         """`unsupported` accepts the checkpoint and refuses an empty folder, an empty file and a missing path."""
         with self.make_checkpoint() as (path, _):
             assert self.provider.unsupported(path) == []
@@ -47,19 +47,19 @@ class WeightSourceTests:
                 assert all(isinstance(reason, str) and reason for reason in reasons)
 
     def test_config_can_be_read(self) -> None:
-        """The config is read by the rules of ``config.json``, and twice with the same result."""
+        """`config` follows the format of ``config.json``, and a second read has the same result."""
         with self.make_checkpoint() as (path, _):
             source = self.provider(path)
             config = model_config(source.config, source.generation_config)
             assert model_config(source.config, source.generation_config) == config
 
-    def test_every_tensor_comes_once(self) -> None:
-        """Each tensor comes once, with its name, shape and values."""
+    def test_each_tensor_is_listed_once(self) -> None:
+        """`tensors` yields each tensor once, with its name, shape and values."""
         with self.make_checkpoint() as (path, expected):
             source = self.provider(path)
             seen = set()
             for name, tensor in source.tensors(model_config(source.config)):
-                assert name not in seen, f"{name} came twice"
+                assert name not in seen, f"{name} was listed twice"
                 seen.add(name)
                 assert name in expected, f"{name} is not in the checkpoint"
                 assert tuple(tensor.shape) == tuple(expected[name].shape), name
@@ -74,8 +74,8 @@ class WeightSourceTests:
             for _ in range(2):
                 assert {name for name, _ in source.tensors(config)} == set(expected)
 
-    def test_weights_that_nobody_takes_packed_are_dequantized(self) -> None:
-        """`stored_tensors` is `tensors` then."""
+    def test_weights_are_dequantized_if_no_layer_loads_packed(self) -> None:
+        """`stored_tensors` yields the dequantized weights if only these are wanted."""
         with self.make_checkpoint() as (path, expected):
             source, seen = self.provider(path), set()
             for name, tensor in source.stored_tensors(model_config(source.config), frozenset(expected)):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import resource
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeVar
+
+import psutil
 
 Result = TypeVar("Result")
 
@@ -68,7 +68,7 @@ class _Watchdog:
                 if not self._renders:
                     self._is_watching = False
                     return
-                num_bytes = _resident_bytes()
+                num_bytes = psutil.Process().memory_info().rss
                 for render in self._renders:
                     self._check(render, num_bytes)
 
@@ -108,11 +108,3 @@ def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(kind) if kind is not None else None
     )
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    except OSError:
-        return 0

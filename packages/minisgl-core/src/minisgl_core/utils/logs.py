@@ -11,7 +11,6 @@ import msgspec
 
 REQUEST_ID: ContextVar[str] = ContextVar("minisgl_request_id", default="")
 """Id of the HTTP request that this context handles; its log records carry the id."""
-FORMATS = ("text", "json")
 
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "request_id", "color_message"}
 _encode = msgspec.json.Encoder(enc_hook=str).encode
@@ -23,7 +22,7 @@ def configure(process: str, level: str, log_format: str) -> None:
     Args:
         process: name of the process in each line.
         level: lowest level that is logged, such as ``info``.
-        log_format: one of `FORMATS`.
+        log_format: ``text`` or ``json``.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(process) if log_format == "json" else TextFormatter(process))

@@ -1,7 +1,8 @@
-"""Checkpoints with weights in float8: read as they are stored, or dequantized, whatever their scales are of.
+"""Float8 weights of checkpoints, read as they are stored or dequantized.
 
-A weight ``X.weight`` in float8 has its scales in ``X.weight_scale`` or, as DeepSeek and Qwen write it, ``X.weight_scale_inv``:
-one, one per row, or one per block. Scales of activations are not used, since ``--quantization fp8`` finds them for each token.
+The scales of a float8 weight ``X.weight`` are in ``X.weight_scale`` or, in DeepSeek's and Qwen's checkpoints,
+``X.weight_scale_inv``. There is one scale per tensor, per row or per block. Static scales of activations are skipped, since
+``--quantization fp8`` quantizes activations per token.
 """
 
 from __future__ import annotations
@@ -22,16 +23,18 @@ METHODS = ("fp8", "compressed-tensors")
 
 
 class TypedTensor(LazyTensor, Protocol):
-    """A tensor that tells whether it is float8 before it is read."""
+    """Lazy tensor whose dtype is known before it is read."""
 
     @property
-    def is_fp8(self) -> bool: ...
+    def is_fp8(self) -> bool:
+        """True if the stored dtype is float8_e4m3fn."""
 
 
-def unreadable(config: Mapping[str, Any]) -> list[str]:
-    """Say why the weights of a ``config.json`` cannot be dequantized, one sentence per reason.
+def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why the weights cannot be read, one sentence each. Empty if they can be, or are not quantized.
 
-    Empty if they can, or are not quantized.
+    Args:
+        config: the checkpoint's ``config.json``.
     """
     try:
         quantization = CheckpointQuantization.of(config)
@@ -40,29 +43,31 @@ def unreadable(config: Mapping[str, Any]) -> list[str]:
     if quantization is None or quantization.method == "fp8":
         return []
     if quantization.method not in METHODS:
-        return [f"its config has quant_method {quantization.method!r}, and {' and '.join(METHODS)} are dequantized"]
+        return [f"its config has quant_method {quantization.method!r}, but only {' and '.join(METHODS)} are supported"]
     odd = [each for each in quantization.groups if (each.get("type"), each.get("num_bits")) != ("float", 8)]
     if not odd and quantization.groups:
         return []
-    shown = ", ".join(f"{each.get('type')} of {each.get('num_bits')} bits" for each in odd) or "no groups"
-    return [f"its config has quant_method 'compressed-tensors' with {shown}, of which float of 8 bits is dequantized"]
+    shown = (
+        ", ".join(f"type {each.get('type')!r}, num_bits {each.get('num_bits')}" for each in odd) or "no config_groups"
+    )
+    return [f"its quant_method 'compressed-tensors' has {shown}; only type 'float' with num_bits 8 is supported"]
 
 
-def joined(
+def join_scales(
     tensors: Iterator[tuple[str, TypedTensor]], config: Mapping[str, Any], wanted: Container[str] = ()
 ) -> Iterator[tuple[str, LazyTensor]]:
-    """Join weights and their scales, in whatever order they come; everything else passes.
+    """Pair float8 weights with their scales, which may come in any order, and yield all other tensors unchanged.
 
-    A weight ``X.weight`` whose ``X.weight_scale`` is wanted stays as it is, and its scales come beside it under that name. They
-    have the shape of the blocks then: [1, 1], [rows, 1], or [blocks of rows, blocks of columns]. Other weights are dequantized.
+    If ``X.weight_scale`` is in `wanted`, ``X.weight`` and ``X.weight_scale`` are yielded as they are stored. The scales then have
+    shape [1, 1], [rows, 1] or [row blocks, column blocks]. Other float8 weights are dequantized when they are read.
 
     Args:
-        tensors: of the checkpoint.
-        config: the ``config.json``; has the size of blocks.
-        wanted: names of tensors, see `WeightSource.stored_tensors`.
+        tensors: names and tensors of the checkpoint.
+        config: the checkpoint's ``config.json``, which has the block size.
+        wanted: names of tensors; see `WeightSource.stored_tensors`.
 
     Raises:
-        ModelFormatError: a weight in float8 has no scales, scales have no such weight, or their shapes do not match.
+        ModelFormatError: a float8 weight has no scales, scales belong to no float8 weight, or shapes do not match.
     """
     quantization = CheckpointQuantization.of(config)
     blocks = [block_shape(weights) for weights in quantization.groups] if quantization else []
@@ -82,33 +87,31 @@ def joined(
         if name in weights and name in scales:
             scaled = ScaledTensor(name, weights.pop(name), scales.pop(name), block)
             if f"{name}_scale" in wanted:
-                yield name, scaled.codes
+                yield name, scaled.weight
                 yield f"{name}_scale", scaled.scales()
             else:
                 yield name, scaled
     for name in (*weights, *scales):
-        lacks = (
-            "has no scales (weight_scale, weight_scale_inv)" if name in weights else "is not in float8 but has scales"
-        )
-        raise ModelFormatError(f"{name} {lacks}")
+        problem = "has no weight_scale or weight_scale_inv" if name in weights else "has scales but is not float8"
+        raise ModelFormatError(f"{name} {problem}")
 
 
 class ScaledTensor:
-    """A weight in float8 that is multiplied by its scales as it is read: float32.
+    """Float8 weight that is dequantized to float32 when it is read.
 
     Attributes:
-        shape: of the weight.
-        codes: the weight as it is stored.
+        shape: shape of the weight.
+        weight: the float8 weight as it is stored.
     """
 
     def __init__(self, name: str, weight: LazyTensor, scales: LazyTensor, block: tuple[int, int] | None) -> None:
-        """`block`: rows and columns that share a scale, where the scales are of blocks.
+        """`block`: numbers of rows and columns that share a scale, if the checkpoint has block scales.
 
         Raises:
             ModelFormatError: the shape of the scales does not match.
         """
         self.shape = tuple(weight.shape)
-        self.codes, self._scales = weight, scales
+        self.weight, self._scales = weight, scales
         shape = tuple(scales.shape)
         if len(self.shape) == 2 and shape in ((), (1,), (1, 1)):
             self._sizes = self.shape
@@ -117,14 +120,14 @@ class ScaledTensor:
         elif len(self.shape) == 2 and block and shape == _num_blocks(self.shape, block):
             self._sizes = block
         else:
-            blocks = f"blocks of {block[0]} by {block[1]}" if block else "no size of blocks in the config"
+            blocks = f"blocks of {block[0]} by {block[1]}" if block else "no block size in the config"
             raise ModelFormatError(
                 f"{name} has shape {list(self.shape)} and scales of shape {list(shape)}, with {blocks}"
             )
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
         index = (*index, *(slice(None),) * (2 - len(index)))
-        values = self.codes[index].float()
+        values = self.weight[index].float()
         scales = self.scales()
         for dim, part in enumerate(index):
             places = torch.arange(self.shape[dim])[part] // self._sizes[dim]
@@ -132,7 +135,7 @@ class ScaledTensor:
         return values.mul_(scales)
 
     def scales(self) -> torch.Tensor:
-        """Return the scales, float32 [blocks of rows, blocks of columns]."""
+        """Return the scales, float32 [row blocks, column blocks]."""
         return self._scales[()].float().view(_num_blocks(self.shape, self._sizes))
 
 

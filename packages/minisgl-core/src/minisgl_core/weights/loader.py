@@ -10,6 +10,7 @@ import torch
 
 from minisgl_core.contracts.layer import prepare_all
 from minisgl_core.contracts.model import Model
+from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.utils.progress import progress_bar
@@ -17,6 +18,35 @@ from minisgl_core.utils.progress import progress_bar
 Targets = Mapping[str, Sequence[WeightTarget]]
 
 _NUM_NAMES_SHOWN = 5
+_COMPARED_ROWS = 8192
+_LM_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+
+class _Everything:
+    """A container of all names: tensors come as the checkpoint stores them."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def has_other_lm_head(source: WeightSource, config: ModelConfig) -> bool:
+    """Return True if the checkpoint stores an LM head whose values are not those of its embedding.
+
+    transformers uses such an LM head even if the config ties the embeddings. The two tensors are read until they differ.
+    """
+    if isinstance(source, WeightGenerator):
+        return False
+    stored = source.stored_tensors(config, _Everything())
+    found = {name: tensor for name, tensor in stored if name == _LM_HEAD or name.endswith(_EMBEDDING)}
+    lm_head = found.pop(_LM_HEAD, None)
+    if lm_head is None or not found:
+        return False
+    (embedding,) = found.values()
+    if tuple(lm_head.shape) != tuple(embedding.shape):
+        return True
+    num_rows = lm_head.shape[0]
+    parts = ((slice(start, start + _COMPARED_ROWS),) for start in range(0, num_rows, _COMPARED_ROWS))
+    return not all(torch.equal(lm_head[part], embedding[part]) for part in parts)
 
 
 def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
@@ -58,7 +88,10 @@ def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], N
 def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callable[[], None]) -> None:
     missing, unexpected = {name for name in targets if not targets[name][0].optional}, []
     ignored = *model.ignored_weights(), *model.weights_elsewhere()
-    for name, tensor in source.stored_tensors(model.config, targets):
+    for stored, tensor in source.stored_tensors(model.config, targets):
+        name = model.tensor_name(stored)
+        if name is None:
+            continue
         if name in targets:
             for target in targets[name]:
                 fill_target(name, tensor, target)

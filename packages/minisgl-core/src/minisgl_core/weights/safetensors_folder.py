@@ -13,10 +13,12 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.weights.folder import FolderSource, read_json
-from minisgl_core.weights.fp8_checkpoint import joined, unreadable
+from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_not_to_read
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_PLAIN = (".weight", ".bias", ".sinks", "_bias", ".gate_up_proj", ".down_proj")
+"""Ends of the names of tensors that are not packed; the last two are those of all experts in one tensor."""
 
 
 class SafetensorsWeights(FolderSource):
@@ -57,9 +59,9 @@ class SafetensorsWeights(FolderSource):
             ModelFormatError: a file of the index is missing or damaged, an FP8 matrix has no scales, or the weights are
                 quantized in another way.
         """
-        if reasons := unreadable(self.config):
+        if reasons := reasons_not_to_read(self.config):
             raise self._unreadable(reasons)
-        return joined(self._stored(), self.config)
+        return join_scales(self._stored(), self.config)
 
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
         """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
@@ -67,13 +69,13 @@ class SafetensorsWeights(FolderSource):
         Weights that are quantized in another way always come as they are stored.
 
         Raises:
-            ModelFormatError: they are, and the layers take nothing but weights and biases.
+            ModelFormatError: they are, and the layers take no packed tensors.
         """
-        if reasons := unreadable(self.config):
-            if not any(name in wanted and not name.endswith((".weight", ".bias")) for name, _ in self._stored()):
+        if reasons := reasons_not_to_read(self.config):
+            if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):
                 raise self._unreadable(reasons)
             return self._stored()
-        return joined(self._stored(), self.config, wanted)
+        return join_scales(self._stored(), self.config, wanted)
 
     def _unreadable(self, reasons: list[str]) -> ModelFormatError:
         remedy = (

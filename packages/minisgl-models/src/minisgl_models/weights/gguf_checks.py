@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,14 @@ def _are_integers(value: Any) -> bool:
     return isinstance(value, list) and all(_is_integer(item) for item in value)
 
 
+def _are_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(_is_finite(item) for item in value)
+
+
+def _is_pattern(value: Any) -> bool:
+    return (_is_integer(value) and value > 0) or (isinstance(value, list) and all(map(_is_flag, value)))
+
+
 _Check = tuple[Callable[[Any], bool], str]
 _INTEGER: _Check = (_is_integer, "an integer")
 _FLAG: _Check = (_is_flag, "true or false")
@@ -52,22 +60,35 @@ _NUMBER: _Check = (_is_finite, "a finite number")
 _KEYS: Mapping[str, _Check] = {
     **{f"tokenizer.ggml.{name}_token_id": _INTEGER for name in ("bos", "eos", "eot", "eom", "unknown", "padding")},
     **{f"tokenizer.ggml.add_{name}_token": _FLAG for name in ("bos", "eos")},
+    "tokenizer.ggml.add_space_prefix": _FLAG,
     **dict.fromkeys(("tokenizer.ggml.model", "tokenizer.ggml.pre", "tokenizer.chat_template"), _TEXT),
     **dict.fromkeys(("tokenizer.ggml.tokens", "tokenizer.ggml.merges"), _TEXTS),
     "tokenizer.ggml.token_type": (_are_integers, "an array of integers"),
+    "tokenizer.ggml.scores": (_are_numbers, "an array of finite numbers"),
 }
 _ARCHITECTURE_KEYS: Mapping[str, _Check] = {
     **dict.fromkeys(("embedding_length", "feed_forward_length", "block_count", "attention.head_count"), _POSITIVE),
     **dict.fromkeys(("attention.head_count_kv", "attention.key_length"), _POSITIVE),
-    **dict.fromkeys(("expert_used_count", "expert_feed_forward_length"), _POSITIVE),
+    **dict.fromkeys(
+        ("expert_used_count", "expert_feed_forward_length", "expert_shared_feed_forward_length"), _POSITIVE
+    ),
+    **dict.fromkeys(("attention.scale", "embedding_scale", "residual_scale", "logit_scale"), _NUMBER),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), _NUMBER),
+    "attention.sliding_window": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
+    "attention.sliding_window_pattern": (_is_pattern, "an integer of at least 1 or an array of flags"),
+    "rope.freq_base_swa": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
     "expert_count": (lambda value: _is_integer(value) and value >= 0, "an integer of at least 0"),
     "context_length": (lambda value: _is_integer(value) and 0 < value <= MAX_CONTEXT, f"1 to {MAX_CONTEXT} tokens"),
     "rope.scaling.original_context_length": _POSITIVE,
+    "rope.dimension_count": _POSITIVE,
     "rope.scaling.type": _TEXT,
     "rope.freq_base": (lambda value: _is_finite(value) and value > 1, "a number above 1"),
-    "rope.scaling.factor": (
-        lambda value: _is_finite(value) and 0 < value <= MAX_CONTEXT,
-        f"a number above 0 and at most {MAX_CONTEXT}",
+    **dict.fromkeys(
+        ("rope.scaling.factor", "rope.scale_linear"),
+        (
+            lambda value: _is_finite(value) and 0 <= value <= MAX_CONTEXT,
+            f"a number from 0 (no factor) to {MAX_CONTEXT}",
+        ),
     ),
     "attention.layer_norm_rms_epsilon": (lambda value: _is_finite(value) and value >= 0, "a number of at least 0"),
     **dict.fromkeys([f"rope.scaling.{name}" for name in ("attn_factor", "yarn_beta_fast", "yarn_beta_slow")], _NUMBER),
@@ -88,6 +109,54 @@ def check_metadata(path: Path, metadata: Mapping[str, Any]) -> None:
     for key, (is_valid, allowed) in checks.items():
         if key in metadata and not is_valid(metadata[key]):
             raise ModelFormatError(f"{path}: {key}={_shown(metadata[key])} must be {allowed}")
+
+
+_READ_KEYS = (
+    *("rope.freq_base", "rope.dimension_count", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+    *("rope.scaling.original_context_length", "rope.scaling.attn_factor"),
+    *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    *("embedding_length", "feed_forward_length", "block_count", "context_length"),
+    *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.layer_norm_rms_epsilon"),
+)
+_FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "expert_gating_func": (0, 1),  # softmax, the default
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_group_count": (0, 1),
+    "expert_shared_count": (0, 1),
+    "leading_dense_block_count": (0,),
+    "nextn_predict_layers": (0,),
+    "rope.scaling.finetuned": (True, False),  # a note, except for Granite
+    "use_parallel_residual": (False,),
+    "attention.sliding_window": (0,),
+}
+"""Keys that are not read, and the values that mean what the architectures do."""
+_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "attention.value_length")
+"""Keys whose content the tensors say as well."""
+
+
+def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collection[str]) -> None:
+    """Refuse keys of the architecture that are not read, unless they are known to have no effect.
+
+    Args:
+        path: the file, for messages.
+        kind: the architecture, which prefixes the keys.
+        metadata: of the file.
+        read: keys that this architecture reads besides the common ones.
+
+    Raises:
+        ModelFormatError: the error names the key.
+    """
+    for key, value in metadata.items():
+        name = key.removeprefix(f"{kind}.")
+        if name == key or name in (*_READ_KEYS, *_WITHOUT_EFFECT, *read):
+            continue
+        if kind == "granite" and name == "rope.scaling.finetuned" and value is False:
+            raise ModelFormatError(f"{path}: {key}=False is not supported; it is a Granite without rotary embedding")
+        if name not in _FIXED_KEYS or value not in _FIXED_KEYS[name]:
+            raise ModelFormatError(f"{path}: {key}={_shown(value)} is not supported; the engine does not read this key")
 
 
 def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:
@@ -117,7 +186,9 @@ def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Gg
 
 
 def _needed(config: Mapping[str, Any], num_layers: int) -> list[str]:
-    stems = ["attn_q", "attn_k", "ffn_up_exps" if config.get("num_experts") else "ffn_up"]
+    has_experts = config.get("num_experts") or config.get("num_local_experts")
+    is_phi3 = config["architectures"][0] == "Phi3ForCausalLM"
+    stems = [*(["attn_qkv"] if is_phi3 else ["attn_q", "attn_k"]), "ffn_up_exps" if has_experts else "ffn_up"]
     return ["token_embd.weight", *(f"blk.{layer}.{stem}.weight" for layer in range(num_layers) for stem in stems)]
 
 
@@ -141,7 +212,15 @@ def _matrices(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         "ffn_gate": (intermediate, hidden),
         "ffn_down": (hidden, intermediate),
     }
-    if experts := config.get("num_experts"):
+    if config["architectures"][0] == "Phi3ForCausalLM":
+        found |= {"attn_qkv": (q + 2 * kv, hidden), "ffn_up": (2 * intermediate, hidden)}
+    if shared := config.get("shared_expert_intermediate_size"):
+        found |= {
+            "ffn_up_shexp": (shared, hidden),
+            "ffn_gate_shexp": (shared, hidden),
+            "ffn_down_shexp": (hidden, shared),
+        }
+    if experts := config.get("num_experts") or config.get("num_local_experts"):
         width = config.get("moe_intermediate_size", intermediate)
         found |= {
             "ffn_gate_inp": (experts, hidden),

@@ -8,42 +8,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.errors import ModelFormatError
-from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_metadata, check_shapes
+from minisgl_models.weights.gguf_architectures import ARCHITECTURES, architecture_of
+from minisgl_models.weights.gguf_checks import MAX_ROPE_FACTORS, check_keys, check_metadata, check_shapes
 from minisgl_models.weights.gguf_reader import GgufFile, GgufTensor
+from minisgl_models.weights.gguf_tensors import Experts, Part, Permuted, Row, Shifted, stacked
 from minisgl_models.weights.gguf_tokenizer import build_tokenizer
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-}
 _ROPE_FACTORS = "rope_freqs.weight"
+_LONG_FACTORS, _SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
+_OF_ROPE = (_ROPE_FACTORS, _LONG_FACTORS, _SHORT_FACTORS)
 _NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
@@ -67,11 +43,13 @@ class GgufWeights(WeightSource):
         if len(self._tensors) != sum(len(file.tensors) for file in self._files):
             raise ModelFormatError(f"{path}: two parts of the split file hold the same tensor")
         self._kind: str = self._metadata["general.architecture"]
-        if self._kind not in _ARCHITECTURES or (self._key("expert_count", 0) and self._kind == "llama"):
+        architecture = architecture_of(self._kind, self._metadata)
+        if architecture is None:
             raise ModelFormatError(
-                f"{path}: the GGUF architecture {self._kind!r} is not supported (known: {', '.join(_ARCHITECTURES)}; "
-                "llama without experts)"
+                f"{path}: the GGUF architecture {self._kind!r} is not supported (known: {', '.join(ARCHITECTURES)})"
             )
+        self._architecture = architecture
+        check_keys(path, self._kind, self._metadata, architecture.keys)
 
     def _key(self, name: str, default: Any = None) -> Any:
         return self._metadata.get(f"{self._kind}.{name}", default)
@@ -84,8 +62,8 @@ class GgufWeights(WeightSource):
             ModelFormatError: the tensors do not match the metadata.
         """
         rows = self._tensors["token_embd.weight"].shape[0] if "token_embd.weight" in self._tensors else None
-        config = {
-            "architectures": [_ARCHITECTURES[self._kind]],
+        config: dict[str, Any] = {
+            "architectures": [self._architecture.name],
             "vocab_size": rows,
             "hidden_size": self._key("embedding_length"),
             "intermediate_size": self._key("feed_forward_length"),
@@ -103,13 +81,12 @@ class GgufWeights(WeightSource):
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
             "dtype": "bfloat16",
         }
-        if experts := self._key("expert_count"):
-            config |= {
-                "num_experts": experts,
-                "num_experts_per_tok": self._key("expert_used_count"),
-                "moe_intermediate_size": self._key("expert_feed_forward_length"),
-                "norm_topk_prob": True,  # llama.cpp's qwen3moe graph always rescales
-            }
+        try:
+            config |= self._architecture.config(self._key, {k: v for k, v in config.items() if v is not None})
+        except (KeyError, ZeroDivisionError) as error:
+            raise ModelFormatError(
+                f"{self._files[0].path}: the metadata lack what is {error} in a config.json"
+            ) from error
         config = {key: value for key, value in config.items() if value is not None}
         check_shapes(self._files[0].path, config, self._tensors)
         return config
@@ -126,25 +103,57 @@ class GgufWeights(WeightSource):
         return self._metadata.get("tokenizer.ggml.eos_token_id")
 
     def _rope(self) -> dict[str, Any]:
+        """Return the RoPE settings as a ``config.json`` has them. As in llama.cpp, a factor without a type is linear.
+
+        Raises:
+            ModelFormatError: only a part of each head is rotated, or the factors are damaged.
+        """
         rope: dict[str, Any] = {"rope_theta": self._key("rope.freq_base", 10000.0), "rope_type": "default"}
-        kind = self._key("rope.scaling.type", "none")
-        if kind not in ("none", "default"):
+        kind = self._key("rope.scaling.type", "linear")
+        factor = self._key("rope.scaling.factor", 0.0) or self._key("rope.scale_linear", 0.0)
+        if kind == "linear" and factor:
+            rope |= {"rope_type": kind, "factor": factor}
+        elif kind not in ("none", "default", "linear"):
             rope |= {
                 "rope_type": kind,
-                "factor": self._key("rope.scaling.factor"),
+                "factor": factor or None,
                 "original_max_position_embeddings": self._key("rope.scaling.original_context_length"),
                 "attention_factor": self._key("rope.scaling.attn_factor"),
                 "beta_fast": self._key("rope.scaling.yarn_beta_fast"),
                 "beta_slow": self._key("rope.scaling.yarn_beta_slow"),
             }
+        head_dim = self._head_dim()
+        rotary_dim = self._key("rope.dimension_count", head_dim)
+        if rotary_dim != head_dim and self._kind == "phi3" and head_dim:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
+        elif rotary_dim != head_dim:
+            raise ModelFormatError(
+                f"{self._files[0].path}: {self._kind}.rope.dimension_count={rotary_dim} is not the head size {head_dim}; "
+                "heads of which only a part is rotated are not supported in GGUF files"
+            )
         if _ROPE_FACTORS in self._tensors:
-            shape = self._tensors[_ROPE_FACTORS].shape
-            if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
-                raise ModelFormatError(
-                    f"{self._files[0].path}: tensor {_ROPE_FACTORS} has the shape {shape}, not one entry per frequency"
-                )
-            rope["freq_factors"] = self._tensors[_ROPE_FACTORS].read(slice(None)).flatten().tolist()
+            rope["freq_factors"] = self._factors(_ROPE_FACTORS)
+        if _LONG_FACTORS in self._tensors and _SHORT_FACTORS in self._tensors:
+            rope |= {
+                "rope_type": "longrope",
+                "long_factor": self._factors(_LONG_FACTORS),
+                "short_factor": self._factors(_SHORT_FACTORS),
+                "attention_factor": self._key("rope.scaling.attn_factor"),
+            }
         return {key: value for key, value in rope.items() if value is not None}
+
+    def _head_dim(self) -> int:
+        hidden, heads = self._key("embedding_length", 0), self._key("attention.head_count", 1)
+        return int(self._key("attention.key_length") or hidden // heads)
+
+    def _factors(self, name: str) -> list[float]:
+        shape = self._tensors[name].shape
+        if len(shape) != 1 or shape[0] > MAX_ROPE_FACTORS:
+            raise ModelFormatError(
+                f"{self._files[0].path}: tensor {name} has the shape {shape}, not one entry per frequency"
+            )
+        factors: list[float] = self._tensors[name].read(slice(None)).flatten().tolist()
+        return factors
 
     def tokenizer(self) -> Any:
         """Build a tokenizer from the file's vocabulary; see `build_tokenizer`."""
@@ -153,7 +162,7 @@ class GgufWeights(WeightSource):
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the tensors in file order, under Hugging Face's names; stacked experts are yielded one by one."""
         for name, tensor in self._tensors.items():
-            if name == _ROPE_FACTORS:
+            if name in _OF_ROPE:
                 continue
             if not (parts := _NAME.fullmatch(name)):
                 raise ModelFormatError(
@@ -161,17 +170,27 @@ class GgufWeights(WeightSource):
                 )
             block, stem, suffix = parts.groups()
             prefix = f"model.layers.{block}." if block else ""
-            target = prefix + _NAMES.get(stem, stem)
+            target = prefix + self._architecture.names.get(stem, stem)
             if "{}" in target:
                 if len(tensor.shape) != 3:
                     raise ModelFormatError(f"tensor {name} has the shape {tensor.shape}; experts are stacked matrices")
-                num_rows = tensor.shape[1]
-                for expert in range(tensor.shape[0]):
-                    yield f"{target.format(expert)}.{suffix}", _Part(tensor, tensor.shape[1:], expert * num_rows)
-            elif self._kind == "llama" and stem in ("attn_q", "attn_k"):
-                yield f"{target}.{suffix}", _Interleaved(tensor, tensor.shape, config.head_dim)
+                for expert, matrix in enumerate(stacked(tensor)):
+                    yield f"{target.format(expert)}.{suffix}", matrix
+            elif stem.endswith("_exps"):
+                if stem != "ffn_up_exps":  # which comes with the gate
+                    others = [tensor, self._tensors[name.replace("gate", "up")]] if "gate" in stem else [tensor]
+                    yield target + ("_bias" if suffix == "bias" else ""), Experts(*others)
+            elif stem == "attn_sinks":
+                yield target, Part(tensor)
             else:
-                yield f"{target}.{suffix}", _Part(tensor, tensor.shape, 0)
+                yield f"{target}.{suffix}", self._view(stem, tensor, config)
+
+    def _view(self, stem: str, tensor: GgufTensor, config: ModelConfig) -> LazyTensor:
+        if self._architecture.is_permuted and stem in ("attn_q", "attn_k"):
+            return Permuted(tensor, config.head_dim)
+        if self._architecture.norm_offset and stem.endswith("norm"):
+            return Shifted(tensor, self._architecture.norm_offset)
+        return Row(tensor) if stem == "ffn_gate_inp_shexp" else Part(tensor)
 
 
 def _parts(path: Path) -> list[Path]:
@@ -181,37 +200,3 @@ def _parts(path: Path) -> list[Path]:
         return [path]
     stem, count = path.name[: match.start()], int(match[2])
     return [path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-
-
-class _Part:
-    """A tensor of the file, or one matrix of stacked experts."""
-
-    def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], first_row: int) -> None:
-        self._tensor, self.shape, self._first_row = tensor, shape, first_row
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        if len(self.shape) == 1:
-            return self._tensor.read(slice(None), *index)[0]
-        rows, columns = (*index, slice(None), slice(None))[:2]
-        start, stop, _ = rows.indices(self.shape[0])
-        return self._tensor.read(slice(self._first_row + start, self._first_row + stop), columns)
-
-
-class _Interleaved:
-    """Query or key rows, whose order llama.cpp's converter permutes within each head.
-
-    The file has a head's rows in the order 0, D/2, 1, D/2 + 1, ..., so that RoPE's pairs are adjacent. Hugging Face's
-    checkpoints have them in order. See ``LlamaModel.permute`` in llama.cpp's ``convert_hf_to_gguf.py``.
-    """
-
-    def __init__(self, tensor: GgufTensor, shape: tuple[int, ...], head_dim: int) -> None:
-        self._whole, self.shape, self._head_dim = _Part(tensor, shape, 0), shape, head_dim
-
-    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        rows, *columns = index or (slice(None),)
-        start, stop, _ = rows.indices(self.shape[0])
-        dim = self._head_dim
-        first, last = start // dim * dim, -(-stop // dim) * dim
-        values = self._whole[(slice(first, last), *columns)]
-        pairs = values.reshape(-1, dim // 2, 2, *values.shape[1:])
-        return pairs.transpose(1, 2).reshape(values.shape)[start - first : stop - first]

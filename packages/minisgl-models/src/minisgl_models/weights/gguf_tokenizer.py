@@ -1,7 +1,6 @@
-"""Conversion of a GGUF file's vocabulary to a transformers tokenizer.
+"""Conversion of a GGUF file's vocabulary to a transformers tokenizer: byte-level BPE and SentencePiece.
 
-Byte-level BPE vocabularies, which most models have, are converted here. In transformers' own conversion, the pre-tokenizer
-depends on the version of transformers, and it takes seconds. Other vocabularies are converted by transformers.
+transformers' own conversion is not used. It takes seconds, knows few pre-tokenizers, and loses leading spaces.
 """
 
 from __future__ import annotations
@@ -10,64 +9,56 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
 
 from minisgl_core.errors import ModelFormatError, TokenizerNotFoundError
+from minisgl_models.weights.gguf_splits import SPLITS
 
-_CONTROL, _USER_DEFINED = 3, 4
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2, "tekken": _TEKKEN}
-_SPLITS |= {"deepseek-r1-qwen": _QWEN2, "smaug-bpe": _LLAMA3, "falcon3": _LLAMA3}
-_GPT2_KINDS = {"gpt-2", "default", "smollm", "starcoder", "refact", "command-r"}
-_DIGIT_KINDS = {"smollm", "starcoder", "refact", "command-r"}
+_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 _SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPACE = "▁"
+_KEEP_SPACES_AFTER = ("<unk>", "<s>", "<|endoftext|>")
+"""Control tokens after which Phi-3's tokenizer keeps spaces."""
 
 
 def build_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Any:
     """Build a fast transformers tokenizer with the file's special tokens and chat template.
 
     Args:
-        path: the file, for vocabularies that transformers converts.
+        path: the file, for messages.
         metadata: its metadata.
 
     Raises:
         TokenizerNotFoundError: the file has no vocabulary.
-        ModelFormatError: its vocabulary cannot be converted.
+        ModelFormatError: its vocabulary has another type or pre-tokenizer than those supported, or is damaged.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not tokens:
         raise TokenizerNotFoundError(f"{path} holds no tokenizer (tokenizer.ggml.tokens is missing)")
     ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL_TOKENS.items()}
     special = {name: tokens[i] for name, i in ids.items() if i is not None and 0 <= i < len(tokens)}
-    types = metadata.get("tokenizer.ggml.token_type", [])
-    if types and len(types) != len(tokens):
-        raise ModelFormatError(f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
-    kind = metadata.get("tokenizer.ggml.pre", "default")
-    if metadata.get("tokenizer.ggml.model") == "gpt2" and (kind in _SPLITS or kind in _GPT2_KINDS):
-        try:
-            backend = _byte_level(metadata, kind)
-        except Exception as error:  # the tokenizers package raises Exception itself
-            raise ModelFormatError(f"{path}: its tokenizer cannot be built: {_cause(error)}") from error
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
-    else:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name, local_files_only=True)
-        except Exception as error:
-            raise ModelFormatError(f"{path}: its tokenizer cannot be converted: {_cause(error)}") from error
-        for name, token in special.items():
-            setattr(tokenizer, name, token)
+    for key in ("token_type", "scores"):
+        values = metadata.get(f"tokenizer.ggml.{key}", [])
+        if values and len(values) != len(tokens):
+            raise ModelFormatError(f"{path}: tokenizer.ggml.{key} has {len(values)} entries for {len(tokens)} tokens")
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama"):
+        raise ModelFormatError(
+            f"{path}: tokenizer.ggml.model={model!r} is not supported; gpt2 (byte-level BPE) and llama (SentencePiece) are"
+        )
+    kind = metadata.get("tokenizer.ggml.pre")
+    if model == "gpt2" and kind not in SPLITS:
+        raise ModelFormatError(
+            f"{path}: tokenizer.ggml.pre={kind!r} is not supported (known: {', '.join(SPLITS)}); its pre-tokenizer is not "
+            "known, and another one would give other tokens"
+        )
+    try:
+        backend = _byte_level(metadata) if model == "gpt2" else _sentencepiece(metadata)
+    except Exception as error:  # the tokenizers package raises Exception itself
+        raise ModelFormatError(f"{path}: its tokenizer cannot be built: {_cause(error)}") from error
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
     tokenizer.chat_template = metadata.get("tokenizer.chat_template")
     if context := metadata.get(f"{metadata.get('general.architecture')}.context_length"):
         tokenizer.model_max_length = context
@@ -79,38 +70,82 @@ def _cause(error: Exception) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _byte_level(metadata: Mapping[str, Any], kind: str) -> Tokenizer:
+def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    split = SPLITS[metadata["tokenizer.ggml.pre"]]
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", [])]
     if wrong := [merge for merge in merges if len(merge) != 2]:
         raise ValueError(f"tokenizer.ggml.merges has {wrong[0][0][:40]!r}, not two tokens separated by a space")
-    is_llama3 = _SPLITS.get(kind) == _LLAMA3
     vocab = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=is_llama3))
-    tokenizer.pre_tokenizer = _pre_tokenizer(kind)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=split.ignores_merges))
+    tokenizer.pre_tokenizer = split.pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    if kind == "qwen2":
+    if split.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
-    whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in whole if k == _CONTROL])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t, k in whole if k == _USER_DEFINED])
-    _add_template(tokenizer, metadata, adds_bos=is_llama3)
+    _add_tokens(tokenizer, metadata)
+    _add_template(tokenizer, metadata, split.adds_bos, processors.ByteLevel(trim_offsets=False))
     return tokenizer
 
 
-def _pre_tokenizer(kind: str) -> Any:
-    if kind in _SPLITS:
-        split = pre_tokenizers.Split(Regex(_SPLITS[kind]), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if kind in _DIGIT_KINDS:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), gpt2])
-    return gpt2
+def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Convert a SentencePiece vocabulary, as llama.cpp applies it: BPE on the whole text by the scores of the merged pieces.
+
+    Unless ``add_space_prefix`` is false, text at the start and after each special token is prefixed with a space.
+    """
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id")
+    unk_token = tokens[unknown] if unknown is not None and 0 <= unknown < len(tokens) else None
+    vocab = {token: index for index, token in reversed(list(enumerate(tokens)))}  # the first of equal tokens counts
+    model = models.BPE(
+        vocab=vocab, merges=_merges(metadata, vocab), unk_token=unk_token, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if has_prefix else spaces
+    stripped = [decoders.Strip(" ", left=1)] if has_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
+    )
+    _add_tokens(tokenizer, metadata)
+    _add_template(tokenizer, metadata, True, None)
+    return tokenizer
 
 
-def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: bool) -> None:
-    """Add BOS and EOS as the metadata specifies. As in llama.cpp, the default is BOS for Llama 3 and none for others."""
+def _merges(metadata: Mapping[str, Any], vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that make a token, those with the highest score first."""
+    tokens, scores = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.scores", [])
+    types = metadata.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
+    if not scores:
+        raise ValueError("tokenizer.ggml.scores is missing")
+    pieces = {token for token, kind in zip(tokens, types, strict=True) if kind in (_NORMAL, _USER_DEFINED, _UNUSED)}
+    found = [
+        (-scores[vocab[piece]], len(piece) - 2 * min(cut, len(piece) - cut), piece[:cut], piece[cut:])
+        for piece in pieces
+        for cut in range(1, len(piece))
+        if piece[:cut] in pieces and piece[cut:] in pieces
+    ]
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_tokens(tokenizer: Tokenizer, metadata: Mapping[str, Any]) -> None:
+    """Add the tokens that are split off before the vocabulary is applied."""
+    types, tokens = metadata.get("tokenizer.ggml.token_type", []), metadata["tokenizer.ggml.tokens"]
+    # Phi-3's files do not have this property of its tokens; as llama.cpp does, it is inferred from the name.
+    name = str(metadata.get("general.name", "")).lower()
+    is_phi3 = "phi-3" in name or "phi3" in name
+    whole = [(token, kind) for token, kind in zip(tokens, types, strict=False) if kind in (_CONTROL, _USER_DEFINED)]
+    control = [
+        AddedToken(token, special=True, normalized=False, rstrip=is_phi3 and token not in _KEEP_SPACES_AFTER)
+        for token, kind in whole
+        if kind == _CONTROL
+    ]
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in whole if kind == _USER_DEFINED])
+
+
+def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: bool, first: Any) -> None:
+    """Add BOS and EOS as the metadata specify, by default BOS if `adds_bos`, after the post-processor `first`."""
     tokens = metadata["tokenizer.ggml.tokens"]
     added = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
@@ -119,10 +154,6 @@ def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: b
             if not 0 <= index < len(tokens):
                 raise ValueError(f"tokenizer.ggml.{name}_token_id={index} is not below the {len(tokens)} tokens")
             added[name] = (tokens[index], index)
-    byte_level = processors.ByteLevel(trim_offsets=False)
-    if not added:
-        tokenizer.post_processor = byte_level
-        return
     pieces = [
         added[name][0] if name != "text" else "$A" for name in ("bos", "text", "eos") if name == "text" or name in added
     ]
@@ -131,4 +162,6 @@ def _add_template(tokenizer: Tokenizer, metadata: Mapping[str, Any], adds_bos: b
         pair=[*pieces, *(piece.replace("$A", "$B") for piece in pieces)],
         special_tokens=list(added.values()),
     )
-    tokenizer.post_processor = processors.Sequence([byte_level, template])
+    steps = [each for each in (first, template if added else None) if each is not None]
+    if steps:
+        tokenizer.post_processor = processors.Sequence(steps)

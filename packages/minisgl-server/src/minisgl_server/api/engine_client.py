@@ -126,7 +126,8 @@ class EngineClient:
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._queries: dict[str, asyncio.Future[Tokens]] = {}
         self._pending_counts: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
-        self._pending_states: deque[asyncio.Future[EngineSnapshot]] = deque()
+        self._pending_states: dict[int, asyncio.Future[EngineSnapshot]] = {}
+        self._num_state_queries = 0
 
     @property
     def num_requests(self) -> int:
@@ -212,12 +213,18 @@ class EngineClient:
             counts |= await answer
         return counts
 
-    async def state(self, since: int, with_tokens: bool = False) -> EngineSnapshot:
-        """Return the engine's state, with the steps after step `since`. Waits until the engine has answered."""
+    async def state(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
+        """Return a replica's state, with the steps after step `since`. Waits until the replica has answered."""
         answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
-        self._pending_states.append(answer)
-        self._workers[0].send(SnapshotRequest(worker=0, since=since, with_tokens=with_tokens))
-        return await answer
+        self._num_state_queries += 1
+        query = self._num_state_queries
+        self._pending_states[query] = answer
+        try:
+            request = SnapshotRequest(worker=0, since=since, with_tokens=with_tokens, query=query, replica=replica)
+            self._workers[0].send(request)
+            return await answer
+        finally:
+            del self._pending_states[query]
 
     async def run(self) -> None:
         """Receive and deliver messages until `Stop`; then every request fails."""
@@ -242,8 +249,8 @@ class EngineClient:
                     if not answer.done():
                         answer.set_result(counts)
                 case EngineSnapshot() as state:
-                    pending = self._pending_states.popleft()
-                    if not pending.done():
+                    pending = self._pending_states.get(state.query)
+                    if pending is not None and not pending.done():
                         pending.set_result(state)
                 case Stop():
                     self.info = None

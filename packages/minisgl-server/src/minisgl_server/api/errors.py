@@ -124,6 +124,8 @@ def rejected(message: Rejected) -> ApiError:
         return ApiError(400, message.message, message.param, "context_length_exceeded")
     if message.kind == "queue_full":
         return ApiError(429, message.message, code="queue_full")
+    if message.kind == "replica_lost":
+        return ApiError(503, message.message, code="replica_lost")
     return ApiError(500, message.message, code="internal_error")
 
 
@@ -159,13 +161,12 @@ def _indices(error: ErrorDetails) -> list[int]:
 def add_error_handlers(app: FastAPI) -> None:
     """Have `app` answer every exception with an error in the format of the API that was called."""
 
-    async def on_api_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, ApiError)
+    async def on_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, InvalidValueError):
+            error = invalid_value(error)
+        elif not isinstance(error, ApiError):
+            error = ApiError(500, "The server failed on this request.", code="internal_error")
         return error.response(request.url.path)
-
-    async def on_invalid_value(request: Request, error: Exception) -> Response:
-        assert isinstance(error, InvalidValueError)
-        return invalid_value(error).response(request.url.path)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
@@ -186,15 +187,11 @@ def add_error_handlers(app: FastAPI) -> None:
     async def on_client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)
 
-    async def on_exception(request: Request, error: Exception) -> Response:
-        return ApiError(500, "The server failed on this request.", code="internal_error").response(request.url.path)
-
-    app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(InvalidValueError, on_invalid_value)
+    for kind in (ApiError, InvalidValueError, Exception):
+        app.add_exception_handler(kind, on_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(ClientGoneError, on_client_gone)
     app.add_exception_handler(ClientDisconnect, on_client_gone)  # raised before the body was complete
-    app.add_exception_handler(Exception, on_exception)
 
 
 def _reason(param: str | None) -> str:

@@ -83,7 +83,6 @@ class GenerateRequest(StrictModel):
 async def generate(request: Request) -> Response:
     """Continue one or more prompts; several prompts or outputs give a list of responses."""
     started_s = time.perf_counter()
-    client = request.app.state.client
     info, model = served_model(request.app)
     body = await parse_request(GenerateRequest, request)
     prompts, is_single = _prompts(body)
@@ -94,6 +93,7 @@ async def generate(request: Request) -> Response:
             sampling=sampling.sampling,
             max_tokens_is_default=sampling.max_tokens_is_default,
             priority=body.priority or 0,
+            is_streamed=bool(body.stream),
             form_name=form_name,
             field_names={**sampling.field_names, "prompt": name},
             text=prompt if isinstance(prompt, str) else None,
@@ -103,17 +103,11 @@ async def generate(request: Request) -> Response:
     ]
     choices = Choices("gen", model, messages, info)
     outputs = [_Output(output_id, started_s) for output_id in choices.output_ids]
-    generation, first = await choices.start(client, request)
+    await choices.start(request.app.state.client, request)
     is_single = is_single and len(outputs) == 1
     if body.stream:
-        return EventStreamResponse(choices, generation, first, _GenerateEvents(outputs, is_single))
-    try:
-        while first:
-            for index, text in first:
-                outputs[index].add(text)
-            first = await choices.next(generation)
-    finally:
-        generation.close()
+        return EventStreamResponse(choices, _GenerateEvents(outputs, is_single))
+    await choices.collect(lambda index, text: outputs[index].add(text))
     responses = [output.response() for output in outputs]
     return json_response(responses[0] if is_single else responses)
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from fastapi import FastAPI
-
 from minisgl_core.errors import beyond_context
 from minisgl_core.protocol.messages import EngineInfo, Tokenize
 from minisgl_server.api.errors import ApiError
@@ -85,9 +83,3 @@ class RequestLimits:
             what = f"the messages and tools have {length} characters, and no more than {self.text} fit"
             message = f"{beyond_context(self.counts[Bound.CONTEXT], what)} Please reduce the length of the messages."
             raise ApiError(400, message, "messages", "context_length_exceeded")
-
-
-def request_limits(app: FastAPI) -> RequestLimits | None:
-    """Return the limits of an application's engine; None while it starts."""
-    info = app.state.client.info
-    return None if info is None else RequestLimits.of(info, app.state.options.max_body_size)

@@ -11,7 +11,6 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_server.bench.accuracy.command import accuracy
 from minisgl_server.bench.attention.command import attention
 from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
-from minisgl_server.bench.options import OfflineOptions
 from minisgl_server.bench.serve.command import serve
 from minisgl_server.bench.trace.command import trace
 
@@ -65,7 +64,7 @@ def bench(ctx: click.Context) -> None:
 @click.pass_context
 def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
     """Measure a workload in this process, without a server."""
-    from minisgl_server.bench.offline import run_offline
+    from minisgl_server.bench.offline import OfflineOptions, run_offline
 
     uniform_flags = ("--batch-size", "--input-len", "--output-len", "--prefill-len")
     is_w = options["workload"] == "W"

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -29,15 +29,6 @@ class Run:
     seconds: float
     num_steps: int
     num_cached_tokens: int = 0
-
-
-class BenchEngine(Protocol):
-    """Engine that can run a workload."""
-
-    name: str
-
-    def run(self, workload: Workload) -> Run:
-        """Run a workload to its end."""
 
 
 class MinisglEngine:
@@ -117,6 +108,9 @@ class TransformersEngine:
         seconds = time.perf_counter() - start
         assert {len(row) for row in out} == {input_len + output_len}, "an output ended early"
         return Run(seconds, output_len)
+
+
+BenchEngine = MinisglEngine | TransformersEngine
 
 
 def _gguf_source(path: Path) -> dict[str, Any]:

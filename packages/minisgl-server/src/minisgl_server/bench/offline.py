@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -20,8 +20,22 @@ from minisgl_core.weights.model_source import locate_model
 from minisgl_server.bench import report
 from minisgl_server.bench.engines import BenchEngine, MinisglEngine, TransformersEngine
 from minisgl_server.bench.measure import MakeWorkload, Result, measure, num_stages
-from minisgl_server.bench.options import OfflineOptions
 from minisgl_server.bench.workloads import mixed, uniform
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OfflineOptions:
+    """Values of the command's flags besides those of the engine; its help describes them."""
+
+    workload: str
+    batch_sizes: tuple[int, ...]
+    input_len: int
+    output_len: int
+    prefill_len: int
+    num_seqs: int
+    repeats: int
+    compare: str | None
+    json_file: str | None
 
 
 def run_offline(config: EngineConfig, options: OfflineOptions) -> None:

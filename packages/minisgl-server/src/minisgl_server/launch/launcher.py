@@ -22,18 +22,20 @@ from minisgl_core.config.providers import check_providers
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
-from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
+from minisgl_server.launch.replicas import Replicas
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
+from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
 API = "api"
 RUN_API = "minisgl_server.api.server:run_api"
-RUN_RANK = "minisgl_core.runtime.worker:run_worker"
+ROUTER = "router"
+RUN_ROUTER = "minisgl_server.router.process:run_router"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
 """Time beyond ``--drain-timeout`` that the API server has to stop."""
@@ -51,12 +53,13 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     """
     setproctitle.setproctitle("minisgl: launch")
     check_providers(config.flat(), registry)
+    registry.entry("router", options.router)
     digests = api_key_digests(options)
     options = replace(options, api_key=())  # from here on, only the digests are in memory
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
-        IpcAddresses.create(options.num_tokenizers) as endpoints,
+        IpcAddresses.create(options.num_tokenizers, options.replicas) as endpoints,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
@@ -66,13 +69,16 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
             listener.close()
-            ranks = _start_ranks(config, registry, supervisor, endpoints)
+            if options.replicas > 1:
+                _start_router(options, registry, supervisor, endpoints)
+            replicas = Replicas(config, registry, supervisor, endpoints)
+            replicas.start()
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
-            if _wait_ready(supervisor, ranks, endpoints, signals):
+            if _wait_ready(supervisor, replicas, endpoints, signals):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
-                supervisor.wait(wake=signals)
-                _drain(supervisor, options, signals)
+                replicas.wait(lambda: False, signals)
+                _drain(supervisor, replicas, options, signals)
         except WorkerDiedError:
             _fail_requests(endpoints)
             raise
@@ -80,16 +86,11 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
 
 
-def _start_ranks(
-    config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
-) -> list[str]:
-    """Have the executor start all ranks; return the names of their processes in rank order."""
-    executor = make_executor(config, registry, supervisor.start)
-    placements = executor.place(config.parallel.tp, endpoints.directory)
-    names = [f"scheduler rank {each.rank}" for each in placements]
-    for name, each in zip(names, placements, strict=True):
-        executor.start(name, each, RUN_RANK, config, placements, each.rank, endpoints)
-    return names
+def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses) -> None:
+    """Start the router's process. The engines report events to it if the router uses them."""
+    if registry.load("router", options.router).uses_events:
+        os.environ[ROUTER_EVENTS_VARIABLE] = endpoints.router_events
+    supervisor.start(ROUTER, RUN_ROUTER, options, endpoints)
 
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
@@ -100,6 +101,8 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     rows += [(option, value, reason) for option, value, reason in info.choices]
     rows += [("kv cache", f"{info.num_pages * info.page_size} tokens", f"{info.num_pages} pages of {info.page_size}")]
     rows += [("context", f"{info.max_seq_len} tokens", "")]
+    if options.replicas > 1:
+        rows += [("replicas", str(options.replicas), f"behind the router {options.router}")]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}".rstrip() for name, value, reason in rows]
     question = {"role": "user", "content": "What is the capital of France?"}
@@ -115,12 +118,20 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: IpcAddresses, signals: _Signals) -> bool:
-    """Wait until the engine, then the tokenizer workers, then the API server are ready. Return False on a signal."""
-    if not supervisor.wait_ready(*ranks, wake=signals):
+def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddresses, signals: _Signals) -> bool:
+    """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
+
+    Return False on a signal.
+    """
+    info = replicas.wait_ready(signals)
+    if info is None:
         return False
-    info = supervisor.ready[ranks[0]].engine
-    assert info is not None, "rank 0 describes the engine"
+    if endpoints.num_replicas > 1:
+        with Sender(endpoints.router_in) as router:
+            router.send(info)
+        if not supervisor.wait_ready(ROUTER, wake=signals):
+            return False
+        replicas.announce()
     with ExitStack() as stack:
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
         if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
@@ -131,13 +142,13 @@ def _wait_ready(supervisor: Supervisor, ranks: list[str], endpoints: IpcAddresse
         return supervisor.wait_ready(API, wake=signals)
 
 
-def _drain(supervisor: Supervisor, options: ServerOptions, signals: _Signals) -> None:
+def _drain(supervisor: Supervisor, replicas: Replicas, options: ServerOptions, signals: _Signals) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()
     _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
     supervisor.end(API)
     limit_s = options.drain_timeout + DRAIN_SLACK_S
-    supervisor.wait(lambda: not supervisor.is_alive(API), timeout_s=limit_s, wake=signals)
+    replicas.wait(lambda: not supervisor.is_alive(API), signals, timeout_s=limit_s)
 
 
 def _print(text: str) -> None:

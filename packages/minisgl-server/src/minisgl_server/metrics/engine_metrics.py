@@ -69,7 +69,7 @@ class EngineMetrics:
         # Imported here, as prometheus_client reads the directory of the values from the environment on import.
         from minisgl_server.metrics.families import labelled
 
-        metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model)
+        metrics = labelled(os.environ.get(MODEL_NAME_VARIABLE) or info.model, info.replica)
         try:
             _reserve_space()
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name."""
+"""Metric families: vLLM's names with the prefix ``minisgl_``, labelled with the served model's name and the replica's number."""
 
 from __future__ import annotations
 
@@ -9,27 +9,8 @@ from typing import Any
 
 from prometheus_client import Counter, Gauge, Histogram
 
-LABELS = ("model_name",)
-SECONDS = (
-    0.001,
-    0.0025,
-    0.005,
-    0.01,
-    0.025,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1.0,
-    2.5,
-    5.0,
-    10.0,
-    25.0,
-    50.0,
-    100.0,
-    250.0,
-    1000.0,
-)
+LABELS = ("model_name", "replica")
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5, 10, 25, 50, 100, 250, 1000)
 """Bucket bounds of times, from a step to the longest request."""
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Bucket bounds of times between tokens."""
@@ -91,11 +72,11 @@ def families() -> SimpleNamespace:
     )
 
 
-def labelled(model_name: str) -> Any:
-    """Return the metrics of one model, by the names of `families`. ``requests`` maps a finish reason to its counter."""
+def labelled(model_name: str, replica: int) -> Any:
+    """Return the metrics of one engine, by the names of `families`. ``requests`` maps a finish reason to its counter."""
     all_families = vars(families())
-    one = {name: family.labels(model_name) for name, family in all_families.items() if name != "requests"}
-    requests = partial(all_families["requests"].labels, model_name)
+    one = {name: family.labels(model_name, replica) for name, family in all_families.items() if name != "requests"}
+    requests = partial(all_families["requests"].labels, model_name, replica)
     for reason in ("stop", "length", "abort"):
         requests(reason)
     return SimpleNamespace(**one, requests=requests)

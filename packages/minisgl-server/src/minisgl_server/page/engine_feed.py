@@ -26,10 +26,13 @@ class EngineFeed:
     Args:
         client: connection to the engine.
         with_text: include text of prompts and outputs.
+        replica: number of the replica; another one answers while it is not ready.
     """
 
-    def __init__(self, client: EngineClient, with_text: bool = False) -> None:
-        self._client, self._with_text = client, with_text
+    def __init__(self, client: EngineClient, with_text: bool = False, replica: int = 0) -> None:
+        self._client, self._with_text, self._replica = client, with_text, replica
+        self._shown = replica
+        """Replica that answered last."""
         self._poll: asyncio.Task[dict[str, Any]] | None = None
         self._polled_s = 0.0
         self._steps: deque[dict[str, Any]] = deque(maxlen=MAX_STEPS)
@@ -57,14 +60,19 @@ class EngineFeed:
 
     async def _poll_engine(self) -> dict[str, Any]:
         last = self._steps[-1]["step"] if self._steps else 0
-        state: EngineSnapshot = await asyncio.wait_for(self._client.state(last, self._with_text), TIMEOUT_S)
+        state: EngineSnapshot = await asyncio.wait_for(
+            self._client.state(last, self._with_text, self._replica), TIMEOUT_S
+        )
+        if state.replica != self._shown or state.step < last:  # the steps are those of an engine that has ended
+            self._shown = state.replica
+            self._steps.clear()
         steps: list[StepSnapshot] = state.steps
         self._steps.extend(_plain(step) for step in steps)
         plain = _plain(state)
         for each in (*plain["runs"], *plain["requests"]):
             del each["token_ids"]
         plain["has_text"] = plain.pop("has_tokens")
-        for name in ("type", "worker", "steps"):
+        for name in ("type", "worker", "query", "steps"):
             del plain[name]
         return plain
 

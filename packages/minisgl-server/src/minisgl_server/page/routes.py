@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import FileResponse
 from fastapi.staticfiles import StaticFiles
+from pydantic import BaseModel
 from starlette.types import Scope
 
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.openai.requests import json_response
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.page.engine_feed import EngineFeed
-from minisgl_server.page.response_models import EngineState
 
 STATIC = Path(__file__).with_name("static")
 HEADERS = {
@@ -30,6 +31,30 @@ SINCE = {
     "description": "Number of a step; only later steps are returned.",
     "schema": {"type": "integer", "minimum": 0, "default": 0},
 }
+REPLICA = {
+    "name": "replica",
+    "in": "query",
+    "description": "Number of a replica; while it is not ready, another one answers.",
+    "schema": {"type": "integer", "minimum": 0, "default": 0},
+}
+
+
+class EngineState(BaseModel):
+    """Response of ``GET /engine/state``; its fields are those of `minisgl_core.protocol.engine_snapshot.EngineSnapshot`."""
+
+    engine: dict[str, Any]
+    time_s: float
+    step: int
+    has_text: bool
+    num_waiting: int
+    num_running: int
+    totals: dict[str, int]
+    pages: dict[str, Any]
+    requests: list[dict[str, Any]]
+    runs: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    replica: int
+    replicas: list[dict[str, Any]]
 
 
 def add_routes(app: FastAPI) -> None:
@@ -37,19 +62,27 @@ def add_routes(app: FastAPI) -> None:
 
     The page's files need no API key, as they are the same for everyone. The state needs one, like the other routes.
     """
-    feed = EngineFeed(app.state.client, app.state.options.page_prompts)
+    options = app.state.options
+    feeds = [EngineFeed(app.state.client, options.page_prompts, replica) for replica in range(options.replicas)]
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return FileResponse(STATIC / "index.html", headers=HEADERS)
 
-    @app.get("/engine/state", **route_docs(response=EngineState, errors=[400]), openapi_extra={"parameters": [SINCE]})
+    @app.get(
+        "/engine/state",
+        **route_docs(response=EngineState, errors=[400]),
+        openapi_extra={"parameters": [SINCE, REPLICA]},
+    )
     async def state(request: Request) -> Response:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
         text = request.query_params.get("since", "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
             raise ApiError(400, "since must be the number of a step.", "since")
-        return json_response(await feed.state(int(text)))
+        replica = request.query_params.get("replica", "0")
+        if not (replica.isascii() and replica.isdigit() and len(replica) < 4 and int(replica) < len(feeds)):
+            raise ApiError(400, f"replica must be a number from 0 to {len(feeds) - 1}.", "replica")
+        return json_response(await feeds[int(replica)].state(int(text)))
 
     app.mount("/page", _PageFiles(directory=STATIC))
     for path in ("/", "/page/"):

@@ -13,6 +13,7 @@ from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Tokenize, ToolCallDelta, ToolUse
 from minisgl_core.text.chat import plain_messages, render_chat
+from minisgl_server.parsing.harmony import HARMONY, TAGS, HarmonySplitter
 from minisgl_server.parsing.reasoning_splitter import BEGIN, END, ReasoningSplitter, starts_with_reasoning
 from minisgl_server.parsing.request_template import render_in_process
 from minisgl_server.parsing.tool_parser import TOOL_PARSERS, ToolParser, detect_tool_parser
@@ -34,7 +35,10 @@ class ChatOutputParser:
     """Parses the output of one chat. Without a reasoning splitter and tools, all of it is content."""
 
     def __init__(
-        self, splitter: ReasoningSplitter | None, tools: ToolParser | None, include_reasoning: bool = True
+        self,
+        splitter: ReasoningSplitter | HarmonySplitter | None,
+        tools: ToolParser | None,
+        include_reasoning: bool = True,
     ) -> None:
         """Create a parser; without `include_reasoning`, reasoning content is dropped."""
         self._splitter, self._tools, self._include_reasoning = splitter, tools, include_reasoning
@@ -147,8 +151,11 @@ class ChatFormat:
 
     def parser(self, chat: Tokenize, prompt: str, grammar: GrammarSource | None = None) -> ChatOutputParser | None:
         """Return the parser of the output, or None if all of it is content. `grammar` is the grammar of the output."""
-        splitter = tools = None
-        if self._reasoning_parser is not None and chat.separate_reasoning:
+        splitter: ReasoningSplitter | HarmonySplitter | None = None
+        tools = None
+        if self._reasoning_parser == HARMONY and chat.separate_reasoning:
+            splitter = HarmonySplitter()
+        elif self._reasoning_parser is not None and chat.separate_reasoning:
             # An output that a grammar constrains from its first token on has no reasoning content.
             is_constrained = grammar is not None and grammar.after_token is None and grammar.kind != "structural_tag"
             splitter = ReasoningSplitter(False if is_constrained else self._begins_with_reasoning(chat, prompt))
@@ -168,7 +175,7 @@ class ChatFormat:
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
         """Return if a tag of reasoning or tool calls is a special token, which detokenization skips by default."""
-        tags = {BEGIN, END} if self._reasoning_parser is not None else set()
+        tags = set() if self._reasoning_parser is None else {BEGIN, END, *TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()
             tags |= {parser.begin, parser.end}
@@ -182,7 +189,7 @@ class ChatFormat:
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):
             source = self._tool_grammar(chat.tools, source)
-        if source is None or self._reasoning_parser is None:
+        if source is None or self._reasoning_parser in (None, HARMONY):
             return source
         has_begun, end = self._begins_with_reasoning(chat, prompt), self._token(END)
         if has_begun is False or end is None:

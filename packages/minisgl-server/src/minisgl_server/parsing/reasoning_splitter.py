@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 from minisgl_core.text.stop import StopFinder
+from minisgl_server.parsing.harmony import HARMONY
 
 BEGIN, END = "<think>", "</think>"
-REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True}
+REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 """Values of ``--reasoning-parser``; True if outputs begin with reasoning content even without a tag."""
 
 

@@ -7,7 +7,7 @@ import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import httpx
 
@@ -16,29 +16,8 @@ from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.shell.settings import TurnStats
 
 Message = dict[str, str]
-
-
 Show = Callable[[str], None]
 """Called with the next piece of a response."""
-
-
-class ChatModel(Protocol):
-    """Model that generates the next message of a conversation.
-
-    Attributes:
-        name: name of the model.
-    """
-
-    name: str
-
-    def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
-        """Generate the next message and show it piece by piece; Ctrl-C stops it.
-
-        Args:
-            messages: the conversation.
-            show: called with each piece.
-            settings: sampling parameters by name; the model's defaults apply to the others.
-        """
 
 
 class LocalModel:
@@ -55,7 +34,13 @@ class LocalModel:
         self.name = self._llm.info.model
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
-        """See `ChatModel`. Ctrl-C takes effect after the current step, which it must not interrupt."""
+        """Generate the next message and show it piece by piece. Ctrl-C stops it after the current step.
+
+        Args:
+            messages: the conversation.
+            show: called with each piece.
+            settings: sampling parameters by name; the model's defaults apply to the others.
+        """
         from minisgl_core.text.prompt import encode_chat
 
         token_ids = encode_chat(self._llm.tokenizer, messages)
@@ -73,7 +58,7 @@ class LocalModel:
         try:
             for piece in pieces:
                 timer.show(piece)
-                if interrupts:
+                if interrupts:  # a step must not be interrupted
                     break
         finally:
             pieces.close()  # type: ignore[attr-defined]  # a generator
@@ -110,7 +95,7 @@ class RemoteModel:
             raise InvalidValueError("--url", url, "the address of a running server", f"{error}.") from error
 
     def chat(self, messages: Sequence[Message], show: Show, settings: Mapping[str, Any]) -> TurnStats:
-        """See `ChatModel`. Ctrl-C closes the connection, so that the server aborts the request."""
+        """See `LocalModel.chat`. Ctrl-C closes the connection, so that the server aborts the request."""
         timer, usage = _TurnTimer(show), dict[str, Any]()
         body = {"model": self.name, "messages": list(messages), "stream": True, **settings}
         try:
@@ -139,12 +124,6 @@ class RemoteModel:
             async for line in _lines(response):
                 for text in _contents(line, usage):
                     timer.show(text)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
 
 class _TurnTimer:

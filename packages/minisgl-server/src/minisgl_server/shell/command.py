@@ -45,7 +45,7 @@ def shell(values: dict[str, Any], sources: dict[str, str]) -> None:
             model: LocalModel | RemoteModel = stack.enter_context(LocalModel(pick(values, EngineConfig)))
         else:
             _refuse_engine_flags(options.url, values, sources)
-            model = stack.enter_context(RemoteModel(options.url, client_api_key(options.api_key)))
+            model = RemoteModel(options.url, client_api_key(options.api_key))
         settings = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
         run(Conversation(model, options.system, settings))
 

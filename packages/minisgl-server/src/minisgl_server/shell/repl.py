@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from minisgl_core.errors import InvalidValueError, MinisglError
-from minisgl_server.shell.chat_models import ChatModel, Message
+from minisgl_server.shell.chat_models import LocalModel, Message, RemoteModel
 from minisgl_server.shell.settings import parse_setting
 
 HELP = """\
@@ -39,7 +39,7 @@ class Conversation:
 
     def __init__(
         self,
-        model: ChatModel,
+        model: LocalModel | RemoteModel,
         system: str | None = None,
         settings: Mapping[str, Any] | None = None,
         shows_statistics: bool = False,

@@ -14,6 +14,7 @@ from minisgl_core.protocol.messages import (
     EngineInfo,
     Ready,
     Rejected,
+    ReplicaLost,
     Stop,
     TokenBatch,
     Tokenize,
@@ -29,7 +30,17 @@ from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
 
 Incoming = (
-    EngineInfo | Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | SnapshotRequest | EngineSnapshot | Stop
+    EngineInfo
+    | Tokenize
+    | Detokenize
+    | Abort
+    | TokenBatch
+    | Rejected
+    | Count
+    | SnapshotRequest
+    | EngineSnapshot
+    | ReplicaLost
+    | Stop
 )
 
 
@@ -39,7 +50,7 @@ def run_tokenizer_worker(
     """Run the process: wait for `EngineInfo`, load the tokenizer, then handle messages until `Stop` or `END_SIGNAL`."""
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
-        Sender(endpoints.scheduler_in) as to_scheduler,
+        Sender(endpoints.router_in) as to_scheduler,
         Sender(endpoints.api_in) as to_api,
     ):
         import transformers  # noqa: F401  # takes seconds, so it is imported while the engine loads
@@ -53,7 +64,9 @@ def run_tokenizer_worker(
         if config.model.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
-        worker = TokenizerWorker(tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry)
+        worker = TokenizerWorker(
+            tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas > 1
+        )
         report(
             Ready(
                 process=f"tokenizer {index}",

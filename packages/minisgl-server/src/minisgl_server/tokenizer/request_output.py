@@ -23,6 +23,7 @@ class RequestOutput:
         pending: the next `Text`; it also holds tokens whose characters are not complete yet.
         is_chat: the request is a chat, not a completion.
         only_prompt: the generated tokens are not returned.
+        only_whole: nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None where all output is text.
     """
 
@@ -31,6 +32,7 @@ class RequestOutput:
     pending: Text
     is_chat: bool = False
     only_prompt: bool = False
+    only_whole: bool = False
     parser: ChatOutputParser | None = None
 
     def push(self, out: TokenOut) -> Piece:
@@ -49,18 +51,22 @@ class RequestOutput:
     def take(self) -> Text | None:
         """Return `pending` and begin a new one. None if there is no new text and the output continues."""
         pending = self.pending
-        if pending.finish_reason is None and not (pending.text or pending.reasoning or pending.tool_calls):
+        has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.only_whole
+        if pending.finish_reason is None and not has_new:
             return None
         self.pending = Text(request_id=pending.request_id, text="", token_ids=[])
         return pending
 
     def _push_text(self, out: TokenOut) -> Piece:
         piece, parser, pending = self.detokenizer.push(out), self.parser, self.pending
-        pending.text = piece.text
-        if parser is not None:
+        if parser is None:
+            pending.text += piece.text
+        else:
             parsed = parser.push(piece.text, piece.finish_reason is not None, len(out.token_ids))
             pending.num_reasoning_tokens = parser.num_reasoning_tokens
-            pending.text, pending.reasoning, pending.tool_calls = parsed.content, parsed.reasoning, parsed.tool_calls
+            pending.text += parsed.content
+            pending.reasoning += parsed.reasoning
+            pending.tool_calls += parsed.tool_calls
             if parser.is_done and piece.finish_reason is None:
                 piece = piece._replace(finish_reason="stop", is_early=True)
             if parser.has_calls and piece.finish_reason == "stop":

@@ -23,8 +23,10 @@ from minisgl_core.protocol.messages import (
     Abort,
     Count,
     Detokenize,
+    Ended,
     EngineInfo,
     Rejected,
+    ReplicaLost,
     Submit,
     Text,
     TextBatch,
@@ -53,10 +55,12 @@ class TokenizerWorker:
         tokenizer: a transformers tokenizer.
         info: limits of the engine.
         index: number of this worker.
-        to_scheduler: sends `Submit`, `Abort`, `Count` and `SnapshotRequest`.
+        to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
         to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count` and `EngineSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
         registry: has the grammar provider.
+        has_router: there are several replicas behind a router. It is told when requests end, and requests of a replica that
+            died are submitted again if they have sent nothing.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class TokenizerWorker:
         to_api: Send,
         chat_format: ChatFormat | None = None,
         registry: Registry | None = None,
+        has_router: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
@@ -77,6 +82,10 @@ class TokenizerWorker:
         self._to_api = to_api
         self._token_bytes = TokenBytes(tokenizer)
         self._requests: dict[str, RequestOutput] = {}
+        self._has_router = has_router
+        self._retries: dict[str, tuple[Submit, Callable[[str], RequestOutput]]] = {}
+        """By request that has sent nothing: its message, and what makes its output anew. Empty without a router."""
+        self._lost_engines: set[int] = set()
 
     @property
     def num_requests(self) -> int:
@@ -85,7 +94,15 @@ class TokenizerWorker:
 
     def handle(
         self,
-        message: Tokenize | Detokenize | Abort | TokenBatch | Rejected | Count | SnapshotRequest | EngineSnapshot,
+        message: Tokenize
+        | Detokenize
+        | Abort
+        | TokenBatch
+        | Rejected
+        | Count
+        | SnapshotRequest
+        | EngineSnapshot
+        | ReplicaLost,
         encoded: Future[EncodedPrompt] | None = None,
     ) -> None:
         """Handle a message; `encoded` is the result of `encode`, if that was called before."""
@@ -95,13 +112,20 @@ class TokenizerWorker:
             case Tokenize():
                 self._submit(message, encoded)
             case Abort(request_id):
-                if self._requests.pop(request_id, None) is not None:
+                if self._forget(request_id):
                     self._to_scheduler(message)
-            case TokenBatch(outputs):
-                self._send([text for out in outputs if (text := self._push(out)) is not None])
+            case TokenBatch(outputs, engine):
+                if engine not in self._lost_engines:
+                    self._send([text for out in outputs if (text := self._push(out)) is not None])
+                    self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
-                if self._requests.pop(message.request_id, None) is not None:
+                if self._forget(message.request_id):
                     self._to_api(message)
+                    self._report_ended([message.request_id])
+            case ReplicaLost(engine, request_ids):
+                self._lost_engines.add(engine)
+                for request_id in request_ids:
+                    self._retry(request_id)
             case Count(counts=counts):
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
@@ -142,15 +166,18 @@ class TokenizerWorker:
             token_ids = encoder.truncate(message, token_ids)
             sampling = encoder.check_limits(message, token_ids)
             grammar = encoder.grammar(message, prompt)
-            requests = {
-                request_id: self._new_output(message, request_id, prompt, sampling, grammar)
-                for request_id in message.output_ids
-            }
             bad_words = bad_word_tokens(self._tokenizer, sampling) if sampling.bad_words else []
-            if message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None:
-                text = encoder.prompt_text(message, token_ids) if message.echo else None
-                for request in requests.values():
-                    request.pending.prompt_text, request.pending.prompt_token_ids = text, token_ids
+            returns_prompt = message.echo or message.return_prompt_ids or sampling.prompt_logprobs is not None
+            prompt_text = encoder.prompt_text(message, token_ids) if message.echo else None
+
+            def new_output(request_id: str) -> RequestOutput:
+                request = self._new_output(message, request_id, prompt, sampling, grammar)
+                request.only_whole = self._has_router and not message.is_streamed  # so that it can be submitted again
+                if returns_prompt:
+                    request.pending.prompt_text, request.pending.prompt_token_ids = prompt_text, token_ids
+                return request
+
+            requests = {request_id: new_output(request_id) for request_id in message.output_ids}
         except InvalidValueError as error:
             self._reject(message.request_id, error.renamed(message.field_names))
             return
@@ -161,19 +188,20 @@ class TokenizerWorker:
         self._requests |= requests
         array = np.array(token_ids, dtype=np.int32)
         for request_id, own_sampling in zip(requests, sampling.split(), strict=True):
-            self._to_scheduler(
-                Submit(
-                    request_id=request_id,
-                    token_ids=array,
-                    sampling=own_sampling,
-                    worker=self._index,
-                    priority=message.priority,
-                    user=message.user,
-                    cache_salt=message.cache_salt,
-                    grammar=grammar,
-                    bad_words=bad_words,
-                )
+            submit = Submit(
+                request_id=request_id,
+                token_ids=array,
+                sampling=own_sampling,
+                worker=self._index,
+                priority=message.priority,
+                user=message.user,
+                cache_salt=message.cache_salt,
+                grammar=grammar,
+                bad_words=bad_words,
             )
+            if self._has_router:
+                self._retries[request_id] = submit, new_output
+            self._to_scheduler(submit)
 
     def _new_output(
         self, message: Tokenize, request_id: str, prompt: str, sampling: SamplingParams, grammar: GrammarSource | None
@@ -203,7 +231,33 @@ class TokenizerWorker:
             self._to_scheduler(Abort(out.request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[out.request_id]
-        return request.take()
+        text = request.take()
+        if text is not None:
+            self._retries.pop(out.request_id, None)
+        return text
+
+    def _forget(self, request_id: str) -> bool:
+        """Drop the state of a request; return False if it had ended."""
+        self._retries.pop(request_id, None)
+        return self._requests.pop(request_id, None) is not None
+
+    def _report_ended(self, request_ids: list[str]) -> None:
+        """Tell the router that requests have ended."""
+        if self._has_router and request_ids:
+            self._to_scheduler(Ended(request_ids))
+
+    def _retry(self, request_id: str) -> None:
+        """Submit a request of a lost engine again, or end it with an error if the client may have some of its output."""
+        if request_id not in self._requests:
+            return
+        if request_id in self._retries:
+            submit, new_output = self._retries[request_id]
+            self._requests[request_id] = new_output(request_id)
+            self._to_scheduler(submit)
+        else:
+            del self._requests[request_id]
+            message = "The replica that ran the request has ended, after a part of the output. Please send it again."
+            self._to_api(Rejected(request_id=request_id, kind="replica_lost", message=message))
 
     def _send(self, texts: list[Text]) -> None:
         """Send outputs to the API server; one that cannot be encoded ends its own request only."""
@@ -232,7 +286,7 @@ class TokenizerWorker:
 
     def _drop(self, request_id: str) -> None:
         """End a request whose output cannot be turned into text. Called while an exception is handled."""
-        self._requests.pop(request_id, None)
+        self._forget(request_id)
         self._to_scheduler(Abort(request_id))
         self._fail(request_id, "The output could not be turned into text.")
 

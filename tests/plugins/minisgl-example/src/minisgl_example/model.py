@@ -76,19 +76,28 @@ class ExampleModel(Layer):
     """Embedding, blocks and the final norm."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
-        if (stage := build.stage(config)).has_embedding:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
         self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
         self.layers = {index: ExampleBlock(config, index, build) for index in stage.layers}
         if stage.has_lm_head:
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """[T] and [T] to [T, hidden_size]."""
+    def forward(
+        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, intermediate: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, hidden_size]; between pipeline stages to and from [2, T, hidden_size]."""
         cos, sin = self.rotary_emb.forward(positions)
-        x, residual = self.embed_tokens.forward(input_ids), None
+        if intermediate is None:
+            x, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            x, residual = intermediate.unbind(0)
         for layer in self.layers.values():
             x, residual = layer.forward(x, residual, cos, sin, attend)
+        if not self._stage.has_lm_head:
+            assert residual is not None, "a stage has at least one layer"
+            return torch.stack((x, residual))
         return self.norm.add(x, residual)[0]
 
 
@@ -105,10 +114,15 @@ class ExampleForCausalLM(Model):
             self.vocab_shard = self.lm_head.shard
 
     def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, attend: Attend, logits_index: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Model.forward`. Computes all tokens, and returns those that are wanted."""
-        hidden_states = self.model.forward(input_ids, positions, attend)
+        hidden_states = self.model.forward(input_ids, positions, attend, intermediate)
         return hidden_states if logits_index is None else hidden_states.index_select(0, logits_index)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

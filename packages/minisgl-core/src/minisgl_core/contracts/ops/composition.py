@@ -1,4 +1,4 @@
-"""The roles of an engine, put together from providers."""
+"""Composition of an engine's ops from providers, one per role."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROLES: dict[str, type[OpsProvider]] = {
     "step": StepOps,
     "routing": RoutingOps,
 }
-"""The class of each role, by the field of `Ops` that holds it."""
+"""Class of each role, by the name of its field of `Ops`."""
 
 
 def roles_of(provider: type[OpsProvider]) -> list[str]:
@@ -32,22 +32,22 @@ def roles_of(provider: type[OpsProvider]) -> list[str]:
 
 
 class TorchOps(LinearOps, NormOps, RotaryOps, SamplingOps, StepOps, RoutingOps):
-    """The reference in plain torch of every role: the provider ``torch``."""
+    """Provider ``torch``: every role in plain torch, the reference for other providers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """The kernels that an engine runs between attention calls, by role.
+    """Kernels that an engine runs between attention calls, by role.
 
     Attributes:
-        device: where all tensors are.
-        dtype: of the model.
+        device: device of all tensors.
+        dtype: dtype of the model.
         linear: GEMMs.
         norm: norms and activations.
         rotary: rotary embedding and KV store.
-        sampling: from logits to tokens.
-        step: inputs and outputs of steps, and lookups.
-        routing: the choice of experts.
+        sampling: masks, sampling and argmax.
+        step: step inputs and outputs, and embedding lookups.
+        routing: selection of experts.
     """
 
     # In version 1 of the plugin API, providers subclassed `Ops`. A class that still does is refused with the reason.
@@ -64,9 +64,9 @@ class Ops:
 
     @classmethod
     def of(cls, device: torch.device, dtype: torch.dtype, *providers: type[OpsProvider]) -> Ops:
-        """Serve each role by the first of `providers` that has it, and by plain torch where none has.
+        """Assign each role to the first of `providers` that has it, or to `TorchOps` if none has.
 
-        Providers that serve no role are not instantiated.
+        Providers without an assigned role are not instantiated.
         """
         chosen = {
             name: next(provider for provider in (*providers, TorchOps) if issubclass(provider, role))

@@ -1,4 +1,4 @@
-"""The role of GEMMs. See the package for the shape legend."""
+"""Contract of the linear role: GEMMs. See the package for the shape legend."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from minisgl_core.contracts.ops.provider import OpsProvider
 from minisgl_core.utils.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
 
 LinearOp = Callable[[torch.Tensor], torch.Tensor]
-"""A GEMM that `LinearOps` has prepared: x [..., in] to [..., out]."""
+"""Prepared GEMM: a function of x [..., in] that returns [..., out]."""
 
 
 class LinearOps(OpsProvider):
-    """GEMMs by the weights of linear layers, in the model's dtype and in FP8. The activation of a gated MLP may be fused.
+    """GEMMs of linear layers, in the model's dtype and in FP8. The activation of a gated MLP may be fused.
 
-    Each ``prepare_*`` is called once per matrix, after loading. It may return a function that holds a packed copy instead of
-    the weight. The function leaves its input as it is.
+    Each ``prepare_*`` method is called once per weight, after loading. It may return a function that holds a packed copy instead
+    of the weight. The function does not modify its input.
     """
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
@@ -35,29 +35,29 @@ class LinearOps(OpsProvider):
         """Return ``x -> silu_and_mul(x @ weight.T + bias)``, for a gated MLP; see `NormOps.silu_and_mul`.
 
         Args:
-            weight: gate rows above up rows, [2 * I, in].
+            weight: gate rows, then up rows, [2 * I, in].
             bias: [2 * I] or None.
         """
         gate_up = self.prepare_linear(weight, bias)
         return lambda x: silu_and_mul(gate_up(x))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantize each row to float8_e4m3fn, with the scale that maps its largest magnitude to the largest number.
+        """Quantize each row to float8_e4m3fn, with the scale that maps its largest magnitude to the largest float8 number.
 
         Args:
-            x: [T, in], rows of any stride.
+            x: [T, in], with any row stride.
 
         Returns:
-            The codes, float8_e4m3fn [T, in], contiguous; the scale by which each row is dequantized, float32 [T, 1].
+            The codes, float8_e4m3fn [T, in], contiguous, and the scale of each row, float32 [T, 1].
         """
         scales = (x.abs().amax(-1, keepdim=True).float() / FP8_MAX).clamp_min(LEAST_SCALE)
         return to_fp8(x, scales), scales
 
     def prepare_fp8_linear(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Return ``x -> (codes @ weight.T) * row_scales * scales + bias``, where `quantize_rows` makes codes and row_scales.
+        """Return ``x -> (codes @ weight.T) * row_scales * scales + bias``, with codes and row_scales from `quantize_rows`.
 
         Args:
-            weight: float8_e4m3fn [out, in], contiguous, both sizes multiples of 16.
+            weight: float8_e4m3fn [out, in], contiguous; both dimensions are multiples of 16.
             scales: one per output channel, float32 [out].
             bias: [out] or None.
         """
@@ -73,7 +73,7 @@ class LinearOps(OpsProvider):
         """Return `prepare_fp8_linear`, followed by `NormOps.silu_and_mul`.
 
         Args:
-            weight: gate rows above up rows, float8_e4m3fn [2 * I, in], contiguous, both sizes multiples of 16.
+            weight: gate rows, then up rows, float8_e4m3fn [2 * I, in], contiguous; both dimensions are multiples of 16.
             scales: one per output channel, float32 [2 * I].
             bias: [2 * I] or None.
         """

@@ -12,7 +12,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return the reference result of `NormOps.rms_norm`, for roles that fuse a norm."""
     x32 = x.float()
     x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-    return x32.to(x.dtype) * weight
+    return (x32.to(weight.dtype) * weight).to(x.dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -29,7 +29,7 @@ class NormOps(OpsProvider):
 
         Args:
             x: [..., H].
-            weight: [H].
+            weight: [H], in x's dtype, or in float32, where the result is rounded once.
             eps: added to the mean square.
 
         Returns:
@@ -38,7 +38,7 @@ class NormOps(OpsProvider):
         # Not a call of the function above, since Python calls count in a decode step on a CPU.
         x32 = x.float()
         x32 = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return x32.to(x.dtype) * weight
+        return (x32.to(weight.dtype) * weight).to(x.dtype)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
@@ -48,7 +48,7 @@ class NormOps(OpsProvider):
         Args:
             x: [..., H].
             residual: like `x`.
-            weight: [H].
+            weight: see `rms_norm`.
             eps: added to the mean square.
         """
         residual = x + residual

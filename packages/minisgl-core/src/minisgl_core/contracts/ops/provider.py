@@ -1,4 +1,4 @@
-"""The part of the contract that all roles share."""
+"""Base class of all roles of ops."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import torch
 
 
 class OpsProvider:
-    """Base class of the roles. A provider of the kind ``ops`` subclasses roles; one instance serves all that it has.
+    """Base class of the roles. A provider of the kind ``ops`` subclasses one or more roles and is instantiated once.
 
-    A provider with several base classes passes `device` and `dtype` on by ``super().__init__(device, dtype)``.
+    A provider with an `__init__` of its own calls ``super().__init__(device, dtype)``.
 
     Attributes:
-        device: where all tensors are.
-        dtype: of the model.
+        device: device of all tensors.
+        dtype: dtype of the model.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
-        """Say why these kernels cannot run here, one sentence per reason; empty if they can."""
+        """Return the reasons why these kernels cannot run, one sentence each; empty if they can."""
         return []
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ class Rotation:
     Attributes:
         cos: at each token's position, [T, rotary_dim / 2].
         sin: like `cos`.
-        norms: weights of the norms of q's heads and of k's heads, [D] each; None without norms.
+        norms: weights of the norms of q's heads and of k's heads, [D] each, in q's dtype or float32; None without norms.
         eps: added to the mean squares of the norms.
     """
 

@@ -1,4 +1,4 @@
-"""The role of MoE routing. See the package for the shape legend."""
+"""Contract of the routing role: selection of experts. See the package for the shape legend."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from minisgl_core.contracts.ops.provider import OpsProvider
 
 
 class RoutingOps(OpsProvider):
-    """The choice of experts per token."""
+    """Selection of experts per token."""
 
     def route(
         self, logits: torch.Tensor, spec: RoutingSpec, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts and their weights, in float32, as `RoutingSpec` says.
+        """Select experts and compute their weights in float32, following `RoutingSpec`.
 
         Args:
-            logits: of the router, [T, E].
-            spec: one that `minisgl_core.layers.moe.check_routing` lets pass.
+            logits: logits of the router, [T, E].
+            spec: routing rule that `minisgl_core.layers.moe.check_routing` accepts.
             correction_bias: float32 [E], or None.
 
         Returns:
-            The weights, float32 [T, K]; the experts, int64 [T, K].
+            The weights, float32 [T, K], and the experts, int64 [T, K].
         """
         is_softmax = spec.scoring == "softmax"
         scores = logits.softmax(dim=-1, dtype=torch.float32) if is_softmax else logits.float().sigmoid()

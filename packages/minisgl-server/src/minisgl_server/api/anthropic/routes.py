@@ -27,12 +27,12 @@ async def messages(request: Request) -> Response:
     body = await parse_request(MessagesRequest, request)
     chat, field_names = to_chat_request(body)
     with field_names.errors():
-        run = await start_chat(request, chat, "msg", template_hints(body))
-    message = MessageObject(model, run.choices)
+        choices = await start_chat(request, chat, "msg", template_hints(body))
+    message = MessageObject(model, choices)
     if body.stream:
-        response: Response = EventStreamResponse(*run, MessageEvents(message))
+        response: Response = EventStreamResponse(choices, MessageEvents(message))
     else:
-        await run.collect(lambda _, text: message.segments.push(text))
+        await choices.collect(lambda _, text: message.segments.push(text))
         response = json_response(message.finished())
     return _with_request_id(response)
 
@@ -40,7 +40,6 @@ async def messages(request: Request) -> Response:
 @router.post("/v1/messages/count_tokens", **route_docs(CountTokensRequest, TokenCount, errors=(400, 404)))
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a message, without generating it."""
-    served_model(request.app)
     body = await parse_request(CountTokensRequest, request)
     chat, field_names = to_chat_request(body)
     with field_names.errors():

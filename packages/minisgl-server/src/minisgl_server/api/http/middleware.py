@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from minisgl_server.api.errors import ApiError, body_too_large
 from minisgl_server.api.http.host_check import HostMiddleware, OriginMiddleware
 from minisgl_server.api.http.request_log import RequestLogMiddleware
-from minisgl_server.api.limits import MAX_BODY_BYTES, request_limits
+from minisgl_server.api.limits import MAX_BODY_BYTES, RequestLimits
 from minisgl_server.api.public_paths import PublicPaths
 from minisgl_server.options import ServerOptions
 
@@ -30,8 +30,9 @@ def add_middleware(api: FastAPI, options: ServerOptions, api_key_digests: Sequen
     """Return `api` behind the middleware that `options` ask for; a request passes the last one first."""
 
     def max_body_bytes() -> int:
-        limits = request_limits(api)
-        return (options.max_body_size or MAX_BODY_BYTES) if limits is None else limits.body_bytes
+        if (info := api.state.client.info) is None:
+            return options.max_body_size or MAX_BODY_BYTES
+        return RequestLimits.of(info, options.max_body_size).body_bytes
 
     app: ASGIApp = RequestLimitMiddleware(api, max_body_bytes, options.max_concurrent_requests)
     if api_key_digests:
@@ -127,7 +128,9 @@ class RequestLimitMiddleware:
                 async with asyncio.timeout(None if is_complete else self._body_timeout_s):
                     message = await receive()
             except TimeoutError:
-                raise self._body_timeout() from None
+                why = f"Nothing was received for {self._body_timeout_s:g} s, and the body is not complete."
+                close = {"Connection": "close"}
+                raise ApiError(408, why, code="body_timeout", headers=close) from None
             num_bytes += len(message.get("body", b""))
             is_complete = is_complete or not message.get("more_body")
             if num_bytes > max_bytes:
@@ -135,15 +138,6 @@ class RequestLimitMiddleware:
             return message
 
         return receive_limited
-
-    def _body_timeout(self) -> ApiError:
-        """Return the error of a body that stopped coming; it closes the connection."""
-        return ApiError(
-            408,
-            f"Nothing was received for {self._body_timeout_s:g} s, and the body is not complete.",
-            code="body_timeout",
-            headers={"Connection": "close"},
-        )
 
 
 def _drain_refused_body(receive: Receive, send: Send) -> Send:

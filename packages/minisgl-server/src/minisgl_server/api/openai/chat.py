@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 
 from minisgl_core.protocol.messages import Text, Tokenize, ToolCallDelta
-from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse, event
 from minisgl_server.api.openai.logprobs import chat_logprobs, prompt_fields
@@ -22,25 +20,6 @@ from minisgl_server.api.openapi import route_docs
 from minisgl_server.api.response_models import ChatCompletionChunk, ChatCompletionResponse
 
 router = APIRouter()
-
-
-class ChatGeneration(NamedTuple):
-    """Running chat; `first` holds the outputs that `Choices.start` returned."""
-
-    choices: Choices
-    generation: Generation
-    first: list[tuple[int, Text]]
-
-    async def collect(self, on_output: Callable[[int, Text], object]) -> None:
-        """Call `on_output` with the index and text of each new output until all have ended, then close the generation."""
-        try:
-            outputs = self.first
-            while outputs:
-                for index, text in outputs:
-                    on_output(index, text)
-                outputs = await self.choices.next(self.generation)
-        finally:
-            self.generation.close()
 
 
 def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> Tokenize:
@@ -65,7 +44,7 @@ def chat_prompt(request: Request, chat: ChatRequest, template_hints: dict[str, A
 
 async def start_chat(
     request: Request, chat: ChatRequest, prefix: str, template_hints: dict[str, Any] | None = None
-) -> ChatGeneration:
+) -> Choices:
     """Start a chat. The Responses and Messages APIs translate their requests into chats and call this too.
 
     Args:
@@ -81,7 +60,7 @@ async def start_chat(
     info, model = served_model(request.app)
     check_request(chat, model)
     choices = Choices(prefix, model, [chat_prompt(request, chat, template_hints)], info)
-    return ChatGeneration(choices, *await choices.start(request.app.state.client, request))
+    return await choices.start(request.app.state.client, request)
 
 
 async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hints: dict[str, Any] | None = None) -> int:
@@ -104,16 +83,15 @@ async def count_prompt_tokens(request: Request, chat: ChatRequest, template_hint
 )
 async def chat_completions(request: Request) -> Response:
     """Generate the next message of a conversation."""
-    served_model(request.app)
     chat = await parse_request(ChatRequest, request)
-    run = await start_chat(request, chat, "chatcmpl")
+    choices = await start_chat(request, chat, "chatcmpl")
     if chat.stream:
-        return EventStreamResponse(*run, _ChatEvents(run.choices, chat))
-    results = [_ChoiceBuilder(chat) for _ in run.choices.output_ids]
-    await run.collect(lambda index, text: results[index].add(text))
+        return EventStreamResponse(choices, _ChatEvents(choices, chat))
+    results = [_ChoiceBuilder(chat) for _ in choices.output_ids]
+    await choices.collect(lambda index, text: results[index].add(text))
     entries = [result.entry(index) for index, result in enumerate(results)]
-    usage = run.choices.usage()
-    return json_response(run.choices.body("chat.completion", entries, usage=usage, **results[0].prompt_fields))
+    usage = choices.usage()
+    return json_response(choices.body("chat.completion", entries, usage=usage, **results[0].prompt_fields))
 
 
 class _ChoiceBuilder:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import msgspec
 from fastapi import Request
@@ -30,6 +30,10 @@ _numbers = itertools.count(1)
 class Choices:
     """Outputs of one HTTP request: n per prompt, with consecutive indices per prompt.
 
+    Attributes:
+        generation: source of the outputs; it detects by itself that the client disconnected. Set by `start`.
+        first: outputs that `start` waited for.
+
     Args:
         prefix: prefix of the response's id, such as ``chatcmpl``.
         model: name of the model in the response.
@@ -39,6 +43,9 @@ class Choices:
     Raises:
         ApiError: 400, there are more outputs than the engine holds at a time, or the messages are too long.
     """
+
+    generation: Generation
+    first: list[tuple[int, Text]]
 
     def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo) -> None:
         self.id = f"{prefix}-{REQUEST_ID.get()}-{next(_numbers):x}"
@@ -67,23 +74,31 @@ class Choices:
         self._num_output_tokens = 0
         self._num_reasoning_tokens = [0] * count
 
-    async def start(self, client: EngineClient, request: Request) -> tuple[Generation, list[tuple[int, Text]]]:
-        """Send the requests to the engine and wait for the first output, so that a rejection can set the HTTP status.
+    async def start(self, client: EngineClient, request: Request) -> Self:
+        """Send the requests to the engine and wait for the first outputs, so that a rejection can set the HTTP status.
 
         Raises:
             ApiError: a request was rejected.
         """
-        generation = client.start(self._requests, request.receive)
+        self.generation = client.start(self._requests, request.receive)
         access_record(request.scope).usage = self.usage
         try:
-            return generation, self.count_tokens(await generation.next())
+            self.first = self.count_tokens(await self.generation.next())
         except BaseException:
-            generation.close()
+            self.generation.close()
             raise
+        return self
 
-    async def next(self, generation: Generation) -> list[tuple[int, Text]]:
-        """Return the next outputs; empty at the end."""
-        return self.count_tokens(await generation.next())
+    async def collect(self, on_output: Callable[[int, Text], object]) -> None:
+        """Call `on_output` with the index and text of each new output until all have ended, then close the generation."""
+        outputs = self.first
+        try:
+            while outputs:
+                for index, text in outputs:
+                    on_output(index, text)
+                outputs = self.count_tokens(await self.generation.next())
+        finally:
+            self.generation.close()
 
     def count_tokens(self, outputs: list[tuple[int, Text]]) -> list[tuple[int, Text]]:
         """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n.
@@ -141,6 +156,7 @@ def make_tokenize(
         max_tokens_is_default=sampling.max_tokens_is_default,
         priority=request.priority or 0,
         user=request.user or "",
+        is_streamed=bool(request.stream),
         cache_salt=request.cache_salt or "",
         form_name=requested_output(request)[1],
         add_special_tokens=request.add_special_tokens,

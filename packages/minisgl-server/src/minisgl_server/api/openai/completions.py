@@ -9,7 +9,6 @@ from fastapi import APIRouter, Request, Response
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Text
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.openai.choices import Choices, make_tokenize
 from minisgl_server.api.openai.event_stream import ChoiceEvents, EventStreamResponse
 from minisgl_server.api.openai.logprobs import CompletionLogprobs, prompt_fields
@@ -31,7 +30,6 @@ MAX_PROMPTS = 2048
 )
 async def completions(request: Request) -> Response:
     """Continue one or more prompts."""
-    client = request.app.state.client
     info, model = served_model(request.app)
     body = await parse_request(CompletionRequest, request)
     check_request(body, model)
@@ -44,13 +42,13 @@ async def completions(request: Request) -> Response:
         for prompt in _prompts(body)
     ]
     choices = Choices("cmpl", model, prompts, info)
-    generation, first = await choices.start(client, request)
+    await choices.start(request.app.state.client, request)
     if body.stream:
-        return EventStreamResponse(choices, generation, first, _CompletionEvents(choices, body))
-    try:
-        return await _collect(body, choices, generation, first)
-    finally:
-        generation.close()
+        return EventStreamResponse(choices, _CompletionEvents(choices, body))
+    deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
+    entries: list[list[dict[str, Any]]] = [[] for _ in choices.output_ids]
+    await choices.collect(lambda index, text: entries[index].append(deltas[index].entry(index, text)))
+    return json_response(choices.body("text_completion", list(map(_join, entries)), usage=choices.usage()))
 
 
 def _prompts(body: CompletionRequest) -> list[dict[str, Any]]:
@@ -99,19 +97,6 @@ class _ChoiceDelta:
             **({"token_ids": text.token_ids} if self._body.return_token_ids else {}),
             **about_prompt,
         }
-
-
-async def _collect(
-    body: CompletionRequest, choices: Choices, generation: Generation, outputs: list[tuple[int, Text]]
-) -> Response:
-    deltas = [_ChoiceDelta(body, choices.sampling) for _ in choices.output_ids]
-    entries: list[list[dict[str, Any]]] = [[] for _ in choices.output_ids]
-    while outputs:
-        for index, text in outputs:
-            entries[index].append(deltas[index].entry(index, text))
-        outputs = await choices.next(generation)
-    joined = [_join(parts) for parts in entries]
-    return json_response(choices.body("text_completion", joined, usage=choices.usage()))
 
 
 def _join(parts: list[dict[str, Any]]) -> dict[str, Any]:

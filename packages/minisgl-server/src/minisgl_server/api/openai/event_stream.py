@@ -12,7 +12,6 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from minisgl_core.protocol.messages import Text
-from minisgl_server.api.engine_client import Generation
 from minisgl_server.api.errors import ApiError, ClientGoneError
 from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.openai.choices import Choices
@@ -98,18 +97,14 @@ class EventStreamResponse(Response):
     """Streams outputs as events, with `StreamEvents.done` at the end, and always closes the generation.
 
     Args:
-        choices: the outputs.
-        generation: source of the outputs; it detects by itself that the client disconnected.
-        first: outputs that `Choices.start` returned.
+        choices: the outputs; they have been started.
         events: encodes the outputs. Events that are ready at the same time are written together.
     """
 
-    def __init__(
-        self, choices: Choices, generation: Generation, first: list[tuple[int, Text]], events: StreamEvents
-    ) -> None:
+    def __init__(self, choices: Choices, events: StreamEvents) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._choices, self._generation, self._outputs, self._events = choices, generation, first, events
+        self._choices, self._events = choices, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the response."""
@@ -128,11 +123,12 @@ class EventStreamResponse(Response):
                 last = self._events.error(ApiError(500, "The server failed on this request.", code="internal_error"))
             await send({"type": "http.response.body", "body": last})
         finally:
-            self._generation.close()
+            self._choices.generation.close()
 
     async def _send_all(self, send: Send) -> bytes:
         """Send events until all outputs have ended; return the events that are left to send."""
-        choices, generation, outputs, encode = self._choices, self._generation, self._outputs, self._events.output
+        choices, encode = self._choices, self._events.output
+        generation, outputs = choices.generation, choices.first
         body = self._events.begin()
         while True:
             body += b"".join([encode(index, text) for index, text in outputs])

@@ -13,9 +13,9 @@ from pydantic_core import from_json
 
 from minisgl_core.protocol.messages import EngineInfo
 from minisgl_core.utils.logs import REQUEST_ID
-from minisgl_server.api.errors import ApiError, invalid_body, model_not_found, not_ready
+from minisgl_server.api.errors import ApiError, invalid_body, model_not_found
 from minisgl_server.api.http.request_body import BodyMemory, read_body
-from minisgl_server.api.limits import RequestLimits, request_limits
+from minisgl_server.api.limits import RequestLimits
 from minisgl_server.api.openai.schemas import GenerationRequest
 
 R = TypeVar("R", bound=BaseModel)
@@ -29,11 +29,9 @@ async def parse_request(model: type[R], request: Request) -> R:
     """Read, decode and validate the body of a request.
 
     Raises:
-        ApiError: 400, the body is invalid; 413, 415 and 429, see `read_body`; 503, the engine is starting.
+        ApiError: 400, the body is invalid; 413, 415 and 429, see `read_body`; 503, the engine is not ready.
     """
-    limits = request_limits(request.app)
-    if limits is None:
-        raise not_ready()
+    limits = RequestLimits.of(served_model(request.app)[0], request.app.state.options.max_body_size)
     memory: BodyMemory = request.app.state.body_memory
     with memory.reserve(limits) as add_bytes:
         body = await read_body(request, limits, add_bytes)

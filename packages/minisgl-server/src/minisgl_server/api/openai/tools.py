@@ -20,7 +20,8 @@ def tool_use(chat: ChatRequest) -> ToolUse | None:
     choice, parallel = chat.tool_choice, chat.parallel_tool_calls
     if not chat.tools:
         if choice not in (None, "none", "auto"):
-            raise InvalidValueError("tool_choice", _as_dict(choice), "none, auto or left out unless there are tools")
+            given = choice.model_dump() if isinstance(choice, StrictModel) else choice
+            raise InvalidValueError("tool_choice", given, "none, auto or left out unless there are tools")
         return None
     tools, names = tool_dicts(chat.tools), [tool.function.name for tool in chat.tools]
     if choice == "none":
@@ -40,10 +41,6 @@ def tool_use(chat: ChatRequest) -> ToolUse | None:
 def _check_name(tool: NamedTool, names: list[str], field: str) -> None:
     if tool.function.name not in names:
         raise InvalidValueError(field, tool.function.name, f"one of the tools: {', '.join(names)}")
-
-
-def _as_dict(choice: Any) -> Any:
-    return choice.model_dump() if isinstance(choice, StrictModel) else choice
 
 
 def tool_dicts(tools: list[Tool]) -> list[dict[str, Any]]:

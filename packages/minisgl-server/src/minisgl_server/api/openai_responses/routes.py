@@ -50,8 +50,8 @@ async def create(request: Request) -> Response:
     is_stored = store.is_enabled and body.store is not False
     chat, conversation, field_names = to_chat_request(body, _history(store, body))
     with field_names.errors():
-        run = await start_chat(request, chat, "resp", template_hints(body))
-    response = ResponseObject(body, model, is_stored, run.choices)
+        choices = await start_chat(request, chat, "resp", template_hints(body))
+    response = ResponseObject(body, model, is_stored, choices)
 
     def finish() -> dict[str, Any]:
         finished = response.finished(is_stored)
@@ -61,15 +61,14 @@ async def create(request: Request) -> Response:
         return finished
 
     if body.stream:
-        return EventStreamResponse(*run, ResponseEvents(response, finish))
-    await run.collect(lambda _, text: response.segments.push(text))
+        return EventStreamResponse(choices, ResponseEvents(response, finish))
+    await choices.collect(lambda _, text: response.segments.push(text))
     return json_response(finish())
 
 
 @router.post("/v1/responses/input_tokens", **route_docs(InputTokensRequest, InputTokensResponse, errors=(400, 404)))
 async def input_tokens(request: Request) -> Response:
     """Count the tokens of the prompt of a response, without generating it."""
-    served_model(request.app)
     body = await parse_request(InputTokensRequest, request)
     chat, _, field_names = to_chat_request(body, _history(_store(request), body))
     with field_names.errors():

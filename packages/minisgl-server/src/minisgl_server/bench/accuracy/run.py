@@ -41,6 +41,8 @@ def run_accuracy(
     for name, value in (("--kv-dtype", config.cache.kv_dtype), ("--quantization", config.backends.quantization)):
         if value != AUTO:
             raise InvalidValueError(name, value, "left out: each is measured with and without fp8")
+    if config.parallel.pp != 1:
+        raise InvalidValueError("--pp", config.parallel.pp, "1, as the hidden states of one rank are compared")
     if config.parallel.tp != 1:
         raise InvalidValueError("--tp", config.parallel.tp, "1, as the hidden states of one rank are compared")
     started = datetime.now(UTC).isoformat(timespec="seconds")

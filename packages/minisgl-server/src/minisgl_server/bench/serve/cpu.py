@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable
 
+import httpx
 import psutil
 
-from minisgl_server.bench.serve.http_client import Address
+from minisgl_server.bench.serve.http_client import port_of
 
 TITLE = "minisgl: "
 """Prefix of the titles of minisgl's processes."""
@@ -53,10 +54,10 @@ def frontend_cpu_s(by_process: dict[str, float]) -> float | None:
     return sum(found) if found else None
 
 
-def local_server_pid(address: Address) -> int | None:
-    """Return the launcher's process id of the minisgl server at an address, or None if it cannot be found on this machine."""
+def local_server_pid(url: httpx.URL) -> int | None:
+    """Return the launcher's process id of the minisgl server at a URL, or None if it cannot be found on this machine."""
     try:
-        is_local = address.host == "localhost" or ipaddress.ip_address(address.host).is_loopback
+        is_local = url.host == "localhost" or ipaddress.ip_address(url.host).is_loopback
     except ValueError:
         return None
     if not is_local:
@@ -65,7 +66,7 @@ def local_server_pid(address: Address) -> int | None:
         listeners = [
             each.pid
             for each in psutil.net_connections("tcp")
-            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == address.port
+            if each.pid and each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port == port_of(url)
         ]
         for pid in listeners:
             process = psutil.Process(pid)

@@ -7,7 +7,7 @@ the tokenizer for chats. Equal ids become equal tokens, so that prompts share pr
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,7 @@ from minisgl_core.errors import InvalidValueError
 from minisgl_server.bench.serve.request import Prompt
 
 ContentIds = npt.NDArray[np.int64]
-"""Content ids, each below `PromptBuilder.num_words`."""
+"""Content ids, each below the ``num_content_ids`` of the prompts."""
 
 SCANNED_TOKENS = 10_000
 """Number of token ids that are searched for words: low ids are common words, and a whole vocabulary takes seconds."""
@@ -31,39 +31,25 @@ _COMMON_WORDS = (
 )
 
 
-class History(Protocol):
-    """Prompts of one conversation."""
+class IdHistory:
+    """Prompts of one conversation.
 
-    num_tokens: int | None
-    """Number of tokens of the last prompt; None if only the server knows it."""
+    Attributes:
+        num_tokens: number of tokens of the last prompt; None if only the server knows it.
+    """
 
-    def next_prompt(self, content: ContentIds) -> Prompt:
-        """Return the prompt that continues the conversation with new content."""
-
-    def add_response(self, text: str, placeholder: ContentIds) -> None:
-        """Add the response to the last prompt, or `placeholder` if its tokens are not known."""
-
-
-class PromptBuilder(Protocol):
-    """Turns content into prompts."""
-
-    num_content_ids: int
-
-    def start(self, prefix: ContentIds) -> History:
-        """Start a conversation with a prefix, which may be empty."""
-
-
-class _IdHistory:
     def __init__(self, prefix: ContentIds) -> None:
         self._ids: list[int] = prefix.tolist()
         self.num_tokens: int | None = None
 
     def next_prompt(self, content: ContentIds) -> Prompt:
+        """Return the prompt that continues the conversation with new content."""
         self._ids += content.tolist()
         self.num_tokens = len(self._ids)
         return self._ids
 
     def add_response(self, text: str, placeholder: ContentIds) -> None:
+        """Add the response to the last prompt, or `placeholder` if its tokens are not known."""
         self._ids += placeholder.tolist()
 
 
@@ -74,12 +60,14 @@ class IdPrompts:
         """Use token ids below `vocab_size`."""
         self.num_content_ids = vocab_size
 
-    def start(self, prefix: ContentIds) -> History:
-        """See `PromptBuilder`."""
-        return _IdHistory(prefix)
+    def start(self, prefix: ContentIds) -> IdHistory:
+        """Start a conversation with a prefix, which may be empty."""
+        return IdHistory(prefix)
 
 
-class _ChatHistory:
+class ChatHistory:
+    """Chat of one conversation; see `IdHistory`."""
+
     def __init__(self, builder: ChatPrompts, prefix: ContentIds) -> None:
         self._builder, self._num_prefix_tokens = builder, len(prefix)
         self._messages = [{"role": "system", "content": builder.text(prefix)}] if len(prefix) else []
@@ -125,9 +113,9 @@ class ChatPrompts:
         """Use common words, which are one token each in most vocabularies."""
         return cls(_COMMON_WORDS.split(), {})
 
-    def start(self, prefix: ContentIds) -> History:
-        """See `PromptBuilder`."""
-        return _ChatHistory(self, prefix)
+    def start(self, prefix: ContentIds) -> ChatHistory:
+        """Start a conversation with a prefix, which may be empty."""
+        return ChatHistory(self, prefix)
 
     def text(self, content: ContentIds) -> str:
         """Return content as text."""

@@ -30,7 +30,7 @@ from minisgl_server.bench.serve.conversations import (
     trace_conversations,
 )
 from minisgl_server.bench.serve.cpu import ServerCpuTimer, local_server_pid
-from minisgl_server.bench.serve.http_client import Address, HttpClient
+from minisgl_server.bench.serve.http_client import HttpClient, server_url
 from minisgl_server.bench.serve.load import Load, Outcome
 from minisgl_server.bench.serve.options import Run, ServeOptions
 from minisgl_server.bench.serve.prompts import ChatPrompts, IdPrompts
@@ -59,14 +59,14 @@ def run_serve(options: ServeOptions) -> None:
         MinisglError: the server does not list its models.
     """
     draw = None if options.plot is None else plot.make_plotter(Path(options.plot))
-    address = _address(options.url)
+    url = server_url(options.url)
     key = client_api_key(options.api_key)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     prompts = _prompts(options)
     workload = _workload(options, prompts)
-    model = options.model or _first_model(address, headers)
+    model = options.model or _first_model(url, headers)
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    measured = _measure(options, address, headers, model, prompts, workload)
+    measured = _measure(options, url, headers, model, prompts, workload)
 
     click.echo("\n".join(report.headline(options, model, workload.note)))
     print_table(report.TITLES, [report.row(each) for each in measured])
@@ -136,7 +136,7 @@ def _workload(options: ServeOptions, prompts: IdPrompts | ChatPrompts) -> _Workl
 
 def _measure(
     options: ServeOptions,
-    address: Address,
+    url: httpx.URL,
     headers: dict[str, str],
     model: str,
     prompts: IdPrompts | ChatPrompts,
@@ -144,11 +144,11 @@ def _measure(
 ) -> list[report.Measured]:
     extra = {"temperature": options.temperature, **options.extra_body}
     builder = RequestBuilder(options.endpoint, model, options.ignore_eos, extra, options.timeout)
-    pids = options.server_pids or tuple(filter(None, [local_server_pid(address)]))
+    pids = options.server_pids or tuple(filter(None, [local_server_pid(url)]))
     measured: list[report.Measured] = []
 
     async def measure_all() -> None:
-        client = HttpClient(address, headers)
+        client = HttpClient(url, headers)
         try:
             warm_up = Load(client, builder, prompts, max_concurrency=1)
             if (await warm_up.run(_warm_up(workload, options.num_warmups))).is_interrupted:
@@ -196,24 +196,16 @@ def _prompts(options: ServeOptions) -> IdPrompts | ChatPrompts:
     return ChatPrompts.from_tokenizer(tokenizer)
 
 
-def _address(url: str) -> Address:
-    try:
-        return Address.parse(url.rstrip("/").removesuffix("/v1"))
-    except ValueError:
-        raise InvalidValueError("--url", url, "the URL of a server, such as http://127.0.0.1:1919") from None
-
-
-def _first_model(address: Address, headers: dict[str, str]) -> str:
+def _first_model(url: httpx.URL, headers: dict[str, str]) -> str:
     """Return the name of the first model that the server lists."""
-    host = f"[{address.host}]" if ":" in address.host else address.host
-    url = f"{'https' if address.tls else 'http'}://{host}:{address.port}{address.path}/v1/models"
+    models = f"{url}/v1/models"
     try:
-        response = httpx.get(url, headers=headers, timeout=30)
+        response = httpx.get(models, headers=headers, timeout=30)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
     except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         cause = " ".join(str(error).split()) or type(error).__name__
-        raise MinisglError(f"{url} does not list models ({cause}). Check --url, or give --model") from None
+        raise MinisglError(f"{models} does not list models ({cause}). Check --url, or give --model") from None
 
 
 def _groups(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,8 +183,4 @@ def _goodput(records: Sequence[Record], limits_ms: Mapping[str, float], seconds:
 def _peak(records: Sequence[Record]) -> int:
     changes = [(record.sent_s, 1) for record in records]
     changes += [(record.sent_s + record.latency_s, -1) for record in records]
-    peak = now = 0
-    for _, change in sorted(changes):
-        now += change
-        peak = max(peak, now)
-    return peak
+    return max(itertools.accumulate((change for _, change in sorted(changes)), initial=0))

@@ -74,7 +74,8 @@ class _Conversation:
 def synthetic_trace(num_requests: int, seed: int, model: Model | None = None) -> Iterator[TraceRequest]:
     """Yield requests in order of time.
 
-    All conversations start within the trace, so that its first minutes have few later turns.
+    All conversations start within the trace, so that its first minutes have few later turns. The function is long because it
+    draws one request after another from one generator: splitting it would change the seeded traces.
 
     Args:
         num_requests: number of requests.

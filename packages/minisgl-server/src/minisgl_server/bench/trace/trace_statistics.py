@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,13 +28,6 @@ PUBLISHED = {
 """Published statistics of trace A, by the names of `statistics`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reuse:
-    share: float
-    within_10_minutes: float
-    by_top_tenth: float
-
-
 def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
     """Return the statistics of a trace by name; ratios are fractions of 1."""
     lengths = np.array([request.input_length for request in requests])
@@ -45,7 +37,6 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
     gaps = [two.timestamp - one.timestamp for one, two in later] or [0.0]
     num_roots = len(requests) - len(later)
     span_s = requests[-1].timestamp - requests[0].timestamp
-    reuse = _reuse(requests)
     return {
         "requests": len(requests),
         "requests/s": (len(requests) - 1) / span_s if span_s else 0.0,
@@ -56,9 +47,7 @@ def statistics(requests: Sequence[TraceRequest]) -> dict[str, float]:
         "search requests": float(np.mean([request.type == "search" for request in requests])),
         "later turns": len(later) / len(requests),
         "conversations of several turns": len({one.chat_id for one, two in later if two.turn == 2}) / num_roots,
-        "ideal reuse of blocks": reuse.share,
-        "reuse within 10 minutes": reuse.within_10_minutes,
-        "reuse by 10% of the blocks": reuse.by_top_tenth,
+        **_reuse(requests),
         "shared with the turn before, median": float(np.median(shared)),
         "shared with the turn before, p95": float(np.percentile(shared, 95)),
         "gap between turns, median s": float(np.median(gaps)),
@@ -70,18 +59,16 @@ def _num_shared(one: Sequence[int], two: Sequence[int]) -> int:
     return next((index for index, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 
-def _reuse(requests: Sequence[TraceRequest]) -> _Reuse:
+def _reuse(requests: Sequence[TraceRequest]) -> dict[str, float]:
     blocks = np.concatenate([np.array(request.hash_ids, np.int64) for request in requests])
-    if not len(blocks):
-        return _Reuse(0.0, 0.0, 0.0)
     times = np.repeat([request.timestamp for request in requests], [len(request.hash_ids) for request in requests])
     order = np.argsort(blocks, kind="stable")
     is_reuse = np.diff(blocks[order]) == 0
     gaps = np.diff(times[order])[is_reuse]
     counts = np.sort(np.unique(blocks, return_counts=True)[1] - 1)[::-1]
     num_reuses = max(int(counts.sum()), 1)
-    return _Reuse(
-        share=float(is_reuse.sum() / len(blocks)),
-        within_10_minutes=float((gaps < 600).mean()) if len(gaps) else 0.0,
-        by_top_tenth=float(counts[: len(counts) // 10].sum() / num_reuses),
-    )
+    return {
+        "ideal reuse of blocks": float(is_reuse.sum() / max(len(blocks), 1)),
+        "reuse within 10 minutes": float((gaps < 600).mean()) if len(gaps) else 0.0,
+        "reuse by 10% of the blocks": float(counts[: len(counts) // 10].sum() / num_reuses),
+    }

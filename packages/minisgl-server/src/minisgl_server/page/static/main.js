@@ -4,6 +4,7 @@ import { setKey } from "./api.js";
 import { showConversations, startChat } from "./chat.js";
 import { byId, setText } from "./dom.js";
 import { showPages } from "./pages.js";
+import { showReplicas } from "./replicas.js";
 import { showRequests } from "./requests.js";
 import { showSteps } from "./steps.js";
 import { showTiles } from "./tiles.js";
@@ -18,6 +19,7 @@ function show(state) {
   byId("model").textContent = `${model} · ${dtype} on ${device} · context ${max_seq_len.toLocaleString("en")}`;
   byId("prompts-note").hidden = state.has_text;
   showConversations(state);
+  showReplicas(state, (replica) => watch.select(replica));
   showTiles(state);
   showTree(state);
   showSteps(state);

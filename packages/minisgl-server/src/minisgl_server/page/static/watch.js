@@ -10,11 +10,19 @@ export const MAX_STEPS = 400;
 export class Watch {
   #steps = [];
   #history = [];
+  #shown = 0; // the replica that the steps and the history are of
+  #asked = 0;
   #wake = () => {};
 
   constructor(show, showStatus) {
     Object.assign(this, { show, showStatus });
     document.addEventListener("visibilitychange", () => this.nudge());
+  }
+
+  // Show another replica from now on.
+  select(replica) {
+    this.#asked = replica;
+    this.nudge();
   }
 
   // Poll at once.
@@ -39,9 +47,10 @@ export class Watch {
   }
 
   async #ask() {
-    const since = this.#steps.at(-1)?.step ?? 0;
-    const state = await (await call(`engine/state?since=${since}`)).json();
-    if (state.step < since) [this.#steps, this.#history] = [[], []]; // the engine was restarted
+    const since = this.#asked === this.#shown ? (this.#steps.at(-1)?.step ?? 0) : 0;
+    const state = await (await call(`engine/state?since=${since}&replica=${this.#asked}`)).json();
+    if (state.step < since || state.replica !== this.#shown) [this.#steps, this.#history] = [[], []]; // another engine
+    this.#shown = state.replica;
     this.#steps = [...this.#steps, ...state.steps].slice(-MAX_STEPS);
     const moment = { time_s: state.time_s, ...state.totals };
     this.#history = [...this.#history.filter((each) => each.time_s > state.time_s - 60), moment];

@@ -1,6 +1,6 @@
 """GEMMs on a Hopper GPU: checks every tiling of small-M GEMMs, then times it beside cuBLAS.
 
-    python scripts/tune_products.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128 --rows 8192]
+    python scripts/tune_small_m_gemm.py [--matrix 4096x1024] [--gated 34816x5120] [--rows 16 --rows 128 --rows 8192]
 
 Prints the microseconds of one GEMM among many in a CUDA graph, with weights outside of the cache: by cuBLAS (and the activation's
 kernel), by the tiling of `minisgl_backends.cuda.gemm_tiling.choose_tiling`, and by the three fastest tilings. Launches overlap

@@ -1,0 +1,166 @@
+"""Groups of the ranks of one engine.
+
+    --tp 2 --pp 3    stage 0      stage 1      stage 2
+    tp rank 0        rank 0  -->  rank 2  -->  rank 4     a row is a pipeline group: send and receive
+    tp rank 1        rank 1  -->  rank 3  -->  rank 5     a column is a tensor-parallel group: all-reduce and all-gather
+
+The ranks of a stage follow each other, so an executor that fills host after host crosses hosts between stages.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from torch.distributed.rendezvous import rendezvous
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.stages import stage_layers
+from minisgl_core.contracts.communicator import Communicator, CommunicatorSpec, SingleRank
+from minisgl_core.contracts.executor import RankPlacement
+from minisgl_core.errors import ProviderUnsupportedError
+from minisgl_core.plugins.registry import Registry
+
+_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """Groups of one rank.
+
+    Attributes:
+        tensor: tensor-parallel group of the rank's pipeline stage.
+        pipeline: ranks with the same tensor-parallel rank, one per stage; its rank is the stage.
+        store: keeps the rendezvous of the groups alive, if they needed one.
+    """
+
+    tensor: Communicator = field(default_factory=SingleRank)
+    pipeline: Communicator = field(default_factory=SingleRank)
+    store: Any = None
+
+    @property
+    def is_first_stage(self) -> bool:
+        """True if this rank embeds the tokens."""
+        return self.pipeline.rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """True if this rank computes logits and samples."""
+        return self.pipeline.rank == self.pipeline.size - 1
+
+    @property
+    def all(self) -> list[Communicator]:
+        """Groups to leave at the end."""
+        return [self.tensor, self.pipeline] if self.pipeline.size > 1 else [self.tensor]
+
+    def layers(self, num_layers: int) -> range | None:
+        """Return the decoder layers of this rank, for `BuildContext.layers`."""
+        return stage_layers(num_layers, self.pipeline.size, self.pipeline.rank) if self.pipeline.size > 1 else None
+
+    def least_of_stages(self, value: int, device: torch.device) -> int:
+        """Return the smallest `value` of all stages."""
+        return int(self.pipeline.all_gather(torch.tensor([value], dtype=torch.int64, device=device), dim=0).min())
+
+    def abort(self) -> None:
+        """Abort all groups, because another rank has ended; the first error is raised at the end."""
+        errors = []
+        for group in self.all:
+            try:
+                group.abort()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def close(self) -> None:
+        """Leave all groups. May be called twice."""
+        for group in self.all:
+            group.close()
+
+
+def join_groups(
+    config: EngineConfig,
+    registry: Registry,
+    placement: RankPlacement,
+    device: torch.device,
+    joined: Callable[[Communicator], None],
+) -> RankGroups:
+    """Join this rank's groups. Each group is passed to `joined` as soon as there is one.
+
+    Raises:
+        ProviderUnsupportedError: a communicator does not support its group.
+        RuntimeError: a rank did not join in time.
+    """
+    tp, pp = config.parallel.tp, config.parallel.pp
+    stage, tp_rank = divmod(placement.rank, tp)
+    within, between = config.backends.communicator.split(",")[0], config.backends.communicator.split(",")[-1]
+    urls = _GroupUrls(placement, has_several=tp > 1 and pp > 1)
+    tensor: Communicator = SingleRank()
+    if tp > 1:
+        url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
+        tensor = _join(within, registry, CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S))
+    joined(tensor)
+    if pp == 1:
+        return RankGroups(tensor)
+    try:
+        url = urls.of(f"pipeline-{tp_rank}", is_leader=stage == 0)
+        spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, only_messages=True)
+        pipeline = _join(between, registry, spec)
+    except BaseException:
+        for leave in (tensor.abort, tensor.close):
+            with suppress(Exception):  # the first error is the one to report
+                leave()
+        raise
+    joined(pipeline)
+    return RankGroups(tensor, pipeline, urls.store)
+
+
+def _join(name: str, registry: Registry, spec: CommunicatorSpec) -> Communicator:
+    provider: type[Communicator] = registry.load("communicator", name)
+    if reasons := registry.unsupported("communicator", name, spec):
+        raise ProviderUnsupportedError("communicator", name, reasons)
+    return provider(spec)
+
+
+class _GroupUrls:
+    """Rendezvous URLs of groups that consist of some of the ranks.
+
+    A group of all ranks meets at the placement's URL. Otherwise the first rank of each group chooses a port of its host, and
+    the others learn it from a store at that URL.
+
+    Attributes:
+        store: this store, which must live until all ranks have joined; None without one.
+    """
+
+    def __init__(self, placement: RankPlacement, has_several: bool) -> None:
+        self._url, self._has_several, self.store = placement.init_method, has_several, None
+        if has_several and not self._url.startswith("file:"):
+            timeout = timedelta(seconds=_TIMEOUT_S)
+            self.store, _, _ = next(rendezvous(self._url, placement.rank, placement.size, timeout=timeout))
+
+    def of(self, group: str, is_leader: bool) -> str:
+        """Return the URL of a group of this rank; its first rank is the leader."""
+        if not self._has_several:
+            return self._url
+        if self.store is None:
+            return f"{self._url}-{group}"
+        if is_leader:
+            self.store.set(group, _free_address(self._url))
+        return str(self.store.get(group).decode())
+
+
+def _free_address(url: str) -> str:
+    """Return a URL with a free port of this host, at the address that reaches the host of `url`."""
+    target = urlparse(url)
+    with socket.create_connection((target.hostname, target.port)) as connection:
+        host = connection.getsockname()[0]
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        port = probe.getsockname()[1]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

@@ -1,0 +1,216 @@
+"""Gemma 2 (arXiv 2408.00118): windows in every other layer, soft caps, and a norm before and after attention and MLP.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
+This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    Layer,
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from minisgl_models.config_keys import unsupported_keys
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+
+
+class Gemma2Attention(Layer):
+    """Grouped-query attention with rotary embedding; its scores have a scale of the config and a soft cap."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        """`index` is the decoder layer's."""
+        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
+        scale = config.raw["query_pre_attn_scalar"] ** -0.5
+        self.attn = Attention(index, scale, config.sliding_windows[index], build, soft_cap=config.soft_cap)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        q, k, v = self.qkv_proj.heads(hidden_states)
+        attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
+        if logits_index is not None:
+            attn_output = attn_output.index_select(0, logits_index)
+        return self.o_proj.forward(attn_output.flatten(1))
+
+
+class Gemma2MLP(Layer):
+    """``down(gelu(gate(x)) * up(x))`` (arXiv 2002.05202), with the tanh approximation of GELU."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
+        self.down_proj = RowParallelLinear(inner, hidden, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
+        return self.down_proj.forward(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma2DecoderLayer(Layer):
+    """Attention and MLP, each between two norms and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        # The norms after attention and MLP need the whole output, so both all-reduce it.
+        self.input_layernorm = _norm(config, build)
+        self.self_attn = Gemma2Attention(config, index, build)
+        self.post_attention_layernorm = _norm(config, build)
+        self.pre_feedforward_layernorm = _norm(config, build)
+        self.mlp = Gemma2MLP(config, build)
+        self.post_feedforward_layernorm = _norm(config, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's normalised output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        hidden_states = self.post_attention_layernorm.forward(hidden_states)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.pre_feedforward_layernorm.add(hidden_states, residual)
+        return self.post_feedforward_layernorm.forward(self.mlp.forward(hidden_states)), residual
+
+
+class Gemma2Model(Layer):
+    """Scaled embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = {index: Gemma2DecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = _norm(config, build)
+        # transformers rounds the factor to the model's dtype, and the model was trained with the rounded one.
+        self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
+        *layers, last = self.layers.values()
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Gemma2ForCausalLM(Model):
+    """Gemma 2 with its output matrix, which is the embedding."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class; every other layer has a window."""
+        config = {**_DEFAULTS, **raw}
+        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(int(config["num_hidden_layers"]))]
+        activation = config["hidden_activation"] or _DEFAULTS["hidden_activation"]
+        return {**config, "layer_types": config.get("layer_types") or kinds, "hidden_act": activation}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse other activations, attention to later tokens, biases of the MLP, and experts."""
+        return unsupported_keys(
+            config,
+            hidden_activation=_DEFAULTS["hidden_activation"],
+            use_bidirectional_attention=False,
+            use_sliding_window=True,
+            mlp_bias=False,
+        )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Gemma2Model(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+        self._soft_cap: float | None = config.raw["final_logit_softcapping"]
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        logits = self.lm_head.forward(hidden_states)
+        return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]
+
+
+def _norm(config: ModelConfig, build: BuildContext) -> RMSNorm:
+    """Return a norm that multiplies by ``1 + weight``."""
+    return RMSNorm(config.hidden_size, config.rms_norm_eps, build, weight_offset=1.0)

@@ -1,0 +1,296 @@
+"""Gemma 3 (arXiv 2503.19786): a norm before and after attention and MLP, and windows in five of six layers, which have a rotary
+embedding of their own. Of multimodal checkpoints, the text model runs.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
+This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    Layer,
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+_SHARED = (
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "quantization_config",
+    "tie_word_embeddings",
+    "torch_dtype",
+)
+"""Keys that multimodal checkpoints have beside the text model's config."""
+
+
+class Gemma3Attention(Layer):
+    """Grouped-query attention with rotary embedding; each head of q and k is normalised before."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        """`index` is the decoder layer's."""
+        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
+        self.q_norm, self.k_norm = _norm(dim, config, build), _norm(dim, config, build)
+        scale = config.raw["query_pre_attn_scalar"] ** -0.5
+        self.attn = Attention(index, scale, config.sliding_windows[index], build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        q, k, v = self.qkv_proj.heads(hidden_states)
+        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        rotation = Rotation(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
+        attn_output = self.attn.forward(q, k, v, attend, rotation)
+        if logits_index is not None:
+            attn_output = attn_output.index_select(0, logits_index)
+        return self.o_proj.forward(attn_output.flatten(1))
+
+
+class Gemma3MLP(Layer):
+    """``down(gelu(gate(x)) * up(x))`` (arXiv 2002.05202), with the tanh approximation of GELU."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
+        self.down_proj = RowParallelLinear(inner, hidden, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
+        return self.down_proj.forward(F.gelu(gate, approximate="tanh") * up)
+
+
+class Gemma3DecoderLayer(Layer):
+    """Attention and MLP, each between two norms and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        self.is_sliding = config.sliding_windows[index] is not None
+        # The norms after attention and MLP need the whole output, so both all-reduce it.
+        self.input_layernorm = _norm(config.hidden_size, config, build)
+        self.self_attn = Gemma3Attention(config, index, build)
+        self.post_attention_layernorm = _norm(config.hidden_size, config, build)
+        self.pre_feedforward_layernorm = _norm(config.hidden_size, config, build)
+        self.mlp = Gemma3MLP(config, build)
+        self.post_feedforward_layernorm = _norm(config.hidden_size, config, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's normalised output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        hidden_states = self.post_attention_layernorm.forward(hidden_states)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.pre_feedforward_layernorm.add(hidden_states, residual)
+        return self.post_feedforward_layernorm.forward(self.mlp.forward(hidden_states)), residual
+
+
+class Gemma3Model(Layer):
+    """Scaled embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        assert config.sliding_rope is not None, "standard_config sets both"
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.rotary_emb_local = RotaryEmbedding(config.sliding_rope, config.max_position, build)
+        self.layers = {index: Gemma3DecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = _norm(config.hidden_size, config, build)
+        # transformers rounds the factor to the model's dtype, and the model was trained with the rounded one.
+        self._embedding_scale = float(torch.tensor(config.hidden_size**0.5, dtype=build.dtype))
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
+        *layers, last = self.layers.values()
+        for layer in layers:
+            cos, sin = local if layer.is_sliding else full
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        cos, sin = local if last.is_sliding else full
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Gemma3ForCausalLM(Model):
+    """Gemma 2 with its output matrix, which is the embedding."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class, and the rotary embedding of each kind of layer."""
+        config = {**_DEFAULTS, **raw}
+        every = int(config["sliding_window_pattern"])
+        indices = range(1, int(config["num_hidden_layers"]) + 1)
+        kinds = ["sliding_attention" if i % every else "full_attention" for i in indices]
+        thetas = config.get("rope_theta") or 1e6, config.get("rope_local_base_freq") or 1e4
+        return {
+            **config,
+            "layer_types": config.get("layer_types") or kinds,
+            "hidden_act": config["hidden_activation"] or _DEFAULTS["hidden_activation"],
+            "rope_parameters": rope_parameters_by_kind(raw, *thetas),
+            "rope_scaling": None,
+        }
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse other activations, attention to later tokens, a soft cap of scores, biases of the MLP, and experts."""
+        return unsupported_keys(
+            config,
+            hidden_activation=_DEFAULTS["hidden_activation"],
+            use_bidirectional_attention=False,
+            use_sliding_window=True,
+            attn_logit_softcapping=None,
+            mlp_bias=False,
+        )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Gemma3Model(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+        self._soft_cap: float | None = config.raw.get("final_logit_softcapping")
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        logits = self.lm_head.forward(hidden_states)
+        return logits if self._soft_cap is None else (logits / self._soft_cap).tanh() * self._soft_cap
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]
+
+
+class Gemma3ForConditionalGeneration(Model):
+    """The text model of a checkpoint that also takes images, which the engine does not."""
+
+    packed_modules: ClassVar = Gemma3ForCausalLM.packed_modules
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the text model's config, with the keys beside it that the engine reads."""
+        shared = {key: raw[key] for key in _SHARED if key in raw}
+        return Gemma3ForCausalLM.standard_config(
+            {**(raw.get("text_config") or {}), "tie_word_embeddings": True, **shared}
+        )
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse what `Gemma3ForCausalLM` does, and a soft cap of the logits, which this class of transformers ignores."""
+        reasons = unsupported_keys(config, final_logit_softcapping=None)
+        return list(dict.fromkeys((*Gemma3ForCausalLM.unsupported(config), *reasons)))
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.language_model = Gemma3ForCausalLM(config, build)
+        self.vocab_shard = self.language_model.vocab_shard
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.language_model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.language_model.compute_logits(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return self.language_model.attention_layers()
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Return the patterns of the vision model, too."""
+        own = (f"language_model.{name}" for name in ("lm_head.weight",) if self.config.tie_embeddings)
+        return *super().ignored_weights(), *own, "vision_tower.*", "multi_modal_projector.*"
+
+    def weights_elsewhere(self) -> tuple[str, ...]:
+        """Return those of the text model under their names in this checkpoint."""
+        return tuple(f"language_model.{name}" for name in super().weights_elsewhere())
+
+
+def _norm(size: int, config: ModelConfig, build: BuildContext) -> RMSNorm:
+    """Return a norm that multiplies by ``1 + weight``."""
+    return RMSNorm(size, config.rms_norm_eps, build, weight_offset=1.0)

@@ -1,0 +1,265 @@
+"""GLM-4.5 and later GLM with experts (arXiv 2508.06471): sigmoid routing with a correction bias, and shared experts.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension, E experts.
+This rank has Hq query heads and Hkv KV heads. The dense MLP is Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
+from minisgl_core.contracts.moe import RoutingSpec
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    FusedMoE,
+    Layer,
+    LMHead,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    check_activation,
+)
+from minisgl_models.config_keys import number, unsupported_keys, whole_number
+from minisgl_models.llama import LlamaMLP
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151552,
+    "hidden_size": 4096,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 46,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "partial_rotary_factor": 0.5,
+    "moe_intermediate_size": 1408,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_routed_experts": 128,
+    "routed_scaling_factor": 1.0,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "use_qk_norm": False,
+    "num_nextn_predict_layers": 1,
+}
+
+
+class Glm4MoeAttention(Layer):
+    """Grouped-query attention with a rotary embedding of the first dimensions of a head; q and k may be normalised before."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        """`index` is the decoder layer's."""
+        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        # Its all-reduce is fused into post_attention_layernorm.
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, reduce=False)
+        self._eps = config.rms_norm_eps
+        if config.raw["use_qk_norm"]:
+            self.q_norm = RMSNorm(dim, self._eps, build)
+            self.k_norm = RMSNorm(dim, self._eps, build)
+        self._norms = (self.q_norm.weight, self.k_norm.weight) if config.raw["use_qk_norm"] else None
+        self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        q, k, v = self.qkv_proj.heads(hidden_states)
+        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin, self._norms, self._eps))
+        if logits_index is not None:
+            attn_output = attn_output.index_select(0, logits_index)
+        return self.o_proj.forward(attn_output.flatten(1))
+
+
+class Glm4MoeTopkRouter(Layer):
+    """The router. Its weight is float32 whatever the model's dtype, since close scores decide between experts."""
+
+    def __init__(self, hidden_size: int, num_experts: int, build: BuildContext) -> None:
+        shapes = (num_experts, hidden_size), (num_experts,)
+        weight, bias = (torch.empty(shape, dtype=torch.float32, device=build.device) for shape in shapes)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to float32 [T, E]."""
+        return nn.functional.linear(x.float(), self.weight)
+
+
+class Glm4MoeMoE(Layer):
+    """Routed experts and shared experts, which are one MLP (arXiv 2412.19437)."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
+        check_activation(config)
+        raw = config.raw
+        self.gate = Glm4MoeTopkRouter(config.hidden_size, moe.num_experts, build)
+        routing = RoutingSpec(
+            moe.top_k,
+            renormalize=moe.norm_topk_prob,
+            scoring="sigmoid",
+            num_groups=whole_number(raw, "n_group", 1),
+            topk_groups=whole_number(raw, "topk_group", 1),
+            scaling_factor=number(raw, "routed_scaling_factor"),
+        )
+        # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
+        self.experts = FusedMoE(
+            moe.num_experts,
+            config.hidden_size,
+            moe.intermediate_size,
+            routing,
+            build,
+            correction_bias=self.gate.e_score_correction_bias,
+            reduce=False,
+        )
+        shared = replace(config, intermediate_size=moe.intermediate_size * whole_number(raw, "n_shared_experts", 1))
+        self.shared_experts = LlamaMLP(shared, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return self.experts.forward(x, self.gate.forward(x), self.shared_experts.forward(x))
+
+
+class Glm4MoeDecoderLayer(Layer):
+    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.self_attn = Glm4MoeAttention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        moe = config.moe
+        self.mlp: LlamaMLP | Glm4MoeMoE
+        if moe is None or index in moe.dense_layers:
+            self.mlp = LlamaMLP(config, build)
+        else:
+            self.mlp = Glm4MoeMoE(config, moe, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.mlp.forward(hidden_states), residual
+
+
+class Glm4MoeModel(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = {index: Glm4MoeDecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
+        *layers, last = self.layers.values()
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Glm4MoeForCausalLM(Model):
+    """GLM-4-MoE with its output matrix."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class; the first layers have no experts."""
+        keys = {**_DEFAULTS, **raw}
+        first = list(range(whole_number(keys, "first_k_dense_replace")))
+        return {**keys, "num_experts": keys["n_routed_experts"], "mlp_only_layers": first, "o_bias": False}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse a config without experts, biases of the MLP, sliding windows, a soft cap and a sparse step."""
+        return unsupported_keys(
+            config,
+            partial_rotary=True,
+            experts=True,
+            attn_logit_softcapping=None,
+            decoder_sparse_step=1,
+            mlp_bias=False,
+            scoring_func="sigmoid",
+            sliding_window=None,
+        )
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Return patterns of tensors without a use here, among them the layers for multi-token prediction."""
+        first, count = self.config.num_layers, whole_number(self.config.raw, "num_nextn_predict_layers")
+        return *super().ignored_weights(), *(f"model.layers.{index}.*" for index in range(first, first + count))
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Glm4MoeModel(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

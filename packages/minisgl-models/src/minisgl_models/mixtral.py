@@ -1,0 +1,186 @@
+"""Mixtral (arXiv 2401.04088): Mistral with routed experts in place of every MLP.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+Attention is Llama's, with the sliding window of the config in every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
+from minisgl_core.contracts.moe import RoutingSpec
+from minisgl_core.layers import (
+    FusedMoE,
+    Layer,
+    LMHead,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    check_activation,
+)
+from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.llama import LlamaAttention
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
+class MixtralSparseMoeBlock(Layer):
+    """A router picks `top_k` experts per token; the softmax of their logits weighs them."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
+        check_activation(config)
+        self.gate = ReplicatedLinear(config.hidden_size, moe.num_experts, build)
+        # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
+        self.experts = FusedMoE(
+            moe.num_experts,
+            config.hidden_size,
+            moe.intermediate_size,
+            RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
+            build,
+            reduce=False,
+            names=("w1", "w3", "w2"),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return self.experts.forward(x, self.gate.forward(x))
+
+
+class MixtralDecoderLayer(Layer):
+    """Attention and experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, index: int, build: BuildContext) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.self_attn = LlamaAttention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.block_sparse_moe = MixtralSparseMoeBlock(config, moe, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the experts' output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.block_sparse_moe.forward(hidden_states), residual
+
+
+class MixtralModel(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        assert config.moe is not None, "see unsupported"
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = {index: MixtralDecoderLayer(config, config.moe, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
+        *layers, last = self.layers.values()
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class MixtralForCausalLM(Model):
+    """Mixtral with its output matrix."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class."""
+        return {**_DEFAULTS, **raw}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse a config without experts, biases, a soft cap, windows in some layers, and experts of other kinds."""
+        return unsupported_keys(
+            config,
+            experts=True,
+            attention_bias=False,
+            attn_logit_softcapping=None,
+            decoder_sparse_step=1,
+            layer_types=None,
+            mlp_bias=False,
+            mlp_only_layers=[],
+            moe_intermediate_size=config.intermediate_size,
+            norm_topk_prob=True,
+            use_sliding_window=True,
+        )
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = MixtralModel(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

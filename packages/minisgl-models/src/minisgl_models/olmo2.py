@@ -1,0 +1,177 @@
+"""OLMo 2 (arXiv 2501.00656): norms after attention and MLP instead of before, and norms of all query and all key heads.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
+This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.ops import Rotation
+from minisgl_core.layers import (
+    Attention,
+    Layer,
+    LMHead,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    RowParallelLinear,
+    ShardedRMSNorm,
+    VocabParallelEmbedding,
+    check_activation,
+)
+from minisgl_models.config_keys import unsupported_keys
+
+
+class Olmo2Attention(Layer):
+    """Grouped-query attention with rotary embedding; all heads of q are normalised as one vector before, and those of k."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        """`index` is the decoder layer's."""
+        hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
+        self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
+        self.q_norm = ShardedRMSNorm(self.qkv_proj.q_rows, config.rms_norm_eps, build)
+        self.k_norm = ShardedRMSNorm(self.qkv_proj.kv_rows, config.rms_norm_eps, build)
+        self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
+        self.attn = Attention(index, dim**-0.5, config.sliding_windows[index], build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        q, k, v = self.qkv_proj.heads(hidden_states)
+        q, k = (norm.forward(x.flatten(1)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
+        # RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
+        if logits_index is not None:
+            attn_output = attn_output.index_select(0, logits_index)
+        return self.o_proj.forward(attn_output.flatten(1))
+
+
+class Olmo2MLP(Layer):
+    """``down(silu(gate(x)) * up(x))`` (arXiv 2002.05202)."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        check_activation(config)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
+        self.down_proj = RowParallelLinear(inner, hidden, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        return self.down_proj.forward(self.gate_up_proj.forward(x))
+
+
+class Olmo2DecoderLayer(Layer):
+    """Attention and MLP, whose outputs are normalised and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        # The norms need the whole output of attention and MLP, so both all-reduce it.
+        self.self_attn = Olmo2Attention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+        self.mlp = Olmo2MLP(config, build)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the residual stream, [T, H] or [N, H]."""
+        attn_output = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            hidden_states = hidden_states.index_select(0, logits_index)
+        hidden_states = hidden_states + self.post_attention_layernorm.forward(attn_output)
+        return hidden_states + self.post_feedforward_layernorm.forward(self.mlp.forward(hidden_states))
+
+
+class Olmo2Model(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = {index: Olmo2DecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [1, T, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
+        *layers, last = self.layers.values()
+        for layer in layers:
+            hidden_states = layer.forward(hidden_states, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states = last.forward(hidden_states, cos, sin, attend, logits_index)
+        return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
+
+
+class Olmo2ForCausalLM(Model):
+    """Olmo2 with its output matrix."""
+
+    num_intermediate: ClassVar = 1
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class that are not Llama's."""
+        return {"rms_norm_eps": 1e-5, **raw}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse experts, biases of the MLP, sliding windows and a soft cap."""
+        return unsupported_keys(config, mlp_bias=False, sliding_window=None, attn_logit_softcapping=None)
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Olmo2Model(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

@@ -1,0 +1,191 @@
+"""Qwen2 with experts (Qwen1.5-MoE, Qwen2-57B-A14B; arXiv 2407.10671): Qwen2 with routed experts and a shared expert.
+
+Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size.
+Attention, with q, k and v biases, and the dense MLP are Llama's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from minisgl_core.contracts.attention import AttentionLayer
+from minisgl_core.contracts.model import Attend, BuildContext, Model
+from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
+from minisgl_core.contracts.moe import RoutingSpec
+from minisgl_core.layers import (
+    FusedMoE,
+    Layer,
+    LMHead,
+    ReplicatedLinear,
+    RMSNorm,
+    RotaryEmbedding,
+    VocabParallelEmbedding,
+    check_activation,
+)
+from minisgl_models.config_keys import unsupported_keys, whole_number
+from minisgl_models.llama import LlamaAttention, LlamaMLP
+
+_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts_per_tok": 4,
+    "num_experts": 60,
+    "qkv_bias": True,
+}
+
+
+class Qwen2MoeSparseMoeBlock(Layer):
+    """A router picks `top_k` experts per token, and a gate weighs the shared expert (arXiv 2401.06066)."""
+
+    def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
+        check_activation(config)
+        hidden = config.hidden_size
+        self.gate = ReplicatedLinear(hidden, moe.num_experts, build)
+        # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
+        self.experts = FusedMoE(
+            moe.num_experts,
+            hidden,
+            moe.intermediate_size,
+            RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
+            build,
+            reduce=False,
+        )
+        shared = replace(config, intermediate_size=whole_number(config.raw, "shared_expert_intermediate_size", 1))
+        self.shared_expert = LlamaMLP(shared, build)
+        self.shared_expert_gate = ReplicatedLinear(hidden, 1, build)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] to [T, H]."""
+        shared = self.shared_expert.forward(x) * self.shared_expert_gate.forward(x).sigmoid()
+        return self.experts.forward(x, self.gate.forward(x), shared)
+
+
+class Qwen2MoeDecoderLayer(Layer):
+    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        self.self_attn = LlamaAttention(config, index, build)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, build, all_reduce=True)
+        moe = config.moe
+        self.mlp: LlamaMLP | Qwen2MoeSparseMoeBlock
+        if moe is None or index in moe.dense_layers:
+            self.mlp = LlamaMLP(config, build)
+        else:
+            self.mlp = Qwen2MoeSparseMoeBlock(config, moe, build)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        residual: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the MLP's output, which the next norm adds to the residual, and the residual."""
+        hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
+        hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
+        if logits_index is not None:
+            residual = residual.index_select(0, logits_index)
+        hidden_states, residual = self.post_attention_layernorm.add(hidden_states, residual)
+        return self.mlp.forward(hidden_states), residual
+
+
+class Qwen2MoeModel(Layer):
+    """Embedding, decoder layers and the final norm."""
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        self._stage = stage = build.stage(config)
+        if stage.has_embedding:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, build)
+        self.rotary_emb = RotaryEmbedding(config.rope, config.max_position, build)
+        self.layers = {index: Qwen2MoeDecoderLayer(config, index, build) for index in stage.layers}
+        if stage.has_lm_head:
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, build, all_reduce=True)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None,
+        intermediate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        cos, sin = self.rotary_emb.forward(positions)
+        if intermediate is None:
+            hidden_states, residual = self.embed_tokens.forward(input_ids), None
+        else:
+            hidden_states, residual = intermediate.unbind(0)
+        *layers, last = self.layers.values()
+        for layer in layers:
+            hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
+        # After the last attention, only the tokens that logits are computed of matter.
+        hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
+        if not self._stage.has_lm_head:
+            return torch.stack((hidden_states, residual))
+        return self.norm.add(hidden_states, residual)[0]
+
+
+class Qwen2MoeForCausalLM(Model):
+    """Qwen2-MoE with its output matrix."""
+
+    packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+    @classmethod
+    def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Add the defaults of transformers' config class, and the windows of its layers."""
+        keys = {**_DEFAULTS, **raw}
+        if keys.get("layer_types") is None and keys["use_sliding_window"]:
+            with_window = range(0, min(whole_number(keys, "max_window_layers"), keys["num_hidden_layers"]), 2)
+            kinds = ("full_attention", "sliding_attention")
+            keys["layer_types"] = [kinds[i in with_window] for i in range(keys["num_hidden_layers"])]
+        return {**keys, "attention_bias": keys["qkv_bias"], "o_bias": False}
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse a config without experts, biases of the MLP and a soft cap."""
+        return unsupported_keys(config, experts=True, attn_logit_softcapping=None, mlp_bias=False)
+
+    def __init__(self, config: ModelConfig, build: BuildContext) -> None:
+        super().__init__(config, build)
+        self.model = Qwen2MoeModel(config, build)
+        if self.stage.has_lm_head:
+            tied = self.model.embed_tokens if config.tie_embeddings else None
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
+            self.vocab_shard = self.lm_head.shard
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        logits_index: torch.Tensor | None = None,
+        intermediate: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Model.forward`."""
+        return self.model.forward(input_ids, positions, attend, logits_index, intermediate)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """See `Model.compute_logits`."""
+        return self.lm_head.forward(hidden_states)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """See `Model.attention_layers`."""
+        return [layer.self_attn.attn.layer for layer in self.model.layers.values()]

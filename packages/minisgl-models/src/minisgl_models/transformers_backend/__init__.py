@@ -1,0 +1,1 @@
+"""Any causal LM of transformers whose attention goes through its AttentionInterface (``--model-impl transformers``)."""

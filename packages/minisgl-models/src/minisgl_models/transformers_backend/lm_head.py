@@ -1,0 +1,55 @@
+"""A causal LM of transformers in two parts: its backbone, and all that it does from hidden states to logits.
+
+The second is the model's own `forward` around a stand-in for the backbone, so that factors and caps on logits are honoured.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from minisgl_core.errors import ModelFormatError
+
+
+class _Output(BaseModelOutputWithPast):  # type: ignore[misc]  # transformers has no types
+    """A backbone's output whose other fields, such as router logits, are None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+
+class HiddenStates(nn.Module):
+    """Stand-in for a backbone, which returns the embeddings that it is given."""
+
+    @property
+    def decoder(self) -> HiddenStates:
+        """Stand for the part of the backbone that OPT's head calls."""
+        return self
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
+        """inputs_embeds [1, N, H] to an output with them as ``last_hidden_state``."""
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+def backbone_name(model: Any) -> str:
+    """Return the attribute of the model below the LM head. A few classes declare a prefix that they do not have.
+
+    Raises:
+        ModelFormatError: the model has none.
+    """
+    for name in (model.base_model_prefix, "model"):
+        if isinstance(getattr(model, name, None), nn.Module):
+            return name
+    raise ModelFormatError(f"it has no backbone called {model.base_model_prefix!r}")
+
+
+def detach_backbone(model: Any) -> nn.Module:
+    """Put `HiddenStates` in the place of the backbone, and return the backbone."""
+    name = backbone_name(model)
+    backbone: nn.Module = getattr(model, name)
+    setattr(model, name, HiddenStates())
+    return backbone

@@ -1,0 +1,74 @@
+"""Attention of a transformers model by the engine's `Attend`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from minisgl_core.contracts.model import Attend
+from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.layers import Attention
+from minisgl_models.transformers_backend.attention_function import check_keywords
+from minisgl_models.transformers_backend.trace import AttentionCall, Traced, described
+
+
+class StepAttention:
+    """Handler of a model's attention calls, see `minisgl_models.transformers_backend.attention_function.Handler`.
+
+    Attributes:
+        attend: attention of the current step, set before each forward.
+    """
+
+    attend: Attend
+
+    def __init__(self, traced: Traced, layers: list[Attention], model: nn.Module, tp_size: int) -> None:
+        """Layers are in the order of ``traced.calls``."""
+        modules = (model.get_submodule(call.module) for call in traced.calls)
+        self._layers = dict(zip(modules, zip(layers, traced.calls, strict=True), strict=True))
+        self._unchecked, self._tp_size = set(self._layers), tp_size
+
+    def __call__(
+        self,
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        keywords: dict[str, Any],
+    ) -> torch.Tensor:
+        """q [1, Hq, T, D], k and v [1, Hkv, T, D] to [1, T, Hq, D]."""
+        layer, call = self._layers[module]
+        if module in self._unchecked:
+            self._check(module, call, q, k, v, mask, keywords)
+            self._unchecked.discard(module)
+        q, k, v = (each[0].transpose(0, 1).contiguous() for each in (q, k, v))
+        return layer.forward(q, k, v, self.attend)[None]
+
+    def _check(
+        self,
+        module: nn.Module,
+        call: AttentionCall,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        keywords: dict[str, Any],
+    ) -> None:
+        """Compare the first call of a module with what the KV pool and the attention backend were built for."""
+        check_keywords(module, keywords)
+        if mask is not None:
+            raise ModelFormatError(f"{call.module} builds an attention mask of its own")
+        heads = call.num_q_heads // self._tp_size, call.num_kv_heads // self._tp_size
+        if (q.shape[1], k.shape[1]) != heads:
+            raise InvalidValueError(
+                "--tp",
+                self._tp_size,
+                f"1: {call.module} has {q.shape[1]} query and {k.shape[1]} KV heads per rank, not {heads[0]} and {heads[1]}",
+            )
+        found = described(call.module, q, k, v, keywords)
+        if (found.scale, found.soft_cap) != (call.scale, call.soft_cap) or found.keyword_window != call.keyword_window:
+            raise ModelFormatError(
+                f"{call.module} asks for other attention than it did when it was traced: {found}, not {call}"
+            )

@@ -1,0 +1,228 @@
+"""The attention layers of a transformers model, learnt from one forward on the meta device.
+
+Nothing is read from config keys, whose meaning differs between architectures: the model says what it asks of its attention
+function. A model that reads values of tensors on the host, as CUDA graphs forbid, fails here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from minisgl_core.errors import ModelFormatError
+from minisgl_models.transformers_backend import falcon
+from minisgl_models.transformers_backend.attention_function import TRACE, check_keywords, set_handler, window_of
+from minisgl_models.transformers_backend.lm_head import detach_backbone
+
+_NUM_TOKENS = 5
+BUILDING = Lock()
+"""Held while transformers builds or initialises a model, because it changes torch's default dtype for all threads."""
+_MOST_POSITIONS = 1 << 20
+"""Longest sequence that masks are compared for."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """One layer's call of the attention function, in a model that is not sharded.
+
+    Attributes:
+        module: name of the module that calls.
+        num_q_heads: Hq.
+        num_kv_heads: Hkv.
+        head_dim: D of q and k.
+        value_head_dim: D of v.
+        scale: factor on the scores.
+        sliding_window: in tokens, by the mask; None for all.
+        keyword_window: the keyword ``sliding_window`` of the call.
+        soft_cap: of the scores; None for none.
+        sinks: name of the parameter with the attention sinks; None without.
+    """
+
+    module: str
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_head_dim: int
+    scale: float
+    sliding_window: int | None
+    keyword_window: int | None
+    soft_cap: float | None
+    sinks: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A config of transformers and the calls of its model.
+
+    Attributes:
+        config: of transformers.
+        calls: one per decoder layer, in order.
+    """
+
+    config: Any
+    calls: tuple[AttentionCall, ...]
+
+
+def transformers_config(raw: Mapping[str, Any]) -> Any:
+    """Return transformers' own config of a ``config.json``.
+
+    Raises:
+        ModelFormatError: transformers has no causal LM of that name; code of the checkpoint is never run.
+    """
+    model_type, architecture = raw.get("model_type"), (raw.get("architectures") or [None])[0]
+    if model_type is None:
+        raise ModelFormatError(
+            "config: model_type is missing; --model-impl transformers takes folders of transformers, no GGUF"
+        )
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    known = (known,) if isinstance(known, str) else known
+    if not known or architecture not in known:
+        raise ModelFormatError(
+            f"transformers has no causal LM {architecture} of model_type {model_type!r}; --model-impl transformers runs causal"
+            " LMs of the installed transformers, and no code of a checkpoint"
+        )
+    plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
+    return CONFIG_MAPPING[model_type].from_dict(plain)
+
+
+def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Any:
+    """Return the causal LM of a config without memory for its weights, in eval mode.
+
+    Args:
+        config: of transformers.
+        dtype: of the parameters that do not fix theirs.
+        attention: name of a registered attention function.
+
+    Raises:
+        ModelFormatError: transformers cannot build it with that function.
+    """
+    falcon.register()
+    try:
+        with BUILDING, torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval()
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
+    model.config.pad_token_id = (
+        None  # with it, a forward without a mask looks for padding among the tokens, on the host
+    )
+    return model
+
+
+def trace(raw: Mapping[str, Any]) -> Traced:
+    """Return the config and the attention calls of a ``config.json``.
+
+    Raises:
+        ModelFormatError: the model cannot run with paged attention, with the reason.
+    """
+    return _trace(json.dumps(dict(raw), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=8)
+def _trace(raw: str) -> Traced:
+    config = transformers_config(json.loads(raw))
+    model = build_on_meta(config, torch.bfloat16, TRACE)  # kernels of experts take no float32
+    name = type(model).__name__
+    try:
+        _check_kind(model)
+        calls = _calls(model)
+        layers = config.num_hidden_layers
+        if len(calls) != layers:
+            missing = (
+                "does not go through transformers' AttentionInterface"
+                if not calls
+                else f"is that of {len(calls)} layers"
+            )
+            raise ModelFormatError(f"it has {layers} layers, and its attention {missing}")
+        if len({call.module for call in calls}) < len(calls):
+            raise ModelFormatError("a module attends several times per step")
+        sizes = {(call.num_q_heads, call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
+        if len(sizes) > 1:
+            raise ModelFormatError(
+                f"its layers have different heads {sorted(sizes)} (query heads, KV heads, sizes of K and V)"
+            )
+    except ModelFormatError as error:
+        raise ModelFormatError(f"--model-impl transformers cannot run {name}: {error}") from error
+    return Traced(config, calls)
+
+
+def _check_kind(model: Any) -> None:
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise ModelFormatError("it has cross-attention")
+    if getattr(config, "is_causal", True) is False:
+        raise ModelFormatError("it is not causal (is_causal in the config)")
+    if getattr(model, "_is_stateful", False) or any(isinstance(each, nn.Conv1d) for each in model.modules()):
+        raise ModelFormatError("it keeps a state per request besides K and V (recurrent or convolution layers)")
+    if getattr(config, "alibi", False):
+        raise ModelFormatError("it has ALiBi biases (alibi in the config), which paged attention has not")
+
+
+def _calls(model: Any) -> tuple[AttentionCall, ...]:
+    names = {module: name for name, module in model.named_modules()}
+    parameters = {id(each): name for name, each in model.named_parameters()}
+    longest = min(int(model.config.max_position_embeddings), _MOST_POSITIONS)
+    calls: list[AttentionCall] = []
+
+    def record(
+        module: nn.Module,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        keywords: dict[str, Any],
+    ) -> torch.Tensor:
+        check_keywords(module, keywords)
+        call = described(names[module], q, k, v, keywords)
+        told = None if call.keyword_window is None or call.keyword_window >= longest else call.keyword_window
+        window = told if mask is None else window_of(mask, longest)
+        if told not in (None, window):
+            raise ModelFormatError(f"{names[module]} has sliding_window={told}, and its mask {window or 'none'}")
+        sinks = keywords.get("s_aux")
+        if sinks is not None and id(sinks) not in parameters:
+            raise ModelFormatError(f"{names[module]} has attention sinks (s_aux) that are no parameter")
+        calls.append(replace(call, sliding_window=window, sinks=None if sinks is None else parameters[id(sinks)]))
+        return q.new_empty((1, q.shape[2], q.shape[1], v.shape[3]))
+
+    set_handler(model, record)
+    ids = torch.zeros((1, _NUM_TOKENS), dtype=torch.int64, device="meta")
+    try:
+        with torch.inference_mode():
+            hidden_states = detach_backbone(model)(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                position_ids=torch.arange(_NUM_TOKENS, device="meta")[None],
+                use_cache=False,
+            )[0]
+            model(inputs_embeds=hidden_states, use_cache=False)
+    except ModelFormatError:
+        raise
+    except Exception as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ModelFormatError(
+            f"a forward without values fails, as it does if it reads tensors on the host (RoPE that depends on the longest"
+            f" sequence) or needs a cache of transformers: {cause:.300}"
+        ) from error
+    return tuple(calls)
+
+
+def described(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any]) -> AttentionCall:
+    """Return a call of the attention function without its mask's window and without its sinks."""
+    scale, cap = keywords.get("scaling"), keywords.get("softcap")
+    if isinstance(scale, torch.Tensor) or isinstance(cap, torch.Tensor):
+        raise ModelFormatError(f"{name} scales its scores by a tensor")
+    num_q_heads, num_kv_heads, head_dim = q.shape[1], k.shape[1], q.shape[3]
+    scale = float(head_dim**-0.5 if scale is None else scale)
+    window = keywords.get("sliding_window")
+    return AttentionCall(
+        name, num_q_heads, num_kv_heads, head_dim, v.shape[3], scale, None, window, float(cap) if cap else None, None
+    )

@@ -1,0 +1,116 @@
+"""Tensors of a transformers model: allocation, initial values of its buffers, and names in checkpoints."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightRenaming
+
+from minisgl_core.contracts.layer import Targets
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import ModelFormatError
+
+
+def fill_buffers(model: Any, device: torch.device) -> None:
+    """Allocate the buffers of a model on the meta device, and compute those that checkpoints lack, such as RoPE's frequencies.
+
+    transformers computes them as `from_pretrained` does, by ``initialize_weights``, which leaves parameters alone.
+
+    Raises:
+        ModelFormatError: transformers does not compute one of them.
+    """
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        module._is_hf_initialized = False
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                unset = float("nan") if buffer.is_floating_point() else 0
+                module._buffers[name] = torch.full_like(buffer, unset, device=device)
+    model.initialize_weights()
+    stored = {name for name, _ in stored_tensors(model)}
+    for name, buffer in model.named_buffers():
+        if name not in stored and buffer.isnan().any():
+            raise ModelFormatError(f"transformers does not compute the values of {name}")
+
+
+def allocate_parameters(model: nn.Module, device: torch.device) -> None:
+    """Allocate the parameters of a model on the meta device, uninitialised. Tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
+                module._parameters[name] = made[parameter]
+
+
+def stored_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters, and the buffers that checkpoints have; tied ones once."""
+    yield from model.named_parameters()
+    transient = {
+        f"{path}.{name}" for path, module in model.named_modules() for name in module._non_persistent_buffers_set
+    }
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in transient)
+
+
+class CheckpointNames:
+    """Names of a model's tensors in its checkpoints, by the rules of `from_pretrained`.
+
+    Checkpoints of a backbone alone leave its prefix out, older ones have older names, and experts are stored one by one.
+    """
+
+    def __init__(self, model: Any, prefix: str) -> None:
+        """Take the rules of a whole model, and the name of its backbone."""
+        self._prefix = f"{prefix}."
+        self._ignored = [re.compile(each) for each in model._keys_to_ignore_on_load_unexpected or ()]
+        rules = get_model_conversion_mapping(model)
+        self._renamings = [each for each in rules if isinstance(each, WeightRenaming)]
+        self._merges = [each for each in rules if isinstance(each, WeightConverter) and _is_merge(each)]
+        self._known: Set[str] = frozenset()
+
+    def targets(self, name: str, tensor: torch.Tensor) -> Targets:
+        """Yield the checkpoint's tensors for a parameter or buffer: itself, or the matrices of each expert, [E, out, in]."""
+        for merge in self._merges:
+            target = merge.target_patterns[0]
+            if name.endswith(target):
+                for expert, matrices in enumerate(tensor):
+                    parts = matrices.chunk(len(merge.source_patterns))
+                    for pattern, part in zip(merge.source_patterns, parts, strict=True):
+                        stored = name.removesuffix(target) + pattern.replace("*", str(expert))
+                        yield stored, WeightTarget(part, shape=tuple(part.shape))
+                return
+        yield name, WeightTarget(tensor, shape=tuple(tensor.shape))
+
+    def set_known(self, names: Iterable[str]) -> None:
+        """Take the names of all tensors that the model loads."""
+        self._known = frozenset(names)
+
+    def translate(self, stored: str) -> str | None:
+        """Return the model's name; None for a tensor that transformers ignores. An unknown name is returned as it is."""
+        renamed = stored
+        for rule in self._renamings:
+            renamed = rule.rename_source_key(renamed)[0]
+        for each in (stored, renamed):
+            for name in (each, f"{self._prefix}{each}", each.removeprefix(self._prefix)):
+                if name in self._known:
+                    return name
+        return None if any(each.search(stored) for each in self._ignored) else stored
+
+
+def _is_merge(rule: WeightConverter) -> bool:
+    """Return True if a rule stacks the experts' matrices, of which it may concatenate several by rows."""
+    kinds = [(type(each), each.dim) for each in rule.operations if isinstance(each, (MergeModulelist, Concatenate))]
+    is_merge = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]) and len(kinds) == len(
+        rule.operations
+    )
+    return (
+        is_merge
+        and len(rule.target_patterns) == 1
+        and all(re.fullmatch(r"[\w.]*\*[\w.]*", each) for each in rule.source_patterns)
+    )

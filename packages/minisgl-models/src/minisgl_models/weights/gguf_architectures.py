@@ -1,0 +1,229 @@
+"""Architectures of GGUF files: the names of their tensors, and their metadata under the names of a ``config.json``.
+
+llama.cpp's converter (``conversion/`` in its repository) writes the metadata, and its ``src/models`` define the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Key = Callable[..., Any]
+"""Looks up a key of the architecture: its name without the prefix, and a default."""
+
+_DENSE: Mapping[str, str] = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+_MIXTRAL = {
+    "ffn_gate_inp": "block_sparse_moe.gate",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}
+_NORMS_AFTER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_NORMS_AROUND = {**_NORMS_AFTER, "ffn_norm": "pre_feedforward_layernorm"}
+_GPT_OSS = {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_sinks": "self_attn.sinks",
+    "ffn_gate_inp": "mlp.router",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """An architecture of GGUF files.
+
+    Attributes:
+        name: Hugging Face's class.
+        names: Hugging Face's module of each tensor, by llama.cpp's name; ``{}`` is the index of an expert.
+        is_permuted: query and key rows are permuted within each head.
+        norm_offset: what llama.cpp's converter adds to the weights of norms.
+        keys: metadata keys that `config` reads, besides those of all architectures.
+        config: reads them, given the common part of the config.
+    """
+
+    name: str
+    names: Mapping[str, str]
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+    keys: tuple[str, ...] = ()
+    config: Callable[[Key, Mapping[str, Any]], dict[str, Any]] = field(default=lambda key, config: {})
+
+
+def _experts(norm_topk_prob: bool) -> Callable[[Key, Mapping[str, Any]], dict[str, Any]]:
+    def read(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+        found = {
+            "num_experts": key("expert_count"),
+            "num_experts_per_tok": key("expert_used_count"),
+            "moe_intermediate_size": key("expert_feed_forward_length"),
+            "norm_topk_prob": norm_topk_prob,
+        }
+        if not norm_topk_prob:  # Qwen2-MoE
+            found["shared_expert_intermediate_size"] = key("expert_shared_feed_forward_length")
+            found["qkv_bias"] = config["attention_bias"]
+        return found
+
+    return read
+
+
+def _mixtral(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"num_local_experts": key("expert_count"), "num_experts_per_tok": key("expert_used_count")}
+
+
+def _gpt_oss(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_local_experts": key("expert_count"),
+        "num_experts_per_tok": key("expert_used_count"),
+        "intermediate_size": key("expert_feed_forward_length"),
+        "sliding_window": key("attention.sliding_window"),
+        "layer_types": _layer_types(key, config, 2),
+        "rope_parameters": {**config["rope_parameters"], "truncate": False},
+    }
+
+
+def _gemma(num_layers_of_27b: int) -> Callable[[Key, Mapping[str, Any]], dict[str, Any]]:
+    """Gemma's 27B models scale scores by the hidden size per head, which the file does not say."""
+
+    def read(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+        is_27b = config["num_hidden_layers"] == num_layers_of_27b
+        scalar = config["hidden_size"] // config["num_attention_heads"] if is_27b else config.get("head_dim")
+        return {
+            "query_pre_attn_scalar": scalar,
+            "sliding_window": key("attention.sliding_window", 4096),
+            "final_logit_softcapping": key("final_logit_softcapping"),
+        }
+
+    return read
+
+
+def _gemma2(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    caps = {
+        "attn_logit_softcapping": key("attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": key("final_logit_softcapping", 30.0),
+    }
+    return {**_gemma(46)(key, config), **caps, "layer_types": _layer_types(key, config, 2)}
+
+
+def _gemma3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = _layer_types(key, config, 6) if key("attention.sliding_window") else ["full_attention"] * _layers(config)
+    local = {"rope_type": "default", "rope_theta": key("rope.freq_base_swa", 10000.0)}
+    rope = {"full_attention": config["rope_parameters"], "sliding_attention": local}
+    return {**_gemma(62)(key, config), "layer_types": kinds, "rope_parameters": rope}
+
+
+def _phi3(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    original = key("rope.scaling.original_context_length")
+    found = {"sliding_window": key("attention.sliding_window") or None}
+    return found if original is None else {**found, "original_max_position_embeddings": original}
+
+
+def _granite(key: Key, config: Mapping[str, Any]) -> dict[str, Any]:
+    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "attention_multiplier": key("attention.scale", 0.0) or head_dim**-0.5,
+        "embedding_multiplier": key("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": key("residual_scale", 0.0) or 1.0,
+        "logits_scaling": key("logit_scale", 0.0) or 1.0,
+    }
+
+
+def _layers(config: Mapping[str, Any]) -> int:
+    return int(config.get("num_hidden_layers", 0))
+
+
+def _layer_types(key: Key, config: Mapping[str, Any], period: int) -> list[str]:
+    """Return the kind of each layer; the file has a period, of which the last layer has no window, or a flag per layer."""
+    pattern = key("attention.sliding_window_pattern", period)
+    has_window = pattern if isinstance(pattern, list) else [(i + 1) % pattern != 0 for i in range(_layers(config))]
+    return ["sliding_attention" if each else "full_attention" for each in has_window]
+
+
+_MOE_KEYS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
+_WINDOWS = ("attention.sliding_window", "attention.sliding_window_pattern")
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("LlamaForCausalLM", _DENSE, is_permuted=True, keys=("expert_count",)),
+    "qwen2": Architecture("Qwen2ForCausalLM", _DENSE),
+    "qwen3": Architecture("Qwen3ForCausalLM", _DENSE),
+    "qwen3moe": Architecture(
+        "Qwen3MoeForCausalLM", {**_DENSE, **_EXPERTS}, keys=_MOE_KEYS, config=_experts(norm_topk_prob=True)
+    ),
+    "qwen2moe": Architecture(
+        "Qwen2MoeForCausalLM",
+        {**_DENSE, **_EXPERTS, **_SHARED_EXPERT},
+        keys=(*_MOE_KEYS, "expert_shared_feed_forward_length"),
+        config=_experts(norm_topk_prob=False),
+    ),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        {**_DENSE, **_NORMS_AROUND},
+        norm_offset=1.0,
+        keys=(*_WINDOWS, "attn_logit_softcapping", "final_logit_softcapping"),
+        config=_gemma2,
+    ),
+    "gemma3": Architecture(
+        "Gemma3ForCausalLM",
+        {**_DENSE, **_NORMS_AROUND},
+        norm_offset=1.0,
+        keys=(*_WINDOWS, "final_logit_softcapping", "rope.freq_base_swa"),
+        config=_gemma3,
+    ),
+    "phi3": Architecture(
+        "Phi3ForCausalLM",
+        {**_DENSE, "attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+        keys=_WINDOWS[:1],
+        config=_phi3,
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        _DENSE,
+        is_permuted=True,
+        keys=("attention.scale", "embedding_scale", "residual_scale", "logit_scale"),
+        config=_granite,
+    ),
+    "olmo2": Architecture("Olmo2ForCausalLM", {**_DENSE, **_NORMS_AFTER}),
+    "gpt-oss": Architecture("GptOssForCausalLM", {**_DENSE, **_GPT_OSS}, keys=(*_MOE_KEYS, *_WINDOWS), config=_gpt_oss),
+}
+"""By ``general.architecture``."""
+
+MIXTRAL = Architecture(
+    "MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, keys=_MOE_KEYS[:2], config=_mixtral
+)
+"""What llama.cpp calls ``llama`` with experts."""
+
+
+def architecture_of(kind: str, metadata: Mapping[str, Any]) -> Architecture | None:
+    """Return the architecture of a file; None for an unknown one."""
+    return MIXTRAL if kind == "llama" and metadata.get("llama.expert_count") else ARCHITECTURES.get(kind)

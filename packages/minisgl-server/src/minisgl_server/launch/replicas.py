@@ -1,0 +1,176 @@
+"""Engines of a launch: starts their ranks, and restarts a replica that dies."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import EngineInfo, ReplicaDied, ReplicaReady
+from minisgl_core.runtime.executor_selection import make_executor
+from minisgl_core.runtime.ipc import IpcAddresses, Sender
+from minisgl_core.runtime.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+RUN_RANK = "minisgl_core.runtime.worker:run_worker"
+MAX_FAILED_STARTS = 3
+"""Consecutive starts of a replica that may fail before it stays down."""
+
+
+class Replicas:
+    """Engines of one launch.
+
+    The replicas of a launch run on this host. With `size` ranks per replica, replica r has the devices
+    ``[r * size, (r + 1) * size)``, or its part of the CPU cores.
+
+    Args:
+        config: options of the engines.
+        registry: the installed providers.
+        supervisor: starts and watches the processes.
+        endpoints: addresses of the launch.
+    """
+
+    def __init__(
+        self, config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
+    ) -> None:
+        self._supervisor, self._endpoints = supervisor, endpoints
+        self._num = endpoints.num_replicas
+        self._executor = make_executor(config, registry, supervisor.start)
+        self._cores: list[list[int]] = []
+        """Cores of each replica; empty if they share all cores."""
+        if self._num > 1:
+            config = self._divide_host(config, registry)
+        self._config = config
+        self._engines = dict.fromkeys(range(self._num), -1)
+        """Number of the engine by replica; replicas that stay down are missing."""
+        self._announced: set[int] = set()
+        """Engines that the router knows."""
+        self._num_failed = [0] * self._num
+
+    def start(self) -> None:
+        """Start the ranks of all replicas, and return without waiting for them."""
+        for replica in range(self._num):
+            self._start(replica)
+
+    def wait_ready(self, wake: Any) -> EngineInfo | None:
+        """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it."""
+        names = [name for replica in self._engines for name in self._names(replica)]
+        if not self._supervisor.wait_ready(*names, wake=wake):
+            return None
+        info = self._supervisor.ready[self._names(0)[0]].engine
+        assert info is not None, "rank 0 describes the engine"
+        return msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
+
+    def announce(self) -> None:
+        """Tell the router which engines have become ready since the last call."""
+        for replica, engine in self._engines.items():
+            if engine not in self._announced and self._supervisor.ready.keys() >= set(self._names(replica)):
+                self._announced.add(engine)
+                self._num_failed[replica] = 0
+                self._tell_router(ReplicaReady(replica, engine))
+
+    def wait(self, until: Callable[[], bool], wake: Any, timeout_s: float | None = None) -> bool:
+        """Wait as `Supervisor.wait` does, and restart replicas that die meanwhile.
+
+        Raises:
+            WorkerDiedError: another process died, or the only replica, or the last one that was not down.
+        """
+
+        def announce_and_check() -> bool:
+            if self._num > 1:
+                self.announce()
+            return until()
+
+        while True:
+            try:
+                return self._supervisor.wait(announce_and_check, timeout_s=timeout_s, wake=wake)
+            except WorkerDiedError as error:
+                replica = next((each for each in self._engines if error.process in self._names(each)), None)
+                if self._num == 1 or replica is None:
+                    raise
+                self._replace(replica, error)
+
+    def _replace(self, replica: int, error: WorkerDiedError) -> None:
+        """End what is left of a replica, tell the router, and start it again."""
+        engine = self._engines[replica]
+        self._supervisor.discard(*self._names(replica))
+        if engine in self._announced:
+            self._tell_router(ReplicaDied(replica, engine))
+        else:
+            self._num_failed[replica] += 1
+        if self._num_failed[replica] < MAX_FAILED_STARTS:
+            logger.error("%s Replica %d is restarted.", error, replica)
+            self._start(replica)
+            return
+        logger.error("%s Replica %d failed %d times to start, and stays down.", error, replica, MAX_FAILED_STARTS)
+        del self._engines[replica]
+        if not self._engines:
+            raise error
+
+    def _start(self, replica: int) -> None:
+        """Start an engine with a new number, and a directory of its own if there are several replicas."""
+        engine = self._engines[replica]
+        engine = replica if engine < 0 else engine + self._num
+        self._engines[replica] = engine
+        endpoints = self._endpoints.of_engine(engine)
+        directory = endpoints.directory
+        if self._num > 1:
+            directory = f"{directory}/engine-{engine}"
+            Path(directory).mkdir(mode=0o700)
+        size = self._config.parallel.size
+        placements = [
+            replace(each, local_rank=each.local_rank + replica * size) for each in self._executor.place(size, directory)
+        ]
+        with self._on_cores(replica):
+            for name, each in zip(self._names(replica), placements, strict=True):
+                self._executor.start(name, each, RUN_RANK, self._config, placements, each.rank, endpoints)
+
+    def _names(self, replica: int) -> list[str]:
+        """Return the names of a replica's processes in rank order."""
+        owner = "scheduler" if self._num == 1 else f"replica {replica}"
+        return [f"{owner} rank {rank}" for rank in range(self._config.parallel.size)]
+
+    def _tell_router(self, message: ReplicaReady | ReplicaDied) -> None:
+        with Sender(self._endpoints.router_in) as router:
+            router.send(message)
+
+    def _divide_host(self, config: EngineConfig, registry: Registry) -> EngineConfig:
+        """Give each replica its part of a CPU's cores and memory, or check that there are enough devices."""
+        from minisgl_core.platforms.selection import pick_platform
+
+        hardware = pick_platform(config.backends.platform, registry)[1]
+        if hardware.torch_name != "cpu":
+            size = config.parallel.size
+            if hardware.num_devices < self._num * size:
+                allowed = f"at most {hardware.num_devices // size} with --tp {config.parallel.tp} and --pp {config.parallel.pp}"
+                raise InvalidValueError("--replicas", self._num, allowed, f"There are {hardware.num_devices} devices.")
+            return config
+        cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+        if len(cores) >= self._num:
+            size = len(cores) // self._num
+            self._cores = [cores[replica * size : (replica + 1) * size] for replica in range(self._num)]
+        part = replace(config.cache, memory_ratio=config.cache.memory_ratio / self._num)
+        return replace(config, cache=part)
+
+    @contextmanager
+    def _on_cores(self, replica: int) -> Iterator[None]:
+        """Have child processes that start meanwhile inherit the cores of a replica."""
+        if not self._cores:
+            yield
+            return
+        before = os.sched_getaffinity(0)
+        os.sched_setaffinity(0, self._cores[replica])
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, before)

@@ -1,0 +1,1 @@
+"""Routers, and the process that routes requests to the replicas of a launch."""

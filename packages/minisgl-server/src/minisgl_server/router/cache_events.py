@@ -1,0 +1,89 @@
+"""Hooks that report the content of a replica's prefix cache to the router, registered as ``replica`` in ``minisgl.hooks``.
+
+They do nothing unless ``minisgl launch`` has set MINISGL_ROUTER_EVENTS, because there is a router that uses events. What changes
+during a step is sent in one message. If the router does not keep up, messages are dropped.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zmq
+
+from minisgl_core import hookimpl
+from minisgl_core.contracts.router import BlockKeys, block_keys, block_size_for
+from minisgl_core.protocol.messages import CacheEvents, EngineInfo
+from minisgl_core.runtime.ipc import Sender
+
+if TYPE_CHECKING:
+    from minisgl_core.contracts.prefix_cache import CacheNamespace, PageIds, TokenIds
+
+VARIABLE = "MINISGL_ROUTER_EVENTS"
+"""Environment variable with the router's address for events."""
+MAX_UNSENT = 100
+"""Most messages that wait in this process."""
+
+
+def make() -> CacheEventHooks | None:
+    """Return the hooks of one engine, or None without a router."""
+    address = os.environ.get(VARIABLE)
+    return CacheEventHooks(address) if address else None
+
+
+class CacheEventHooks:
+    """Hooks of one engine.
+
+    A block is cached while its last page is, since a cache evicts the pages of a prefix from its end. `_page_keys` has the key of
+    the block that ends with each page; 0 for other pages.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._sender: Sender | None = None
+        self._changes: dict[int, bool] = {}
+        """By key: True if the block was inserted last, False if it was evicted."""
+
+    @hookimpl
+    def engine_started(self, info: EngineInfo) -> None:
+        """Connect to the router."""
+        self._engine = info.engine
+        self._block_size = block_size_for(info.page_size)
+        self._pages_per_block = self._block_size // info.page_size
+        self._page_keys: BlockKeys = np.zeros(info.num_pages, np.uint64)
+        self._sender = Sender(self._address, max_messages=MAX_UNSENT)
+
+    @hookimpl
+    def pages_cached(self, namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
+        """Note the new blocks."""
+        keys = block_keys(token_ids, self._block_size, namespace)[num_present // self._pages_per_block :]
+        last_pages = pages[self._pages_per_block - 1 :: self._pages_per_block]
+        self._page_keys[last_pages[len(last_pages) - len(keys) :]] = keys
+        self._changes.update(dict.fromkeys(keys.tolist(), True))
+
+    @hookimpl
+    def pages_evicted(self, pages: PageIds) -> None:
+        """Note the blocks that are no longer whole."""
+        keys = self._page_keys[pages]
+        self._page_keys[pages] = 0
+        self._changes.update(dict.fromkeys(keys[keys != 0].tolist(), False))
+
+    @hookimpl
+    def batch_finished(self) -> None:
+        """Send the changes of the step."""
+        if not self._changes or self._sender is None:
+            return
+        inserted = [key for key, is_cached in self._changes.items() if is_cached]
+        evicted = [key for key, is_cached in self._changes.items() if not is_cached]
+        self._changes.clear()
+        event = CacheEvents(self._engine, np.array(inserted, np.uint64), np.array(evicted, np.uint64))
+        with suppress(zmq.Again):  # the router is far behind, and does without these events
+            self._sender.send(event, wait=False)
+
+    @hookimpl
+    def engine_stopped(self) -> None:
+        """Disconnect."""
+        if self._sender is not None:
+            self._sender.close()

@@ -1,0 +1,40 @@
+"""Routers ``round-robin`` and ``least-loaded``, which look at no prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from minisgl_core.contracts.router import ReplicaView, RoutedPrompt, Router, RouterSpec
+
+
+class RoundRobinRouter(Router):
+    """Routes to the replicas in turn."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self._last = -1
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        """Return the replica that comes after the last one, by number."""
+        numbers = [each.replica for each in replicas]
+        self._last = next((number for number in numbers if number > self._last), numbers[0])
+        return self._last
+
+
+class LeastLoadedRouter(Router):
+    """Routes to the replica with the fewest requests. Among equals, to the one with the fewest prompt tokens."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self._turns = RoundRobinRouter(spec)
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        """Return the least loaded replica; equally loaded ones take turns."""
+        return self._turns.route(prompt, least_loaded(replicas))
+
+
+def least_loaded(replicas: Sequence[ReplicaView]) -> list[ReplicaView]:
+    """Return the replicas with the fewest requests, and among these the fewest prompt tokens."""
+    loads = [(each.num_requests, each.num_prompt_tokens) for each in replicas]
+    least = min(loads)
+    return [each for each, load in zip(replicas, loads, strict=True) if load == least]

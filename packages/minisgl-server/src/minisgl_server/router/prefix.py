@@ -1,0 +1,55 @@
+"""Router ``prefix``: to the replica that holds the longest prefix of the prompt, unless it is overloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from minisgl_core.contracts.router import BlockKeys, ReplicaView, RoutedPrompt, Router, RouterSpec
+from minisgl_server.router.block_table import BlockTable
+from minisgl_server.router.policies import LeastLoadedRouter
+
+
+class PrefixRouter(Router):
+    """Router that keeps the prefixes held by each replica, as blocks in a `BlockTable`.
+
+    A replica is overloaded if it has more requests than the least loaded one by `overload_requests` and by `overload_ratio`. Of
+    the others, the router takes the one that holds the most blocks of the prompt; among equals, the least loaded one. It then
+    assumes that this replica will hold the whole prompt. The replicas' events correct this.
+    """
+
+    uses_events: ClassVar[bool] = True
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self._table = BlockTable(spec.num_blocks, spec.num_replicas)
+        self._balance = LeastLoadedRouter(spec)
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        """Return the replica with the longest prefix that is not overloaded."""
+        keys = prompt.block_keys()
+        slots = self._table.find(keys)
+        num_held = self._table.num_held(slots).tolist()
+        least = min(each.num_requests for each in replicas)
+        limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
+        able = [each for each in replicas if each.num_requests <= limit]
+        longest = max(num_held[each.replica] for each in able)
+        chosen = self._balance.route(prompt, [each for each in able if num_held[each.replica] == longest])
+        self._table.add(keys, chosen, slots)
+        return chosen
+
+    def inserted(self, replica: int, keys: BlockKeys) -> None:
+        """Store that the replica holds these blocks."""
+        self._table.add(keys, replica)
+
+    def evicted(self, replica: int, keys: BlockKeys) -> None:
+        """Store that the replica no longer holds these blocks."""
+        self._table.remove(keys, replica)
+
+    def lost(self, replica: int) -> None:
+        """Store that the replica holds nothing."""
+        self._table.remove_replica(replica)
+
+    def stats(self) -> dict[str, Any]:
+        """Return the size of the table."""
+        return {"table_entries": self._table.capacity, "table_bytes": self._table.num_bytes}

@@ -1,0 +1,78 @@
+"""Process of the router."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import zmq
+
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.engine_snapshot import SnapshotRequest
+from minisgl_core.protocol.messages import (
+    Abort,
+    CacheEvents,
+    Count,
+    Ended,
+    EngineInfo,
+    Ready,
+    ReplicaDied,
+    ReplicaReady,
+    Stop,
+    Submit,
+)
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
+from minisgl_core.runtime.supervisor import Report
+from minisgl_server.options import ServerOptions
+from minisgl_server.router.load import make_router
+from minisgl_server.router.worker import RouterWorker, Send
+
+Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | Stop
+MAX_EVENTS = 1000
+"""Most messages with events that wait for the router; schedulers drop further ones."""
+
+
+def run_router(options: ServerOptions, endpoints: IpcAddresses, report: Report) -> None:
+    """Run the process: wait for `EngineInfo`, then route requests until `Stop` or `END_SIGNAL`."""
+    with (
+        Receiver[Any](endpoints.router_in, Incoming) as requests,
+        Receiver[CacheEvents](endpoints.router_events, CacheEvents, max_messages=MAX_EVENTS) as events,
+    ):
+        info = requests.receive()
+        if isinstance(info, Stop):
+            return
+        assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
+        router = make_router(options, info, Registry.from_environment())
+        senders = Connections(endpoints)
+        to_workers = [Sender(address).send for address in endpoints.tokenizer_in]
+        worker = RouterWorker(router, info, senders.connect, to_workers)
+        report(Ready(process="router"))
+        poller = zmq.Poller()
+        poller.register(requests.socket, zmq.POLLIN)
+        poller.register(events.socket, zmq.POLLIN)
+        while True:
+            poller.poll()
+            for message in requests.drain():
+                if isinstance(message, Stop):
+                    return
+                worker.handle(message)
+            # Requests come first, so events are taken one by one.
+            event = events.receive(timeout_s=0)
+            if event is not None:
+                worker.handle(event)
+
+
+class Connections:
+    """Connections to the engines of replicas, one per replica."""
+
+    def __init__(self, endpoints: IpcAddresses) -> None:
+        self._endpoints = endpoints
+        self._senders: dict[int, Sender] = {}
+
+    def connect(self, engine: int) -> Send:
+        """Connect to a new engine, and drop what could not be delivered to the one before it."""
+        endpoints = self._endpoints.of_engine(engine)
+        before = self._senders.pop(endpoints.replica, None)
+        if before is not None:
+            before.drop()
+        self._senders[endpoints.replica] = sender = Sender(endpoints.scheduler_in)
+        return sender.send

@@ -1,0 +1,227 @@
+"""Logic of the router's process: it routes requests, and knows which replica has which request."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
+
+from minisgl_core.contracts.prefix_cache import CacheNamespace
+from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
+from minisgl_core.protocol.engine_snapshot import ReplicaState, SnapshotRequest
+from minisgl_core.protocol.messages import (
+    Abort,
+    CacheEvents,
+    Count,
+    Ended,
+    EngineInfo,
+    ReplicaDied,
+    ReplicaLost,
+    ReplicaReady,
+    Submit,
+)
+
+logger = logging.getLogger(__name__)
+
+Send = Callable[[msgspec.Struct], None]
+
+
+@dataclass(slots=True)
+class Replica:
+    """A replica and its load; a `minisgl_core.contracts.router.ReplicaView`.
+
+    Attributes:
+        replica: its number.
+        engine: number of its engine; meaningless if `send` is None.
+        send: sends to the scheduler of its engine; None if that is not ready.
+        num_starts: times that its engine was ready.
+        num_requests: running and waiting requests.
+        num_prompt_tokens: prompt tokens of these.
+        num_routed: requests since the launch.
+    """
+
+    replica: int
+    engine: int = 0
+    send: Send | None = None
+    num_starts: int = 0
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+    num_routed: int = 0
+
+    def state(self) -> ReplicaState:
+        """Return the state for display."""
+        return ReplicaState(
+            replica=self.replica,
+            is_ready=self.send is not None,
+            num_starts=self.num_starts,
+            num_requests=self.num_requests,
+            num_routed=self.num_routed,
+        )
+
+
+class _Routed(NamedTuple):
+    """Request at a replica: the worker that its output goes to, and its load."""
+
+    replica: Replica
+    worker: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class _Counting:
+    """Count that the replicas answer one by one."""
+
+    message: Count
+    waiting: set[int] = field(default_factory=set)
+    """Replicas that have not answered."""
+
+
+class RouterWorker:
+    """Logic of the router, without its sockets.
+
+    Requests that come while no replica is ready wait for one.
+
+    Args:
+        router: makes the decisions.
+        info: description of an engine.
+        connect: returns the function that sends to the scheduler of an engine.
+        to_workers: functions that send to the tokenizer workers.
+        routed: is told the replica of each decision, for metrics.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        info: EngineInfo,
+        connect: Callable[[int], Send],
+        to_workers: Sequence[Send],
+        routed: Callable[[int], None] = lambda replica: None,
+    ) -> None:
+        self._router, self._connect, self._to_workers, self._routed = router, connect, to_workers, routed
+        self._block_size = block_size_for(info.page_size)
+        self.replicas = [Replica(number) for number in range(router.spec.num_replicas)]
+        self._requests: dict[str, _Routed] = {}
+        self._held: dict[str, Submit] = {}
+        """Requests that wait for a replica, in order."""
+        self._counting: dict[int, _Counting] = {}
+        self._last_count = 0
+
+    def handle(
+        self, message: Submit | Abort | Ended | Count | SnapshotRequest | CacheEvents | ReplicaReady | ReplicaDied
+    ) -> None:
+        """Handle a message of a tokenizer worker, a replica or the launcher."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Abort(request_id):
+                self._held.pop(request_id, None)
+                if (routed := self._release(request_id)) is not None and routed.replica.send is not None:
+                    routed.replica.send(message)
+            case Ended(request_ids):
+                for request_id in request_ids:
+                    self._release(request_id)
+            case CacheEvents():
+                self._apply(message)
+            case ReplicaReady(number, engine):
+                self._connect_replica(self.replicas[number], engine)
+            case ReplicaDied(number, engine):
+                self._lose(self.replicas[number], engine)
+            case Count():
+                self._count(message)
+            case SnapshotRequest():
+                message.replicas = [each.state() for each in self.replicas]
+                ready = self._ready()
+                asked = next((each for each in ready if each.replica == message.replica), ready[0] if ready else None)
+                if asked is not None and asked.send is not None:
+                    asked.send(message)
+
+    def _ready(self) -> list[Replica]:
+        return [each for each in self.replicas if each.send is not None]
+
+    def _submit(self, submit: Submit) -> None:
+        ready = self._ready()
+        if not ready:
+            self._held[submit.request_id] = submit
+            return
+        namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
+        prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
+        replica = self.replicas[self._router.route(prompt, ready)]
+        assert replica.send is not None, f"the router chose replica {replica.replica}, which is not ready"
+        replica.send(submit)
+        self._requests[submit.request_id] = _Routed(replica, submit.worker, len(submit.token_ids))
+        replica.num_requests += 1
+        replica.num_prompt_tokens += len(submit.token_ids)
+        replica.num_routed += 1
+        self._routed(replica.replica)
+
+    def _release(self, request_id: str) -> _Routed | None:
+        """Forget a request that has ended. Its replica has less load."""
+        routed = self._requests.pop(request_id, None)
+        if routed is not None:
+            routed.replica.num_requests -= 1
+            routed.replica.num_prompt_tokens -= routed.num_tokens
+        return routed
+
+    def _apply(self, events: CacheEvents) -> None:
+        replica = self.replicas[events.engine % len(self.replicas)]
+        if replica.send is None or replica.engine != events.engine:
+            return  # the events of an engine that has ended
+        if len(events.evicted):
+            self._router.evicted(replica.replica, events.evicted)
+        if len(events.inserted):
+            self._router.inserted(replica.replica, events.inserted)
+
+    def _connect_replica(self, replica: Replica, engine: int) -> None:
+        replica.engine, replica.send = engine, self._connect(engine)
+        replica.num_starts += 1
+        held, self._held = self._held, {}
+        for submit in held.values():
+            self._submit(submit)
+
+    def _lose(self, replica: Replica, engine: int) -> None:
+        """Tell the tokenizer workers which requests were lost with an engine; they submit some of them again."""
+        replica.send = None
+        lost: list[list[str]] = [[] for _ in self._to_workers]
+        for request_id in [name for name, routed in self._requests.items() if routed.replica is replica]:
+            routed = self._release(request_id)
+            assert routed is not None
+            lost[routed.worker].append(request_id)
+        self._router.lost(replica.replica)
+        for to_worker, request_ids in zip(self._to_workers, lost, strict=True):
+            to_worker(ReplicaLost(engine, request_ids))
+        logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
+        for query in list(self._counting):
+            self._answered(query, replica.replica)
+
+    def _count(self, message: Count) -> None:
+        """Begin a count by asking all replicas, or add the answer of one."""
+        if message.query:
+            query, number = divmod(message.query, len(self.replicas))
+            if query in self._counting:
+                counts = self._counting[query].message.counts
+                for name, value in message.counts.items():
+                    counts[name] = counts.get(name, 0) + value
+            self._answered(query, number)
+            return
+        self._last_count += 1
+        message.counts["router"] = len(self._requests) + len(self._held)
+        counting = self._counting[self._last_count] = _Counting(message, {each.replica for each in self._ready()})
+        for each in self._ready():
+            assert each.send is not None
+            query = self._last_count * len(self.replicas) + each.replica
+            each.send(Count(worker=len(self._to_workers), query=query))
+        if not counting.waiting:
+            self._answered(self._last_count, -1)
+
+    def _answered(self, query: int, replica: int) -> None:
+        """Return a count to its worker once every replica has answered or ended."""
+        counting = self._counting.get(query)
+        if counting is None:
+            return
+        counting.waiting.discard(replica)
+        if not counting.waiting:
+            del self._counting[query]
+            self._to_workers[counting.message.worker](counting.message)

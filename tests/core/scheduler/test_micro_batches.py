@@ -1,0 +1,80 @@
+"""Scheduling for several pipeline stages: even batches in flight, and no request that needs a token the host does not know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny
+
+from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan
+from minisgl_core.runtime.engine_loop import EngineLoop
+from minisgl_core.sampling_params import SamplingParams
+
+PROMPTS = [[5, 9, 3, number] for number in range(10, 18)]
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[EngineLoop, list[BatchPlan], list[int]]:
+    """A loop, the plans that it launches, and the steps in flight after each call of `step`."""
+    loop, plans, left = tiny.new_loop(num_rows=9, num_pages=100, **options), [], []
+    begin, step = loop.engine.begin, loop.step
+    monkeypatch.setattr(loop.engine, "begin", lambda plan: (plans.append(plan), begin(plan))[1])
+    monkeypatch.setattr(loop, "step", lambda: (step(), left.append(len(loop._in_flight)))[0])
+    return loop, plans, left
+
+
+def generate(loop: EngineLoop, prompts: list[list[int]], max_tokens: int) -> None:
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    for number, prompt in enumerate(prompts):
+        tiny.submit(loop, str(number), prompt, sampling)
+    found = tiny.run(loop)
+    for number, prompt in enumerate(prompts):
+        assert tuple(found[str(number)].tokens) == tiny.greedy(tuple(prompt), max_tokens)
+    tiny.assert_nothing_in_use(loop)
+
+
+@pytest.mark.parametrize(("pp", "overlap", "num_batches"), [(2, False, 2), (2, True, 3), (3, False, 3), (4, True, 5)])
+def test_decodes_spread_evenly_over_the_batches_in_flight(
+    pp: int, overlap: bool, num_batches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, plans, left = watched(monkeypatch, pp=pp, disable_overlap=not overlap)
+    generate(loop, PROMPTS, 12)
+    decodes = [plan.num_decodes for plan in plans if plan.num_decodes == plan.num_requests]
+    most = -(-len(PROMPTS) // num_batches)
+    assert max(decodes) == most
+    assert decodes.count(most) > len(decodes) // 2
+    assert max(left) == num_batches - 1
+
+
+@pytest.mark.parametrize("pp", [2, 3])
+def test_a_request_waits_for_its_token(pp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only `--pp 1` reads tokens that the host does not know yet: other stages than the last one do not have them."""
+    loop, plans, _ = watched(monkeypatch, pp=pp, disable_overlap=False)
+    generate(loop, PROMPTS[:3], 6)
+    assert all((plan.token_ids != FROM_DEVICE).all() for plan in plans)
+    loop, plans, _ = watched(monkeypatch, pp=1, disable_overlap=False)
+    generate(loop, PROMPTS[:3], 6)
+    assert any((plan.token_ids == FROM_DEVICE).any() for plan in plans)
+
+
+def test_chunks_of_a_prompt_follow_each_other_through_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, plans, left = watched(monkeypatch, pp=3, disable_overlap=True, max_prefill_length=4)
+    generate(loop, [list(range(3, 19))], 1)
+    assert [plan.starts.tolist() for plan in plans] == [[0], [4], [8], [12]]
+    assert left[:3] == [1, 2, 2]
+
+
+def test_a_preempted_request_leaves_its_step_to_another() -> None:
+    """The request that is next in the pipeline is also the last in the queue's order, so it loses its pages."""
+    loop = tiny.new_loop(page_size=1, num_pages=49, cache="naive", pp=2, disable_overlap=True)
+    sampling = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    prompts = {"deferred": list(range(3, 23)), "urgent": list(range(23, 43))}
+    found: dict[str, tiny.Collected] = {}
+    tiny.submit(loop, "deferred", prompts["deferred"], sampling, priority=1)
+    tiny.step(loop, found)
+    tiny.submit(loop, "urgent", prompts["urgent"], sampling, priority=0)
+    tiny.run(loop, found)
+    assert loop.scheduler.stats.num_preemptions > 0
+    for name, prompt in prompts.items():
+        assert tuple(found[name].tokens) == tiny.greedy(tuple(prompt), 28)
+    tiny.assert_nothing_in_use(loop)

@@ -1,0 +1,140 @@
+"""Architectures without a provider of their own, by transformers' modules, against transformers with its own attention."""
+
+from __future__ import annotations
+
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+import pytest
+from transformers import AutoConfig
+
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.testing.model_kit import ModelTests
+from minisgl_core.testing.rank_threads import run_ranks
+from minisgl_core.testing.references import random_reference
+from minisgl_models.transformers_backend.model import TransformersModel
+
+SMALL = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+class Generic(ModelTests):
+    __test__ = False
+    provider = TransformersModel
+    model_type: ClassVar[str]
+    changes: ClassVar[dict[str, Any]] = {}
+
+    embedding_scale: ClassVar[float] = 1.0
+    seed: ClassVar[int] = 0
+    # It builds whole models, and reads configs by transformers' own classes.
+    test_a_pipeline_stage_loads_its_layers: ClassVar = None
+    test_missing_keys_have_their_defaults: ClassVar = None
+
+    def make_reference(self) -> Any:
+        model = random_reference(AutoConfig.for_model(self.model_type, **{**SMALL, **self.changes}), self.seed)
+        model.get_input_embeddings().weight.data.mul_(self.embedding_scale)
+        return model
+
+
+class TestGPT2(Generic):
+    """Learned positions, Conv1D, a tied output matrix."""
+
+    __test__ = True
+    model_type = "gpt2"
+    embedding_scale, seed = 0.3, 2
+
+    def test_ranks_without_a_plan_are_refused(self) -> None:
+        with TemporaryDirectory() as folder:
+            source = self._saved(folder)[1]
+            with pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan"):
+                run_ranks(2, lambda communicator: self._load(source, communicator))
+
+
+class TestStableLM(Generic):
+    __test__ = True
+    model_type = "stablelm"
+    changes: ClassVar = {"use_qkv_bias": True, "qk_layernorm": True}
+
+
+class TestFalcon(Generic):
+    """The new decoder architecture, whose own attention does not go through AttentionInterface."""
+
+    __test__ = True
+    model_type = "falcon"
+    changes: ClassVar = {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+
+
+class TestFalconWithOneKVHead(TestFalcon):
+    changes: ClassVar = {"multi_query": True, "alibi": False, "parallel_attn": True}
+
+
+class TestSmolLM3(Generic):
+    """A layer without rotary embedding."""
+
+    __test__ = True
+    model_type = "smollm3"
+    changes: ClassVar = {"no_rope_layers": [1, 0, 1], "use_cache": True}
+
+
+class TestCohere(Generic):
+    __test__ = True
+    model_type = "cohere"
+    changes: ClassVar = {"logit_scale": 0.3}
+
+
+class TestCohereWithNormsOfHeads(TestCohere):
+    """Their weights are per head and not in the tensor-parallel plan, so that several ranks are refused."""
+
+    changes: ClassVar = {"use_qk_norm": True}
+
+
+class TestStarcoder2(Generic):
+    __test__ = True
+    model_type = "starcoder2"
+    changes: ClassVar = {"sliding_window": 7}
+
+
+class TestGPTNeoX(Generic):
+    """Fused projections, interleaved by head."""
+
+    __test__ = True
+    model_type = "gpt_neox"
+
+
+class TestGemma2(Generic):
+    """Soft caps of scores and logits, and a window in every other layer."""
+
+    __test__ = True
+    model_type = "gemma2"
+    embedding_scale = 0.3
+    changes: ClassVar = {
+        "head_dim": 8,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 3.0,
+        "final_logit_softcapping": 2.0,
+    }
+
+
+class TestGptOss(Generic):
+    """Attention sinks and experts."""
+
+    __test__ = True
+    model_type = "gpt_oss"
+    changes: ClassVar = {
+        "head_dim": 8,
+        "intermediate_size": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 9,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    }

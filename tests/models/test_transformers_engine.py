@@ -1,0 +1,187 @@
+"""`--model-impl transformers` in the engine: paged KV, chunks, radix cache, preemption, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.testing.references import random_reference
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 101,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "stablelm": {},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "cohere": {},
+    "starcoder2": {"sliding_window": 7},
+    "gpt_neox": {},
+}
+PROMPTS = [[5, 9, 3, 7, 11], list(range(3, 43)), [*range(3, 33), 77], [44, 45] * 9]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def config_of(model_type: str, **changes: Any) -> Any:
+    return AutoConfig.for_model(model_type, **{**SMALL, **changes})
+
+
+def saved(reference: Any, folder: Path) -> str:
+    reference.save_pretrained(folder)
+    return str(folder)
+
+
+def new_llm(model: str, **options: Any) -> LLM:
+    return LLM(model, **({"dtype": "float32", "platform": "cpu", "ops": "torch", "num_pages": 200} | options))
+
+
+def assert_greedy(reference: Any, prompt: list[int], tokens: list[int]) -> None:
+    """Each token is transformers' most likely one after the prompt and the tokens before it."""
+    with torch.inference_mode():
+        logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    assert tokens == logits.argmax(-1).tolist()
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved(random_reference(config_of("gpt2")), tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
+def test_greedy_tokens_equal_transformers(model_type: str, tmp_path: Path) -> None:
+    reference = random_reference(config_of(model_type, **ARCHITECTURES[model_type]))
+    model = saved(reference, tmp_path)
+    # Prompts come in chunks of 7 tokens, and a pool of 96 tokens does not hold all requests at once.
+    for options in ({"page_size": 1, "num_pages": 97}, {"page_size": 16, "num_pages": 7}):
+        with new_llm(model, max_prefill_length=7, **options) as llm:
+            first, again = (llm.generate(PROMPTS, GREEDY) for _ in range(2))
+            assert llm.stats.num_preemptions > 0
+            for prompt, output, repeated in zip(PROMPTS, first, again, strict=True):
+                assert_greedy(reference, prompt, output.token_ids)
+                assert repeated.token_ids == output.token_ids
+            assert llm.generate(PROMPTS[1], GREEDY)[0].cached_tokens >= 32
+            assert llm.info is not None
+            assert next(choice for choice in llm.info.choices if choice[0] == "model_impl")[1] == "transformers"
+
+
+def test_llama_equals_the_provider_of_its_own(tmp_path: Path) -> None:
+    reference = random_reference(config_of("llama"))
+    model, tokens = saved(reference, tmp_path), {}
+    for model_impl in ("auto", "minisgl", "transformers"):
+        with new_llm(model, model_impl=model_impl) as llm:
+            tokens[model_impl] = [output.token_ids for output in llm.generate(PROMPTS, GREEDY)]
+            assert llm.info is not None
+            reported = [choice for choice in llm.info.choices if choice[0] == "model_impl"]
+            assert bool(reported) == (model_impl == "transformers")
+    assert tokens["transformers"] == tokens["minisgl"] == tokens["auto"]
+
+
+@pytest.mark.slow
+def test_two_ranks_generate_what_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    reference = random_reference(config_of("starcoder2", sliding_window=7))
+    with new_llm(saved(reference, tmp_path), tp=2) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+            assert_greedy(reference, prompt, output.token_ids)
+
+
+def test_a_checkpoint_of_the_backbone_alone_loads(gpt2: str, tmp_path: Path) -> None:
+    """The published GPT-2 has names without ``transformer.``, and masks of its attention."""
+    tensors = {name.removeprefix("transformer."): each for name, each in load_file(f"{gpt2}/model.safetensors").items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(Path(gpt2, "config.json").read_text())
+    reference = AutoModelForCausalLM.from_pretrained(gpt2)
+    with new_llm(str(tmp_path)) as llm:
+        assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
+
+
+def test_a_tied_matrix_that_differs_is_used(gpt2: str, tmp_path: Path) -> None:
+    tensors = load_file(f"{gpt2}/model.safetensors")
+    tensors["lm_head.weight"] = tensors["transformer.wte.weight"].flip(0).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(Path(gpt2, "config.json").read_text())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with new_llm(str(tmp_path)) as llm:
+        assert_greedy(reference, PROMPTS[1], llm.generate(PROMPTS[1], GREEDY)[0].token_ids)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("bloom", {}, "does not go through transformers' AttentionInterface"),
+        ("falcon", {"alibi": True}, "ALiBi"),
+        ("mamba", {}, "state per request"),
+        ("jamba", {}, "state per request"),
+        ("llama4_text", {"head_dim": 8}, "chunked attention"),
+        ("t5", {}, "no causal LM T5ForConditionalGeneration"),
+        ("bert", {"is_decoder": True}, "no causal LM BertForMaskedLM"),
+        ("stablelm", {"is_causal": False}, "is_causal"),
+    ],
+)
+def test_what_it_cannot_run_is_refused(model_type: str, changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    config = config_of(model_type, **changes)
+    names = {
+        "mamba": "Mamba",
+        "bert": "BertForMaskedLM",
+        "t5": "T5ForConditionalGeneration",
+        "llama4_text": "Llama4",
+        "stablelm": "StableLm",
+    }
+    name = names.get(model_type, model_type.capitalize())
+    config.architectures = [name if "For" in name else f"{name}ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelFormatError, match=reason):
+        new_llm(str(tmp_path), dummy_weight=True, model_impl="transformers")
+
+
+def test_frequencies_of_the_longest_sequence_are_refused(tmp_path: Path) -> None:
+    """LongRoPE of transformers has other frequencies for a whole batch that holds a sequence beyond the original context."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 3.0, 5.0, 9.0]}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    reference = random_reference(config_of("phi3", rope_parameters=rope, original_max_position_embeddings=64))
+    model = saved(reference, tmp_path)
+    with pytest.raises(ModelFormatError, match=r"the other tokens of the batch|reads tensors on the host") as caught:
+        new_llm(model, model_impl="transformers")
+    if "--max-seq-len-override" not in str(caught.value):
+        return  # transformers 5.17 reads the longest position on the host, and is refused whatever the context
+    with new_llm(model, model_impl="transformers", max_seq_len_override=64) as llm:
+        for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, GREEDY), strict=True):
+            assert_greedy(reference, prompt, output.token_ids)
+
+
+def test_gguf_files_are_refused(smollm2_path: Path) -> None:
+    with pytest.raises(ModelFormatError, match="model_type is missing"):
+        new_llm(str(smollm2_path), model_impl="transformers")
+
+
+def test_the_error_of_an_unknown_architecture_names_the_flag(tmp_path: Path) -> None:
+    config = {**config_of("gpt2").to_dict(), "architectures": ["MyForCausalLM"], "model_type": "mine"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ModelFormatError, match=r"no provider is installed for MyForCausalLM.*--model-impl transformers"
+    ):
+        new_llm(str(tmp_path), dummy_weight=True)
+
+
+def test_quantized_layers_are_refused(gpt2: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"--quantization.*must be none with --model-impl transformers"):
+        new_llm(gpt2, quantization="fp8")

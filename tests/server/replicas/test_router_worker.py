@@ -1,0 +1,188 @@
+"""The router's process without sockets: loads, lost replicas, counts; and the events of a real cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backends.prefix_cache.radix import RadixPrefixCache
+from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE
+from minisgl_core.contracts.router import RouterSpec, block_keys
+from minisgl_core.protocol.engine_snapshot import SnapshotRequest
+from minisgl_core.protocol.messages import (
+    Abort,
+    CacheEvents,
+    Count,
+    Ended,
+    EngineInfo,
+    ReplicaDied,
+    ReplicaLost,
+    ReplicaReady,
+    Submit,
+)
+from minisgl_core.runtime.ipc import IpcAddresses, Receiver
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.router.cache_events import CacheEventHooks
+from minisgl_server.router.prefix import PrefixRouter
+from minisgl_server.router.worker import RouterWorker
+
+
+def info(**options: Any) -> EngineInfo:
+    return EngineInfo(
+        model="m",
+        architecture="a",
+        dtype="float32",
+        device="cpu",
+        max_seq_len=64,
+        vocab_size=10,
+        num_pages=64,
+        page_size=8,
+        eos_token_ids=[0],
+        bos_token_id=None,
+        default_sampling={},
+        choices=[],
+        max_requests=8,
+        **options,
+    )
+
+
+class Rig:
+    """A router of two replicas and two tokenizer workers, which are lists."""
+
+    def __init__(self) -> None:
+        self.engines: dict[int, list[Any]] = {}
+        self.workers: list[list[Any]] = [[], []]
+        sends = [worker.append for worker in self.workers]
+        self.router = PrefixRouter(RouterSpec(2, 256))
+        self.worker = RouterWorker(self.router, info(), self.connect, sends)
+
+    def connect(self, engine: int) -> Any:
+        self.engines[engine] = []
+        return self.engines[engine].append
+
+    def send(self, *messages: Any) -> None:
+        for message in messages:
+            self.worker.handle(message)
+
+    def submit(self, name: str, tokens: Any = (1,) * 40, worker: int = 0) -> None:
+        self.send(
+            Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=SamplingParams(), worker=worker)
+        )
+
+    def loads(self) -> list[tuple[int, int]]:
+        return [(each.num_requests, each.num_prompt_tokens) for each in self.worker.replicas]
+
+    def names(self, engine: int) -> list[str]:
+        return [message.request_id for message in self.engines[engine]]
+
+
+@pytest.fixture
+def rig() -> Rig:
+    rig = Rig()
+    rig.send(ReplicaReady(0, 0), ReplicaReady(1, 1))
+    return rig
+
+
+def test_loads_follow_submissions_and_ends(rig: Rig) -> None:
+    rig.submit("a", [1] * 40)
+    rig.submit("b", [2] * 30)
+    rig.submit("c", [1] * 50)
+    assert (rig.names(0), rig.names(1)) == (["a", "c"], ["b"])
+    assert rig.loads() == [(2, 90), (1, 30)]
+    rig.send(Ended(["a", "unknown"]), Abort("b"), Abort("unknown"))
+    assert rig.engines[1][-1] == Abort("b")
+    assert rig.loads() == [(1, 50), (0, 0)]
+    rig.send(Ended(["a", "b", "c"]))
+    assert rig.loads() == [(0, 0), (0, 0)]
+
+
+def test_a_lost_replica_names_its_requests_to_their_workers(rig: Rig) -> None:
+    rig.submit("a", [1] * 40)
+    rig.submit("b", [1] * 40, worker=1)
+    rig.submit("c", [2] * 40)
+    rig.send(ReplicaDied(0, 0))
+    assert rig.workers == [[ReplicaLost(0, ["a"])], [ReplicaLost(0, ["b"])]]
+    rig.submit("a", [1] * 40)
+    assert rig.names(1) == ["c", "a"]
+    rig.send(ReplicaReady(0, 2))
+    rig.send(Ended(["c", "a"]))
+    rig.send(
+        CacheEvents(0, block_keys(np.full(40, 9, np.int32), 16), np.empty(0, np.uint64))
+    )  # of the engine that ended
+    rig.submit("d", [1] * 40)
+    assert rig.names(1)[-1] == "d", "the new engine of replica 0 holds nothing"
+    assert rig.engines[0][2:] == [], "nothing is sent to an engine that has ended"
+    assert not rig.router._table.num_held(rig.router._table.find(block_keys(np.full(40, 9, np.int32), 16))).any()
+
+
+def test_requests_wait_while_no_replica_is_ready() -> None:
+    rig = Rig()
+    for name in "abc":
+        rig.submit(name)
+    rig.send(Abort("b"), ReplicaReady(1, 1))
+    assert rig.names(1) == ["a", "c"]
+    rig.send(ReplicaDied(1, 1))
+    rig.submit("d")
+    rig.send(ReplicaReady(1, 3))
+    assert rig.names(3) == ["d"]
+
+
+def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:
+    rig.submit("a")
+    for dies in (False, True):
+        rig.send(Count(worker=1, counts={"tokenizer 1": 4}))
+        first, second = (rig.engines[engine][-1] for engine in (0, 1))
+        assert first.worker == second.worker == 2, "replicas answer to the router"
+        rig.send(Count(worker=2, query=first.query, counts={"running": 1, "waiting": 2}))
+        assert not any(isinstance(each, Count) for each in rig.workers[1])
+        if dies:
+            rig.send(ReplicaDied(1, 1))
+        else:
+            rig.send(Count(worker=2, query=second.query, counts={"running": 3, "waiting": 0}))
+        [answer] = [each for each in rig.workers[1] if isinstance(each, Count)]
+        rig.workers[1].clear()
+        running, waiting = (1, 2) if dies else (4, 2)
+        assert answer.counts == {"tokenizer 1": 4, "router": 1, "running": running, "waiting": waiting}
+    rig.send(Count(worker=2, query=second.query, counts={"running": 3}))  # too late
+
+
+def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
+    rig.send(SnapshotRequest(worker=0, replica=1))
+    assert rig.engines[1][-1].replicas[1].is_ready
+    rig.send(ReplicaDied(1, 1), SnapshotRequest(worker=0, replica=1))
+    assert [each.is_ready for each in rig.engines[0][-1].replicas] == [True, False]
+
+
+def test_events_follow_a_real_cache() -> None:
+    """The blocks that the events leave are those whose pages the cache holds; a page has half a block."""
+    cache, rng = RadixPrefixCache(8), np.random.default_rng(0)
+    with IpcAddresses.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
+        hooks = CacheEventHooks(endpoints.router_events)
+        hooks.engine_started(info(engine=3))
+        free, prompts, held = list(range(1, 64)), [], set[int]()
+        for step in range(60):
+            tokens = np.repeat(rng.integers(0, 2, 4), 8 * rng.integers(1, 3)).astype(np.int32)
+            prompts.append(tokens)
+            need = len(tokens) // 8
+            if need > len(free):
+                evicted = cache.evict(need - len(free) + int(rng.integers(3)))
+                hooks.pages_evicted(evicted)
+                free += evicted.tolist()
+            pages, free = np.array(free[:need], np.int32), free[need:]
+            inserted = cache.insert(tokens, pages)
+            hooks.pages_cached(DEFAULT_NAMESPACE, tokens, inserted.pages, inserted.num_present)
+            free += pages[: inserted.num_present].tolist()
+            if step % 3 == 0:
+                hooks.batch_finished()
+                event = inbox.receive(timeout_s=0.2)
+                if event is not None:
+                    assert event.engine == 3
+                    held = (held - set(event.evicted.tolist())) | set(event.inserted.tolist())
+                real = set[int]()
+                for each in prompts:
+                    real.update(block_keys(each[: len(cache.match(each).pages) * 8], 16).tolist())
+                assert held == real
+        assert held
+        hooks.engine_stopped()

@@ -1,0 +1,276 @@
+"""Routers: the kit, its broken providers, the policies, and ``prefix`` against a naive reference."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_core.contracts.prefix_cache import CacheNamespace
+from minisgl_core.contracts.router import (
+    BlockKeys,
+    ReplicaView,
+    RoutedPrompt,
+    Router,
+    RouterSpec,
+    block_keys,
+    block_size_for,
+)
+from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.router_kit import Replica, RouterTests, prompt
+from minisgl_server.router.block_table import WAYS, BlockTable
+from minisgl_server.router.policies import LeastLoadedRouter, RoundRobinRouter
+from minisgl_server.router.prefix import PrefixRouter
+
+
+class TestRoundRobin(RouterTests):
+    provider = RoundRobinRouter
+
+
+class TestLeastLoaded(RouterTests):
+    provider = LeastLoadedRouter
+
+
+class TestPrefix(RouterTests):
+    provider = PrefixRouter
+
+
+class AlwaysFirst(Router):
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        return replicas[0].replica
+
+
+class Index(RoundRobinRouter):
+    """Returns an index into the replicas that are ready, not a number."""
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        return super().route(prompt, [Replica(index) for index in range(len(replicas))])
+
+
+class Random(Router):
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        return random.SystemRandom().choice(replicas).replica
+
+
+class Leaky(RoundRobinRouter):
+    """Keeps every key of an event."""
+
+    uses_events: ClassVar[bool] = False
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self.keys: set[int] = set()
+
+    def inserted(self, replica: int, keys: BlockKeys) -> None:
+        self.keys.update(keys.tolist())
+
+
+class CountsItself(LeastLoadedRouter):
+    """Changes the load that it is shown."""
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[Any]) -> int:
+        chosen = super().route(prompt, replicas)
+        next(each for each in replicas if each.replica == chosen).num_requests += 1
+        return chosen
+
+
+class Deaf(LeastLoadedRouter):
+    uses_events: ClassVar[bool] = True
+
+
+class NeverForgets(PrefixRouter):
+    def lost(self, replica: int) -> None:
+        pass
+
+
+class NoEvictions(PrefixRouter):
+    def evicted(self, replica: int, keys: BlockKeys) -> None:
+        pass
+
+
+class NoNamespaces(PrefixRouter):
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        return super().route(RoutedPrompt(prompt.token_ids, prompt.block_size), replicas)
+
+
+class Grudge(RoundRobinRouter):
+    """Never again uses a replica that was lost."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self.bad: set[int] = set()
+
+    def lost(self, replica: int) -> None:
+        self.bad.add(replica)
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        return super().route(prompt, [each for each in replicas if each.replica not in self.bad] or replicas)
+
+
+class NumpyResult(RoundRobinRouter):
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> Any:
+        return np.int64(super().route(prompt, replicas))
+
+
+@pytest.mark.parametrize(
+    ("broken", "test"),
+    [
+        (AlwaysFirst, "test_every_replica_gets_some"),
+        (Index, "test_routes_to_a_replica_that_is_ready"),
+        (Random, "test_decisions_depend_on_the_calls_alone"),
+        (Leaky, "test_memory_is_bounded"),
+        (CountsItself, "test_changes_no_argument"),
+        (Deaf, "test_prefers_the_replica"),
+        (NeverForgets, "test_prefers_the_replica"),
+        (NoEvictions, "test_prefers_the_replica"),
+        (NoNamespaces, "test_namespaces_do_not_attract"),
+        (Grudge, "test_every_replica_gets_some"),
+        (NumpyResult, "test_routes_to_a_replica_that_is_ready"),
+    ],
+)
+def test_the_kit_catches_broken_routers(broken: type[Router], test: str) -> None:
+    class Kit(RouterTests):
+        provider = broken
+
+    found = failures(Kit())
+    assert any(name.startswith(test) for name in found), found
+
+
+def spec(num_replicas: int = 3, **options: Any) -> RouterSpec:
+    return RouterSpec(num_replicas, 4096, **options)
+
+
+def test_round_robin_skips_replicas_that_are_not_ready() -> None:
+    router = RoundRobinRouter(spec())
+    assert [router.route(prompt(0), [Replica(0), Replica(1), Replica(2)]) for _ in range(4)] == [0, 1, 2, 0]
+    assert [router.route(prompt(0), [Replica(0), Replica(2)]) for _ in range(3)] == [2, 0, 2]
+
+
+def test_least_loaded_counts_requests_then_tokens() -> None:
+    router = LeastLoadedRouter(spec())
+    assert router.route(prompt(0), [Replica(0, 2, 5), Replica(1, 1, 900), Replica(2, 1, 800)]) == 2
+    equal = [Replica(0, 3), Replica(1, 1), Replica(2, 1)]
+    assert [router.route(prompt(0), equal) for _ in range(3)] == [1, 2, 1], "equals take turns"
+
+
+@pytest.mark.parametrize(("held", "other", "expected"), [(20, 4, 0), (21, 4, 1), (48, 32, 0), (49, 32, 1)])
+def test_an_overloaded_replica_loses_its_prefixes(held: int, other: int, expected: int) -> None:
+    """Both thresholds must be passed: more than 16 requests above, and more than 1.5 times, the least loaded replica."""
+    router = PrefixRouter(spec(2, overload_requests=16, overload_ratio=1.5))
+    router.inserted(0, prompt(0).block_keys())
+    assert router.route(prompt(0), [Replica(0, held), Replica(1, other)]) == expected
+
+
+def test_block_keys_name_a_prefix() -> None:
+    tokens = np.arange(100, dtype=np.int32)
+    keys = block_keys(tokens, 16)
+    assert len(keys) == 6
+    assert (block_keys(tokens[:50], 16) == keys[:3]).all()
+    for changed in range(96):
+        other = tokens.copy()
+        other[changed] += 1
+        same = block_keys(other, 16) == keys
+        assert same.tolist() == [index < changed // 16 for index in range(6)]
+    spaces = [CacheNamespace(), CacheNamespace("a"), CacheNamespace("", "a"), CacheNamespace("b"), CacheNamespace("ab")]
+    assert len({int(block_keys(tokens, 16, space)[0]) for space in spaces}) == len(spaces)
+    assert block_keys(np.zeros(160, np.int32), 16).tolist() == list(
+        dict.fromkeys(block_keys(np.zeros(160, np.int32), 16).tolist())
+    )
+    assert [block_size_for(page_size) for page_size in (1, 3, 16, 64)] == [16, 18, 16, 64]
+
+
+class NaiveRouter(Router):
+    """Sets of prefixes, as tuples of tokens, per replica."""
+
+    def __init__(self, spec: RouterSpec) -> None:
+        super().__init__(spec)
+        self.held: defaultdict[int, set[tuple[Any, ...]]] = defaultdict(set)
+        self.balance = LeastLoadedRouter(spec)
+
+    @staticmethod
+    def prefixes(prompt: RoutedPrompt) -> list[tuple[Any, ...]]:
+        tokens, size = prompt.token_ids.tolist(), prompt.block_size
+        return [(prompt.namespace, *tokens[: (end + 1) * size]) for end in range(len(tokens) // size)]
+
+    def num_held(self, prompt: RoutedPrompt, replica: int) -> int:
+        lengths = [place for place, each in enumerate(self.prefixes(prompt), 1) if each in self.held[replica]]
+        return max(lengths, default=0)
+
+    def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
+        least = min(each.num_requests for each in replicas)
+        able = [
+            each
+            for each in replicas
+            if each.num_requests - least <= self.spec.overload_requests
+            or each.num_requests <= least * self.spec.overload_ratio
+        ]
+        longest = max(self.num_held(prompt, each.replica) for each in able)
+        chosen = self.balance.route(prompt, [e for e in able if self.num_held(prompt, e.replica) == longest])
+        self.held[chosen].update(self.prefixes(prompt))
+        return chosen
+
+
+PROMPTS = st.builds(
+    lambda tokens, cut, salt: RoutedPrompt(np.repeat(np.array(tokens, np.int32), 4)[cut:], 4, CacheNamespace(salt)),
+    st.lists(st.integers(0, 2), max_size=6),
+    st.integers(0, 3),
+    st.sampled_from(["", "s"]),
+)
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["route", "route", "inserted", "evicted", "lost"]),
+        PROMPTS,
+        st.integers(0, 8),
+        st.lists(st.integers(0, 40), min_size=9, max_size=9),
+        st.sets(st.integers(0, 8), min_size=1),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(CALLS)
+def test_prefix_decides_as_a_naive_reference(calls: list[Any]) -> None:
+    """Nine replicas need a second byte per entry; the table has room for all blocks here."""
+    router, naive = PrefixRouter(spec(9)), NaiveRouter(spec(9))
+    for call, asked, replica, loads, ready in calls:
+        if call == "route":
+            replicas = [Replica(number, loads[number]) for number in sorted(ready)]
+            slots = router._table.find(asked.block_keys())
+            held = [naive.num_held(asked, number) for number in range(9)]
+            assert router._table.num_held(slots).tolist() == held
+            assert router.route(asked, replicas) == naive.route(asked, replicas)
+        elif call == "lost":
+            router.lost(replica)
+            naive.held[replica].clear()
+        elif call == "inserted":
+            router.inserted(replica, asked.block_keys())
+            naive.held[replica].update(naive.prefixes(asked))
+        else:  # a cache evicts from the end
+            num = len(asked.token_ids) // 8
+            router.evicted(replica, asked.block_keys()[num:])
+            naive.held[replica] -= set(naive.prefixes(asked)[num:])
+
+
+def test_a_full_table_replaces_the_least_recently_used() -> None:
+    table = BlockTable(WAYS // 2, 2)  # one set
+    assert table.capacity == WAYS
+    keys = np.arange(1, WAYS + 1, dtype=np.uint64)
+    for key in keys:
+        table.add(key[None], 0)
+    table.add(keys[:1], 1)  # used again
+    table.add(np.array([99], np.uint64), 0)
+    assert table.find(keys).tolist() == [0, -1, *range(2, WAYS)]
+    size = table.num_bytes
+    table.add(np.arange(100, 100 + 3 * WAYS, dtype=np.uint64), 1)
+    assert len(table) == WAYS
+    assert table.num_bytes == size
+    table.remove_replica(0)
+    table.remove_replica(1)
+    assert len(table) == 0
