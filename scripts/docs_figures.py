@@ -113,8 +113,9 @@ def data_flow() -> str:
         _box(20, 110, 110, 60, "client", "HTTP"),
         _box(210, 110, 130, 60, "API server", "asyncio, no model"),
         _box(420, 110, 140, 60, "tokenizer worker", "--num-tokenizers"),
-        _box(640, 96, 150, 88, "rank 0", "scheduler", "engine"),
-        _box(640, 254, 150, 60, "rank 1, 2, ...", "engine"),
+        _box(640, 104, 90, 44, "router", "--replicas", dash=True),
+        _box(830, 96, 150, 88, "rank 0", "scheduler", "engine"),
+        _box(830, 254, 150, 60, "rank 1, 2, ...", "engine"),
         _box(210, 254, 350, 44, "launcher: starts and watches every process"),
     ]
     arrows = [
@@ -123,18 +124,20 @@ def data_flow() -> str:
         _arrow(340, 128, 420, 128, "Tokenize"),
         _arrow(420, 154, 340, 154, "TextBatch", below=True),
         _arrow(560, 128, 640, 128, "Submit"),
-        _arrow(640, 154, 560, 154, "TokenBatch", below=True),
-        _arrow(680, 184, 680, 254),
-        _text(672, 222, "BatchPlan, masks", size=11, anchor="end"),
-        _arrow(752, 254, 752, 184),
-        _arrow(752, 184, 752, 254),
-        _text(760, 222, "NCCL", size=11),
+        _arrow(730, 128, 830, 128),
+        _arrow(830, 162, 560, 162, "TokenBatch", below=True),
+        _arrow(870, 184, 870, 254),
+        _text(862, 222, "BatchPlan, masks", size=11, anchor="end"),
+        _arrow(942, 254, 942, 184),
+        _arrow(942, 184, 942, 254),
+        _text(950, 222, "NCCL", size=11),
         _line(275, 254, 275, 170, dash=True),
         _line(490, 254, 490, 170, dash=True),
-        _line(560, 284, 640, 284, dash=True),
+        _line(560, 284, 830, 284, dash=True),
     ]
+    replica = [_box(764, 64, 240, 262, dash=True), _text(776, 82, "one engine per replica", size=11)]
     title = _text(20, 30, "msgspec messages over ZeroMQ between processes; tensors between ranks over NCCL", size=13)
-    return _svg(820, 330, title, *arrows, *boxes)
+    return _svg(1020, 340, title, *replica, *arrows, *boxes)
 
 
 def engine_step() -> str:
@@ -205,8 +208,9 @@ def _text(x: float, y: float, text: str, size: int = 12, anchor: str = "start", 
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(text)}</text>'
 
 
-def _box(x: float, y: float, width: float, height: float, *lines: str) -> str:
-    frame = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" fill="{FILL}" stroke="{LINE}"/>'
+def _box(x: float, y: float, width: float, height: float, *lines: str, dash: bool = False) -> str:
+    style = f'fill="{FILL}" stroke="{LINE}"' + (' stroke-dasharray="4 4"' if dash else "")
+    frame = f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="5" {style}/>'
     first = y + height / 2 - 8 * (len(lines) - 1) + 4
     texts = [
         _text(x + width / 2, first + 16 * index, line, 11 if index else 13, "middle", "normal" if index else "bold")

@@ -107,13 +107,13 @@ CORE_LAYERS = [
     *("utils", "errors", "contracts", "sampling_params", "protocol", "text", "kv", "layers", "plugins", "config"),
     *("platforms", "weights", "scheduler", "engine", "runtime", "llm", "cli", "testing"),
 ]
-"""Rooms and loose modules of minisgl_core: each may import those before it."""
+"""Subpackages and top-level modules of minisgl_core: each may import those before it."""
 
 
 def test_core_imports_only_lower_layers() -> None:
     rank = {f"minisgl_core.{name}": number for number, name in enumerate(CORE_LAYERS)}
-    rooms = {".".join(module.split(".")[:2]) for module in modules() if module.startswith("minisgl_core.")}
-    assert rooms == set(rank)
+    subpackages = {".".join(module.split(".")[:2]) for module in modules() if module.startswith("minisgl_core.")}
+    assert subpackages == set(rank)
     wrong = [
         f"{module} imports {name}"
         for module in modules()
@@ -125,14 +125,14 @@ def test_core_imports_only_lower_layers() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(OURS))
-def test_no_two_rooms_import_each_other(package: str) -> None:
-    """Rooms are the folders and loose modules at the top of a package; a cycle may have any length."""
+def test_no_subpackages_import_each_other(package: str) -> None:
+    """Top-level modules of a package count, too. A cycle may have any length."""
     edges: dict[str, set[str]] = {}
     for module in modules():
-        room = ".".join(module.split(".")[:2])
+        subpackage = ".".join(module.split(".")[:2])
         if module.startswith(f"{package}."):
             others = {".".join(name.split(".")[:2]) for name in imported(module) if name.startswith(f"{package}.")}
-            edges.setdefault(room, set()).update(others - {room})
+            edges.setdefault(subpackage, set()).update(others - {subpackage})
     TopologicalSorter(edges).prepare()  # raises CycleError
 
 

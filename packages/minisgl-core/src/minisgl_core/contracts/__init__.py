@@ -1,4 +1,4 @@
-"""The contracts that providers implement, one module a kind.
+"""The contracts that providers implement, one module per kind.
 
 Import the module of the kind that you implement; nothing is re-exported here, so that listing plugins needs no torch.
 """

@@ -1,1 +1,1 @@
-"""Data that crosses processes and rooms: messages, batch plans, snapshots and counters."""
+"""Data that processes and subpackages exchange: messages, batch plans, snapshots and counters."""

@@ -14,7 +14,7 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
     launcher  --ReplicaReady/ReplicaDied-->  router
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
-it has the whole protocol between processes. Plans and snapshots, which messages contain, are in the modules beside it.
+it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
 """
 
 from __future__ import annotations
