@@ -297,6 +297,18 @@ def test_files_exist(page: str) -> None:
         assert any(path.match(name) for path in SOURCES), name
 
 
+def test_architecture_lists_the_layers_of_core_in_order() -> None:
+    """`CORE_LAYERS` of tests/test_architecture.py."""
+    tree = ast.parse((ROOT / "tests/test_architecture.py").read_text())
+    [value] = [
+        node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CORE_LAYERS"
+    ]
+    layers = [each.value for each in ast.walk(value) if isinstance(each, ast.Constant)]
+    assert [names(row[0])[0] for row in rows("architecture.md", "core layers")] == layers
+
+
 def test_reading_lists_twelve_files_and_describes_each() -> None:
     text = (DOCS / "reading.md").read_text()
     listed = [names(row[1])[0] for row in rows("reading.md", "files")]
