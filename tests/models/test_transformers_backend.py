@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import pytest
@@ -54,10 +53,9 @@ class TestGPT2(Generic):
     embedding_scale, seed = 0.3, 2
 
     def test_ranks_without_a_plan_are_refused(self) -> None:
-        with TemporaryDirectory() as folder:
-            source = self._saved(folder)[1]
-            with pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan"):
-                run_ranks(2, lambda communicator: self._load(source, communicator))
+        plan = pytest.raises(InvalidValueError, match=r"--tp=2 .*GPT2LMHeadModel has no tensor-parallel plan")
+        with self._saved() as (_, source), plan:
+            run_ranks(2, lambda communicator: self._load(source, communicator))
 
 
 class TestStableLM(Generic):

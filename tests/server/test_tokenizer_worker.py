@@ -452,6 +452,7 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     [error] = rig.take()
     assert (error.request_id, error.kind) == ("sent", "replica_lost")
     rig.output(" late", "waits")
+    rig.worker.handle(Rejected(request_id="waits", kind="queue_full", message="late", engine=0))
     assert rig.take() == [], "the output of the lost engine"
     for name in ("waits", "half a character", "whole", "elsewhere"):
         for piece, reason in ((" new", None), (" text", "length")):
@@ -471,6 +472,18 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
     ended = [name for message in rig.scheduler[3:] for name in message.request_ids if isinstance(message, Ended)]
     assert ended == ["waits", "half a character", "whole", "elsewhere"]
     assert rig.worker.num_requests == len(rig.worker._retries) == 0
+
+
+def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, has_router=True)
+    rig.submit("a")
+    rig.worker.handle(ReplicaLost(1, ["a"]))
+    rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late", engine=1))
+    assert rig.take() == []
+    rejected = Rejected(request_id="a", kind="queue_full", message="full", engine=2)
+    rig.worker.handle(rejected)
+    assert rig.take() == [rejected]
+    assert rig.scheduler[-1] == Ended(["a"])
 
 
 def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:

@@ -645,7 +645,7 @@ def test_what_the_config_has_must_be_in_the_layers() -> None:
     reasons = check_layers(spec, [AttentionLayer(0, 0.1, sliding_window=8), AttentionLayer(1, 0.1)])
     assert len(reasons) == 3
     assert "a sliding window of 64 tokens, and no attention layer has it" in reasons[0]
-    assert "a soft cap of 30, and no attention layer has it" in reasons[1]
+    assert "a soft cap of 30 (attn_logit_softcapping), and no attention layer has it" in reasons[1]
     assert "attention sinks, and no attention layer has them" in reasons[2]
 
 

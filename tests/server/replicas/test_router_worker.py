@@ -17,6 +17,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    Rejected,
     ReplicaDied,
     ReplicaLost,
     ReplicaReady,
@@ -127,6 +128,19 @@ def test_requests_wait_while_no_replica_is_ready() -> None:
     rig.submit("d")
     rig.send(ReplicaReady(1, 3))
     assert rig.names(3) == ["d"]
+
+
+def test_few_requests_wait_for_a_replica() -> None:
+    rig = Rig()
+    for number in range(10):
+        rig.submit(str(number), worker=1)
+    refused = rig.workers[1]
+    assert all(isinstance(each, Rejected) and each.kind == "queue_full" for each in refused)
+    assert [each.request_id for each in refused] == ["8", "9"], "EngineInfo.max_requests is 8"
+    rig.send(Abort("3"))
+    rig.submit("10", worker=1)
+    rig.send(ReplicaReady(0, 0))
+    assert rig.names(0) == ["0", "1", "2", "4", "5", "6", "7", "10"]
 
 
 def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:

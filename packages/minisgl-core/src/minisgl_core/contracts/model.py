@@ -170,9 +170,9 @@ class Model(Layer, ABC):
 
         Returns:
             Hidden states after the final norm, [T, hidden_size] or [N, hidden_size]. A stage that is not the last one returns
-            the tensors that its last layer returns, such as ``torch.stack((hidden_states, residual))``, in the model's dtype,
-            [num_intermediate, T, hidden_size]. With several tensor-parallel ranks these may be this rank's partial sums and
-            rows, as between two layers.
+            the output of its last layer instead, such as ``torch.stack((hidden_states, residual))``. It has the model's dtype
+            and shape [num_intermediate, T, hidden_size]. With several tensor-parallel ranks, it may be this rank's partial
+            sums and rows, as between two layers.
         """
 
     @abstractmethod

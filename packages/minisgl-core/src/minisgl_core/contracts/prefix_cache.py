@@ -55,9 +55,8 @@ class PrefixInsert:
     """Result of inserting pages into a cache.
 
         offered   [0 ........ num_present) [num_present .. len(pages)) [len(pages) .. end)
-        cached    before the call          by this call                not at all
-        owner     cache, or the caller     the cache now               the caller still
-                  where the ids differ
+        cached    before the call          by this call                no
+        owner     cache                    cache                       caller
 
     An offered page in ``[0, num_present)`` whose id differs from that in `pages` is a duplicate. The cache did not take it, and
     the caller still owns it. Readers of a duplicate must move to `pages` before the caller frees it. A cache may take only some

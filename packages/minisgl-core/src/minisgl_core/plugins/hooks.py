@@ -1,7 +1,7 @@
 """Calls to the hooks of installed plugins.
 
-The registry loads the modules instead of pluggy's loader, so that a module that fails to import causes a warning and does not
-stop the launch.
+The registry loads the modules, and not pluggy's own loader. A module that fails to import then causes a warning and does not stop
+the launch.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     """Token sequences of `sampling`'s bad_words; see `minisgl_core.text.bad_words`."""
 
 
-class Rejected(msgspec.Struct, tag=True, kw_only=True):
+class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
     `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
@@ -223,6 +223,8 @@ class Rejected(msgspec.Struct, tag=True, kw_only=True):
     kind: str
     message: str
     param: str | None = None
+    engine: int = 0
+    """See `EngineInfo.engine`. A rejection by a lost engine must not end a request that was submitted to another one."""
 
 
 class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):

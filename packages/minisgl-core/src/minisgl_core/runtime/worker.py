@@ -233,7 +233,7 @@ def _serve(
         messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
         for message in messages:
             if isinstance(message, Submit):
-                _submit(loop.scheduler, message, workers)
+                _submit(loop.scheduler, message, workers, engine)
             elif isinstance(message, Abort):
                 loop.scheduler.abort(message.request_id, message.reason)
             elif isinstance(message, Count):
@@ -246,7 +246,7 @@ def _serve(
         _deliver(loop.step(), workers, engine)
 
 
-def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None:
+def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine: int) -> None:
     """Submit a request, or send its worker the reason why it is refused. An invalid request must not end the scheduler."""
     details = {"request_id": submit.request_id}
     logger.debug("%d requests run and %d wait", scheduler.num_running, scheduler.num_waiting, extra=details)
@@ -254,9 +254,12 @@ def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender]) -> None
         scheduler.submit(submit)
     except InvalidValueError as error:
         reply = Rejected(request_id=submit.request_id, kind="invalid", message=str(error), param=error.name)
-        workers[submit.worker].send(reply)
     except QueueFullError as error:
-        workers[submit.worker].send(Rejected(request_id=submit.request_id, kind="queue_full", message=str(error)))
+        reply = Rejected(request_id=submit.request_id, kind="queue_full", message=str(error))
+    else:
+        return
+    reply.engine = engine
+    workers[submit.worker].send(reply)
 
 
 def _counts(scheduler: Scheduler) -> dict[str, int]:
@@ -271,6 +274,7 @@ def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
     batches: dict[int, list[TokenOut]] = {}
     for worker, output in outputs:
         if output.rejected is not None:
+            output.rejected.engine = engine
             workers[worker].send(output.rejected)
         else:
             batches.setdefault(worker, []).append(output)

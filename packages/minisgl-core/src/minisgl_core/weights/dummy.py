@@ -22,7 +22,7 @@ class DummyWeights(FolderSource):
 
     Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
     from all integers of their dtype, and their scales are 0.02. Values are copied on the device from one block of random
-    numbers, so that even a model of many billion parameters is filled at the speed of memory.
+    numbers, so the speed of memory limits the time for a model of any size.
     """
 
     @classmethod

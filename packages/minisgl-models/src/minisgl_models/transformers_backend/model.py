@@ -64,7 +64,8 @@ class TransformersModel(Model):
             "num_key_value_heads": call.num_kv_heads,
             "head_dim": call.head_dim,
             "v_head_dim": None if call.value_head_dim == call.head_dim else call.value_head_dim,
-            "partial_rotary_factor": 2 / call.head_dim,  # rotary embedding is the model's own business
+            # The model computes its own rotary embedding; an odd head dimension would be refused.
+            "partial_rotary_factor": 2 / call.head_dim if call.head_dim % 2 else 1.0,
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": bool(config.tie_word_embeddings),
             "sliding_window": max(each.sliding_window or 0 for each in calls) or None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -91,9 +92,11 @@ class Replicas:
                 self.announce()
             return until()
 
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
+            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             try:
-                return self._supervisor.wait(announce_and_check, timeout_s=timeout_s, wake=wake)
+                return self._supervisor.wait(announce_and_check, timeout_s=remaining_s, wake=wake)
             except WorkerDiedError as error:
                 replica = next((each for each in self._engines if error.process in self._names(each)), None)
                 if self._num == 1 or replica is None:

@@ -18,6 +18,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    Rejected,
     ReplicaDied,
     ReplicaLost,
     ReplicaReady,
@@ -82,7 +83,7 @@ class _Counting:
 class RouterWorker:
     """Logic of the router, without its sockets.
 
-    Requests that come while no replica is ready wait for one.
+    Requests that come while no replica is ready wait for one. At most as many wait as all replicas accept together.
 
     Args:
         router: makes the decisions.
@@ -102,6 +103,7 @@ class RouterWorker:
     ) -> None:
         self._router, self._connect, self._to_workers, self._routed = router, connect, to_workers, routed
         self._block_size = block_size_for(info.page_size)
+        self._max_held = info.max_requests
         self.replicas = [Replica(number) for number in range(router.spec.num_replicas)]
         self._requests: dict[str, _Routed] = {}
         self._held: dict[str, Submit] = {}
@@ -144,7 +146,7 @@ class RouterWorker:
     def _submit(self, submit: Submit) -> None:
         ready = self._ready()
         if not ready:
-            self._held[submit.request_id] = submit
+            self._hold(submit)
             return
         namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
         prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
@@ -156,6 +158,16 @@ class RouterWorker:
         replica.num_prompt_tokens += len(submit.token_ids)
         replica.num_routed += 1
         self._routed(replica.replica)
+
+    def _hold(self, submit: Submit) -> None:
+        """Have a request wait for a replica, or refuse it if too many wait."""
+        if len(self._held) < self._max_held:
+            self._held[submit.request_id] = submit
+            return
+        message = f"no replica is ready, and {len(self._held)} requests are waiting already; try again later"
+        # No engine sent this, so the loss of an engine does not discard it.
+        reply = Rejected(request_id=submit.request_id, kind="queue_full", message=message, engine=-1)
+        self._to_workers[submit.worker](reply)
 
     def _release(self, request_id: str) -> _Routed | None:
         """Forget a request that has ended. Its replica has less load."""

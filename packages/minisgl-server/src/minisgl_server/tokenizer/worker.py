@@ -119,7 +119,7 @@ class TokenizerWorker:
                     self._send([text for out in outputs if (text := self._push(out)) is not None])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
-                if self._forget(message.request_id):
+                if message.engine not in self._lost_engines and self._forget(message.request_id):
                     self._to_api(message)
                     self._report_ended([message.request_id])
             case ReplicaLost(engine, request_ids):
