@@ -17,7 +17,7 @@ from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.weights import LazyTensor, WeightSource, WeightTarget
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.weights.loader import fill_target, load_weights
+from minisgl_core.weights.loader import fill_target, has_other_lm_head, load_weights
 from minisgl_models.llama import LlamaForCausalLM
 
 CONFIG = {
@@ -289,3 +289,27 @@ def test_peak_memory_is_little_more_than_the_shard(ops: str, tmp_path: Path) -> 
     assert shard > 60e6
     assert peak < 1.2 * shard + largest
     assert done.stderr == "", "no progress bar in a pipe"
+
+
+@pytest.mark.parametrize(
+    ("name", "prefix", "extra"),
+    [
+        ("model.embed_tokens.weight", "", {}),
+        ("model.embed_tokens.weight", "", {"model.layers.2.embed_tokens.weight": torch.zeros(11, 8)}),
+        ("language_model.model.embed_tokens.weight", "language_model.", {}),
+        ("model.language_model.embed_tokens.weight", "", {}),
+    ],
+    ids=["llama", "multi-token prediction", "multimodal", "multimodal by modules"],
+)
+def test_an_lm_head_is_compared_with_the_embedding(name: str, prefix: str, extra: dict[str, torch.Tensor]) -> None:
+    embedding = torch.arange(88.0).view(11, 8)
+    tensors = {name: embedding, **extra}
+    config = model_config(CONFIG)
+    assert not has_other_lm_head(InMemory(tensors), config)
+    assert not has_other_lm_head(InMemory({**tensors, f"{prefix}lm_head.weight": embedding.clone()}), config)
+    assert has_other_lm_head(InMemory({**tensors, f"{prefix}lm_head.weight": embedding + 1}), config)
+
+
+def test_an_lm_head_that_is_no_matrix_is_left_to_the_loader() -> None:
+    tensors = {"model.embed_tokens.weight": torch.zeros(()), "lm_head.weight": torch.zeros(())}
+    assert has_other_lm_head(InMemory(tensors), model_config(CONFIG))

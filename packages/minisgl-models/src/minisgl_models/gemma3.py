@@ -55,6 +55,13 @@ _SHARED = (
     "torch_dtype",
 )
 """Keys that multimodal checkpoints have beside the text model's config."""
+_MODULES: Mapping[str, str] = {
+    "model.language_model.": "language_model.model.",
+    "model.vision_tower.": "vision_tower.",
+    "model.multi_modal_projector.": "multi_modal_projector.",
+    "lm_head.": "language_model.lm_head.",
+}
+"""Prefixes of transformers' modules, which some multimodal checkpoints have, and those of the first ones."""
 
 
 class Gemma3Attention(Layer):
@@ -176,7 +183,7 @@ class Gemma3Model(Layer):
 
 
 class Gemma3ForCausalLM(Model):
-    """Gemma 2 with its output matrix, which is the embedding."""
+    """Gemma 3 with its output matrix, which is the embedding."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
@@ -280,6 +287,13 @@ class Gemma3ForConditionalGeneration(Model):
     def attention_layers(self) -> list[AttentionLayer]:
         """See `Model.attention_layers`."""
         return self.language_model.attention_layers()
+
+    def tensor_name(self, stored: str) -> str | None:
+        """Return the name in Google's checkpoints of a tensor that is named by transformers' modules."""
+        for prefix, own in _MODULES.items():
+            if stored.startswith(prefix):
+                return own + stored.removeprefix(prefix)
+        return stored
 
     def ignored_weights(self) -> tuple[str, ...]:
         """Return the patterns of the vision model, too."""

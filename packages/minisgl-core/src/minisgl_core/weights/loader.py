@@ -36,13 +36,17 @@ def has_other_lm_head(source: WeightSource, config: ModelConfig) -> bool:
     """
     if isinstance(source, WeightGenerator):
         return False
-    stored = source.stored_tensors(config, _Everything())
-    found = {name: tensor for name, tensor in stored if name == _LM_HEAD or name.endswith(_EMBEDDING)}
-    lm_head = found.pop(_LM_HEAD, None)
-    if lm_head is None or not found:
+    heads, embeddings = {}, {}
+    for name, tensor in source.stored_tensors(config, _Everything()):
+        if f".{name}".endswith(f".{_LM_HEAD}"):
+            heads[name] = tensor
+        elif name.endswith(_EMBEDDING):
+            embeddings[name] = tensor
+    if not (heads and embeddings):
         return False
-    (embedding,) = found.values()
-    if tuple(lm_head.shape) != tuple(embedding.shape):
+    # Layers for multi-token prediction have a longer name for their embedding.
+    lm_head, embedding = heads[min(heads, key=len)], embeddings[min(embeddings, key=len)]
+    if len(lm_head.shape) != 2 or tuple(lm_head.shape) != tuple(embedding.shape):
         return True
     num_rows = lm_head.shape[0]
     parts = ((slice(start, start + _COMPARED_ROWS),) for start in range(0, num_rows, _COMPARED_ROWS))
