@@ -135,7 +135,7 @@ def data_flow() -> str:
         _line(490, 254, 490, 170, dash=True),
         _line(560, 284, 830, 284, dash=True),
     ]
-    replica = [_box(764, 64, 240, 262, dash=True), _text(776, 82, "one engine per replica", size=11)]
+    replica = [_box(752, 64, 252, 262, dash=True), _text(764, 82, "one engine per replica", size=11)]
     title = _text(20, 30, "msgspec messages over ZeroMQ between processes; tensors between ranks over NCCL", size=13)
     return _svg(1020, 340, title, *replica, *arrows, *boxes)
 
