@@ -13,8 +13,10 @@ from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Resolved, resolve
 from minisgl_core.contracts.attention import AttentionCapabilities
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
+from minisgl_core.contracts.moe import MoeCapabilities
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
+from minisgl_models.gpt_oss import GptOssForCausalLM
 
 H200 = Hardware("cuda", "NVIDIA H200", (9, 0), 141 * 2**30, 4)
 LAPTOP = Hardware("cpu", "x86_64", (), 16 * 2**30, 1, ("float32",))
@@ -211,6 +213,26 @@ def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:
     assert resolved.config.backends.attn == "torch"
     reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
     assert "native: it has no soft cap of the scores" in reason
+
+
+def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
+    raw = {**MODEL.raw, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 7.0}
+    gpt_oss = model_config(GptOssForCausalLM.standard_config({**raw, "architectures": ["GptOssForCausalLM"]}))
+    lacking = {"activation": MoeCapabilities(biases=True, swiglu_limit=True)}
+    lacking["bias"] = MoeCapabilities(activations=("swigluoai",), swiglu_limit=True)
+    lacking["swiglu_limit"] = MoeCapabilities(activations=("swigluoai",), biases=True)
+    for reason, capabilities in lacking.items():
+
+        def unsupported(
+            kind: str, name: str, *spec: Any, kernel: MoeCapabilities = capabilities, reason: str = reason
+        ) -> list[str]:
+            missing = kernel.missing(*spec) if (kind, name) == ("moe", "triton") else []
+            assert all(reason in each for each in missing)
+            return missing
+
+        installed = {**INSTALLED, "moe": {"torch", "triton"}}
+        resolved = resolve(EngineConfig(), H200, gpt_oss, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
+        assert resolved.config.backends.moe == "torch"
 
 
 def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can() -> None:

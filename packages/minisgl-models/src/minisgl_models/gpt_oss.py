@@ -82,8 +82,8 @@ class GptOssMLP(Layer):
             moe.intermediate_size,
             RoutingSpec(moe.top_k, renormalize=moe.norm_topk_prob),
             build,
-            activation="swigluoai",
-            bias=True,
+            activation=moe.activation,
+            bias=moe.has_bias,
             swiglu_limit=number(config.raw, "swiglu_limit"),
             reduce=False,
             interleaved=True,
@@ -166,7 +166,8 @@ class GptOssForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class: windows in the even layers, and YaRN."""
-        keys = {**_DEFAULTS, **raw, "attention_sinks": True}
+        keys = {**_DEFAULTS, **raw, "attention_sinks": True, "expert_activation": "swigluoai", "expert_bias": True}
+        keys["expert_swiglu_limit"] = keys["swiglu_limit"]
         if not (keys.get("rope_parameters") or keys.get("rope_scaling")):
             keys["rope_scaling"] = _ROPE
         if keys.get("layer_types") is None:

@@ -355,4 +355,7 @@ def _moe(keys: _Keys, num_layers: int, intermediate_size: int) -> MoeConfig | No
         intermediate_size=keys.positive("moe_intermediate_size", intermediate_size),
         norm_topk_prob=keys.flag("norm_topk_prob"),
         dense_layers=frozenset(i for i in range(num_layers) if i in mlp_only or (i + 1) % step),
+        activation=str(keys.get("expert_activation", "silu")),
+        has_bias=keys.flag("expert_bias"),
+        swiglu_limit=keys.above("expert_swiglu_limit", 0.0) if keys.get("expert_swiglu_limit") else None,
     )

@@ -350,4 +350,7 @@ def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, devic
         intermediate_size=model.moe.intermediate_size // config.parallel.tp,
         dtype=dtype,
         device=device,
+        activation=model.moe.activation,
+        has_bias=model.moe.has_bias,
+        swiglu_limit=model.moe.swiglu_limit,
     )

@@ -60,6 +60,8 @@ class MoeConfig:
         intermediate_size: width of an expert's hidden layer.
         norm_topk_prob: True if the selected experts' probabilities are normalised to sum to 1.
         dense_layers: indices of the layers with a plain MLP.
+        activation, has_bias, swiglu_limit: fields of the experts' `minisgl_core.contracts.moe.MoeSpec`. Models set them by
+            the keys ``expert_activation``, ``expert_bias`` and ``expert_swiglu_limit`` in `standard_config`.
     """
 
     num_experts: int
@@ -67,6 +69,9 @@ class MoeConfig:
     intermediate_size: int
     norm_topk_prob: bool
     dense_layers: frozenset[int] = frozenset()
+    activation: str = "silu"
+    has_bias: bool = False
+    swiglu_limit: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
