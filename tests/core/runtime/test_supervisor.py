@@ -98,6 +98,17 @@ def test_children_log_under_their_name(capfd: pytest.CaptureFixture[str]) -> Non
     assert "not heard" not in logged
 
 
+def test_a_killed_child_is_named_before_those_that_fail(supervisor: Supervisor) -> None:
+    supervisor.start("peer", children.fail_by_bug)
+    supervisor.start("victim", children.serve, "victim")
+    peer, victim = (psutil.Process(supervisor.pid(name)) for name in ("peer", "victim"))
+    victim.kill()
+    while any(process.status() != psutil.STATUS_ZOMBIE for process in (peer, victim)):
+        time.sleep(0.01)  # not waited for, as the supervisor reads their exit codes
+    with pytest.raises(WorkerDiedError, match="'victim' was killed by SIGKILL"):
+        supervisor.wait_ready()
+
+
 def test_a_killed_child_is_named_with_its_signal(supervisor: Supervisor) -> None:
     supervisor.start("victim", children.serve, "victim")
     supervisor.wait_ready()

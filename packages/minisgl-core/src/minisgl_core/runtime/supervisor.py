@@ -145,7 +145,8 @@ class Supervisor:
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
             longest = _LONGEST_WAIT_S if remaining is None else min(remaining, _LONGEST_WAIT_S)
             events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], longest)
-            for name in list(self._pipes):
+            # A killed child comes first, since others fail when they lose their connection to it.
+            for name in sorted(self._pipes, key=self._was_killed, reverse=True):
                 self._look_at(name)
             if remaining == 0 or (wake is not None and wake in events):
                 return until()
@@ -172,6 +173,10 @@ class Supervisor:
             pipe.close()
         self._processes.clear()
         self._pipes.clear()
+
+    def _was_killed(self, name: str) -> bool:
+        """Return True if a signal ended a child."""
+        return (self._processes[name].exitcode or 0) < 0
 
     def _look_at(self, name: str) -> None:
         """Read a child's messages. Raise an error if it failed or died."""
