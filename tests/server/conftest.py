@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **environ}
+        environ = {"OMP_NUM_THREADS": "2", **os.environ, "TMPDIR": self.sockets, **environ}
         self.log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
             [
