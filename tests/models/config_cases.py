@@ -191,7 +191,11 @@ BY_KIND: Sequence[Patch] = [
 DENSE_LAYER: Mapping[str, Sequence[Patch]] = {"intermediate_size": [{"intermediate_size": 56, "mlp_only_layers": [0]}]}
 """A width that only dense layers have."""
 
-ALIASES: Mapping[str, str] = {"hidden_activation": "hidden_act", "num_local_experts": "num_experts"}
+ALIASES: Mapping[str, str] = {
+    "hidden_activation": "hidden_act",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+}
 """Keys that are read as another one, which messages name."""
 
 CASES: Mapping[str, Case] = {
