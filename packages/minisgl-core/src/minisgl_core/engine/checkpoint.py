@@ -69,6 +69,9 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     name = config.model.model or path.stem.split(".")[0]
     if reasons := registry.unsupported("models", provider, normalised):
         raise ProviderUnsupportedError("models", provider, reasons)
+    if provider == TRANSFORMERS and config.parallel.pp > 1:
+        remedy = "Use --tp, or an architecture with a model provider (minisgl plugins list)."
+        raise InvalidValueError("--pp", config.parallel.pp, "1 with --model-impl transformers", remedy)
     if provider == TRANSFORMERS and config.backends.quantization not in (AUTO, "none"):
         allowed = "none with --model-impl transformers, whose weights are in --dtype"
         raise InvalidValueError("--quantization", config.backends.quantization, allowed)
