@@ -152,6 +152,7 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
     "logits_scaling": values("logits_scaling", 3.0),
     "use_bidirectional_attention": values("use_bidirectional_attention", True),
     "v_head_dim": values("v_head_dim", 4),
+    "attention_sinks": values("attention_sinks", True),  # transformers has no such key: sinks come with gpt-oss
     "use_qk_norm": values("use_qk_norm", True, False),
     "layernorm_epsilon": values("layernorm_epsilon", 0.1),
     "quantization_config": values("quantization_config", {"quant_method": "unknown"}),

@@ -13,19 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from config_cases import CASES, WITHOUT_EFFECT
-from test_config_keys import CPU, named, own_keys, raw_config, registry
+from test_architectures import build
+from test_config_keys import named, own_keys, raw_config, registry
 from transformers import CONFIG_MAPPING
 
-from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.communicator import SingleRank
-from minisgl_core.contracts.model import BuildContext, Model
-from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.model import Model
 from minisgl_core.engine.checkpoint import open_checkpoint
 from minisgl_core.errors import MinisglError, ModelFormatError
-from minisgl_core.testing.references import NaiveMoe
 
 NONSENSE: tuple[Any, ...] = ("x", ["x"], {"x": 1}, math.nan, math.inf, 10**400)
 """No key with an effect may have these."""
@@ -48,19 +44,6 @@ ROPE_KEYS = {
     "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
     "linear": ("factor", "rope_theta", "partial_rotary_factor", "rope_type"),
 }
-
-
-def build(provider: type[Model], raw: Mapping[str, Any]) -> None:
-    """Read a config as `open_checkpoint` does, and build its model.
-
-    Raises:
-        ModelFormatError: the model is refused.
-    """
-    config = model_config(provider.standard_config(raw))
-    if reasons := provider.unsupported(config):
-        raise ModelFormatError("; ".join(reasons))
-    model = provider(config, BuildContext(SingleRank(), Ops.of(CPU, torch.float32), CPU, torch.float32, NaiveMoe))
-    model.ignored_weights()
 
 
 def reason(provider: type[Model], raw: Mapping[str, Any]) -> str | None:
