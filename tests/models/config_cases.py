@@ -281,3 +281,12 @@ CASES: Mapping[str, Case] = {
 
 WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
 """Architectures whose ``text_config`` another one of `CASES` reads."""
+
+BY_KIT: Mapping[str, str] = {
+    "test_logits_equal_the_reference": "logits",
+    "test_chunked_prefill_and_decode_equal_the_reference": "chunks",
+    "test_batched_sequences_are_independent": "batches",
+    "test_tensor_parallel_logits_equal_the_reference[2]": "2 ranks",
+    "test_pipeline_parallel_logits_equal_the_reference[1]": "2 stages",
+}
+"""Column of the table by the test of the model kit that shows it."""

@@ -223,7 +223,7 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
         check_keywords(module, keywords)
         call = described(names[module], q, k, v, keywords)
         told = None if call.keyword_window is None or call.keyword_window >= longest else call.keyword_window
-        if mask not in windows:
+        if mask is not None and mask not in windows:
             windows[mask] = window_of(mask, longest)
         window = told if mask is None else windows[mask]
         if told not in (None, window):
