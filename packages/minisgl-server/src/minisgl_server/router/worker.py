@@ -158,14 +158,15 @@ class RouterWorker:
 
     def _submit(self, submit: Submit) -> None:
         """Route a request to a replica that has room for it, or have it wait for one that is not ready."""
-        ready = self._ready()
-        has_room = [each for each in ready if each.num_requests < self._max_per_replica]
-        if not has_room and len(ready) < len(self.replicas):
-            self._hold(submit)
-            return
+        able = [each for each in self.replicas if each.send is not None and each.num_requests < self._max_per_replica]
+        if not able:
+            able = self._ready()
+            if len(able) < len(self.replicas):
+                self._hold(submit)
+                return
         namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
         prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
-        replica = self.replicas[self._router.route(prompt, has_room or ready)]
+        replica = self.replicas[self._router.route(prompt, able)]
         assert replica.send is not None, f"the router chose replica {replica.replica}, which is not ready"
         replica.send(submit)
         self._requests[submit.request_id] = _Routed(replica, submit.worker, len(submit.token_ids))

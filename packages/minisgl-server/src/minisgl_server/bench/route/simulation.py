@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -119,6 +119,8 @@ class _Simulation:
         """Heap of the times at which replicas end what runs; entries with another time than `next_s` are void."""
         self._ttft_s, self._tpot_s = np.full(num_requests, np.nan), np.full(num_requests, np.nan)
         self._decision_s = np.full(num_requests, np.nan)
+        self._chosen = 0
+        """Replica that the router has sent the last request to."""
         self._event_s = 0.0
         self._num_ended = self._num_output_tokens = 0
 
@@ -146,10 +148,8 @@ class _Simulation:
         )
 
     def _connect(self, number: int) -> Send:
-        replica = self._replicas[number]
-
         def send(message: Any) -> None:
-            self._sent = replica, message, number
+            self._chosen = number
 
         return send
 
@@ -162,9 +162,9 @@ class _Simulation:
         begin = time.perf_counter()
         self._worker.handle(submit)
         self._decision_s[request.number] = time.perf_counter() - begin
-        replica, _, number = self._sent
+        replica = self._replicas[self._chosen]
         replica.submit(submit, self._now_s)
-        heapq.heappush(self._due, (replica.next_s, number))
+        heapq.heappush(self._due, (replica.next_s, self._chosen))
 
     def _run_until(self, until_s: float) -> None:
         while self._due and self._due[0][0] <= until_s:
@@ -197,19 +197,15 @@ class _Simulation:
 
 
 def _replicas(setup: Setup, running: Requests) -> list[SimulatedReplica]:
-    def changes(number: int) -> CacheChanges | None:
-        return CacheChanges(_info(setup, number)) if setup.router.uses_events else None
-
-    if setup.cache is None:
-        engines: Callable[[int], int | None] = lambda number: number if setup.router.uses_events else None  # noqa: E731
-        return [
-            SimpleReplica(setup.shape, setup.step_time, running, engines(number))
-            for number in range(setup.num_replicas)
-        ]
-    return [
-        SchedulerReplica(setup.shape, setup.step_time, running, setup.cache(setup.shape.page_size), changes(number))
-        for number in range(setup.num_replicas)
-    ]
+    shape, step_time, has_events = setup.shape, setup.step_time, setup.router.uses_events
+    replicas: list[SimulatedReplica] = []
+    for number in range(setup.num_replicas):
+        if setup.cache is None:
+            replicas.append(SimpleReplica(shape, step_time, running, number if has_events else None))
+        else:
+            changes = CacheChanges(_info(setup, number)) if has_events else None
+            replicas.append(SchedulerReplica(shape, step_time, running, setup.cache(shape.page_size), changes))
+    return replicas
 
 
 def _info(setup: Setup, engine: int = 0) -> EngineInfo:
