@@ -143,7 +143,7 @@ def test_prefix_beats_round_robin_and_nearly_equals_one_large_replica() -> None:
 @pytest.mark.parametrize("name", ROUTERS)
 @pytest.mark.parametrize(("num_pages", "request_rate"), [(3000, 40), (300, 40), (300, 400)])
 def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, request_rate: float) -> None:
-    """With few pages, requests wait for pages: the simple model reserves more of them, and the scheduler preempts."""
+    """If pages are few, requests wait for them; the simple model reserves more pages, and the scheduler preempts."""
     trace = chats(300, request_rate)
     real, simple = (run(setup(name, 4, num_pages, cache=cache), trace) for cache in (RadixPrefixCache, None))
     assert simple.hit_rate == pytest.approx(real.hit_rate, abs=0.04)

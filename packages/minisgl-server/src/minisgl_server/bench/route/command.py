@@ -84,8 +84,8 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
 def route(ctx: click.Context, /, **values: Any) -> None:
     """Simulate routers with replicas in virtual time, on a trace or on chats with shared system prompts.
 
-    The router is the real one. A step takes --weights-ms, or --token-us for each of its tokens if that is longer, and the time
-    of attention. The defaults are for Qwen3-14B on one H200.
+    The router is the real one. The GEMMs of a step take the longer of --weights-ms and --token-us times its tokens. The times of
+    decodes and attention are added. The defaults are for Qwen3-14B on one H200.
     """
     from minisgl_server.bench.route.run import run_route
 

@@ -50,8 +50,8 @@ class SimulatedRequest:
 def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -> Iterator[SimulatedRequest]:
     """Yield the requests of a trace with tokens, which are derived from the hashes of their blocks.
 
-    A trace does not have the outputs. If a later turn continues a request, its blocks after the prompt are taken as the output,
-    so that it finds them in the prefix cache. Other outputs are unique.
+    A trace does not have the outputs. If a later turn continues a request, its blocks after the prompt are the output of that
+    request. Other outputs are unique.
 
     Args:
         trace: requests in order of time.
