@@ -62,8 +62,8 @@ def main(shape: str, folder: str) -> None:
         (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if is_moe else (Qwen3Config, "Qwen3ForCausalLM")
     )
     config_class(**(COMMON | SHAPES[shape]), architectures=[architecture]).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"t{index}": index for index in range(1000)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"t{index}": index for index in range(COMMON["vocab_size"])}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{COMMON['eos_token_id']}").save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ be in several steps in flight, since every stage runs the steps in order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -36,6 +37,10 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+
+_LEAD_S = 2e-3
+"""Time before the end of a step at which the next one is scheduled, so that the device does not wait for it."""
+_POLL_S = 1e-3
 
 Outputs = list[tuple[int, TokenOut]]
 """(tokenizer worker, output) pairs."""
@@ -72,15 +77,37 @@ class EngineLoop:
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
+        self._began_s = self._seen_done_s = 0.0
+        """When the device began the oldest step in flight, and when it was seen to be done; 0 if it was not seen."""
 
     @property
     def has_work(self) -> bool:
         """True if another `step` has something to do."""
         return bool(self._in_flight) or self.scheduler.has_work
 
+    def time_to_schedule(self) -> float:
+        """Return for how many seconds, at most 1 ms, the next `step` should be delayed.
+
+        With overlap, a step is launched while the step before it runs. It is scheduled as late as possible, so that requests
+        that arrive meanwhile do not wait for one more step.
+        """
+        if not self.overlap or self._is_pipeline or len(self._in_flight) != 1:
+            return 0.0
+        step, pending = self._in_flight[0]
+        now = time.monotonic()
+        left_s = self._began_s + self._predict(step) - _LEAD_S - now
+        if left_s < _POLL_S / 2:
+            return 0.0
+        if pending.is_done():  # it was shorter than predicted
+            self._seen_done_s = now - _POLL_S
+            return 0.0
+        return min(left_s, _POLL_S)
+
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
         scheduled = self.scheduler.schedule()
+        if not self._in_flight:
+            self._began_s = time.monotonic()
         begun = None if scheduled is None else self._begin(scheduled.plan)
         outputs = self.scheduler.collect_aborted()
         if scheduled is not None and begun is not None:
@@ -106,11 +133,24 @@ class EngineLoop:
             self._send_plan(masks)
         return self.engine.finish(begun, masks)
 
+    def _predict(self, step: ScheduledStep) -> float:
+        return self.scheduler.step_times.predict(*_sizes(step))
+
     def _process(self, step: ScheduledStep, pending: PendingStep) -> Outputs:
         result = pending.result()
         if self._receive_result is not None:
             result = self._receive_result()
+        now = time.monotonic()
+        num_decodes, num_prompt_tokens = _sizes(step)
+        self.scheduler.step_times.observe(num_decodes, num_prompt_tokens, (self._seen_done_s or now) - self._began_s)
+        self._began_s, self._seen_done_s = now, 0.0
         outputs = self.scheduler.process(step, result)
         if self.hooks.batch_finished is not None:
             self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)
         return outputs
+
+
+def _sizes(step: ScheduledStep) -> tuple[int, int]:
+    """Return the numbers of decodes and of prompt tokens."""
+    num_decodes = step.plan.num_decodes
+    return num_decodes, step.plan.num_tokens - num_decodes
