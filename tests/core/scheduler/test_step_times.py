@@ -92,7 +92,7 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
         disable_overlap=not overlap,
         max_seq_len_override=512,
     )
-    loop.scheduler.step_times = Constant(max_step_s=0.018)
+    loop.scheduler.step_times = Constant(max_step_s=0.01805)
     steps: list[tuple[int, list[tuple[str, int]]]] = []
 
     def record(chunks: list[Chunk], num_decodes: int) -> None:
