@@ -107,7 +107,7 @@ def build_engine(
             if config.parallel.size > 1:
                 attn = config.backends.attn  # another host may have compiled other kernels: rank 0 decides
                 for group in groups.all:
-                    attn = group.broadcast_object(attn)
+                    attn = str(group.broadcast_object(attn))
                 config = config.with_flat(attn=attn)
             _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
