@@ -105,10 +105,7 @@ def build_engine(
         engine: Engine | None = None
         try:
             if config.parallel.size > 1:
-                attn = config.backends.attn  # another host may have compiled other kernels: rank 0 decides
-                for group in groups.all:
-                    attn = str(group.broadcast_object(attn))
-                config = config.with_flat(attn=attn)
+                config = config.with_flat(attn=_attention_of_rank0(config.backends.attn, registry, groups))
             _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
@@ -241,6 +238,14 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
             return [str(error)]
 
     return unsupported
+
+
+def _attention_of_rank0(own: str, registry: Registry, groups: RankGroups) -> str:
+    """Return rank 0's attention backends if they are installed here: on another host, other ones may be compiled."""
+    attn = own
+    for group in groups.all:
+        attn = str(group.broadcast_object(attn))
+    return attn if set(attn.split(",")) <= set(registry.names("attention")) else own
 
 
 def _check_same_providers(
