@@ -34,10 +34,10 @@ from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
-from minisgl_core.protocol.messages import TokenOut
-from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+from minisgl_core.protocol.messages import TokenBatch
+from minisgl_core.scheduler.scheduler import Scheduler
 
-Outputs = list[tuple[int, TokenOut]]
+Outputs = list[tuple[int, TokenBatch]]
 """(tokenizer worker, output) pairs."""
 
 
@@ -71,7 +71,7 @@ class EngineLoop:
         self._max_left = num_stages - 1 + overlap
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
-        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
+        self._in_flight: deque[tuple[BatchPlan, PendingStep]] = deque()
 
     @property
     def has_work(self) -> bool:
@@ -80,15 +80,15 @@ class EngineLoop:
 
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
-        scheduled = self.scheduler.schedule()
-        begun = None if scheduled is None else self._begin(scheduled.plan)
+        plan = self.scheduler.schedule()
+        begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
-        if scheduled is not None and begun is not None:
+        if plan is not None and begun is not None:
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
-            while self._in_flight and len(scheduled.plan.sample.masked) and not self._is_pipeline:
+            while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(*self._in_flight.popleft())
-            self._in_flight.append((scheduled, self._finish(scheduled, begun)))
-        if self._in_flight and (scheduled is None or len(self._in_flight) > self._max_left):
+            self._in_flight.append((plan, self._finish(plan, begun)))
+        if self._in_flight and (plan is None or len(self._in_flight) > self._max_left):
             outputs += self._process(*self._in_flight.popleft())
         return outputs
 
@@ -100,17 +100,17 @@ class EngineLoop:
             self._send_plan(plan)
         return self.engine.begin(plan)
 
-    def _finish(self, scheduled: ScheduledStep, begun: BegunStep) -> PendingStep:
-        masks = self.scheduler.token_masks(scheduled)
+    def _finish(self, plan: BatchPlan, begun: BegunStep) -> PendingStep:
+        masks = self.scheduler.token_masks(plan)
         if masks is not None and self._send_plan is not None:
             self._send_plan(masks)
         return self.engine.finish(begun, masks)
 
-    def _process(self, step: ScheduledStep, pending: PendingStep) -> Outputs:
+    def _process(self, plan: BatchPlan, pending: PendingStep) -> Outputs:
         result = pending.result()
         if self._receive_result is not None:
             result = self._receive_result()
-        outputs = self.scheduler.process(step, result)
+        outputs = self.scheduler.process(plan, result)
         if self.hooks.batch_finished is not None:
-            self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)
+            self.hooks.batch_finished(plan=plan, result=result, state=self.scheduler)
         return outputs

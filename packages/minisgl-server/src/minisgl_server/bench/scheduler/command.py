@@ -33,8 +33,8 @@ from minisgl_server.bench.flags import OutputFile
 def scheduler(**values: Any) -> None:
     """Time the scheduler's part of a decode step, with a full KV pool and random tokens instead of a model.
 
-    The times are medians per step: schedule and process are those of the scheduler, and encode that of the messages to the
-    tokenizer workers. Admission is the time of both per prompt.
+    The times are CPU times, medians per step: schedule and process are those of the scheduler, and encode that of the messages to
+    the tokenizer workers. Admission is the time of both per prompt.
     """
     from minisgl_server.bench.scheduler.run import SchedulerOptions, run_scheduler
 

@@ -6,7 +6,7 @@ import json
 from collections import deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from time import perf_counter
+from time import thread_time
 
 import click
 import numpy as np
@@ -14,12 +14,12 @@ import numpy as np
 from minisgl_core.cli.table import print_table
 from minisgl_core.kv.allocator import Int32
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.batch_plan import StepResult
-from minisgl_core.protocol.messages import Submit, TokenBatch, encode
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
+from minisgl_core.protocol.messages import Submit, encode
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.policies import FirstComeFirstServed
-from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+from minisgl_core.scheduler.scheduler import Scheduler
 from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench import environment
 
@@ -52,7 +52,7 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of one step in seconds."""
+    """CPU times of one step in seconds."""
 
     schedule: float
     process: float
@@ -110,7 +110,7 @@ class _Loop:
         """Fill the cache."""
         self._options, self._rng = options, np.random.default_rng(0)
         self._max_left = 0 if options.disable_overlap else 1
-        self._in_flight: deque[ScheduledStep] = deque()
+        self._in_flight: deque[BatchPlan] = deque()
         self._num_submitted = 0
         num_rows = num_requests + _NUM_ADMITTED * _NUM_ADMISSIONS
         self._max_tokens = options.num_steps + _WARM_UP_STEPS + num_rows
@@ -154,23 +154,24 @@ class _Loop:
 
     @property
     def _has_prefill(self) -> bool:
-        return any(step.plan.num_requests > step.plan.num_decodes for step in self._in_flight)
+        return any(plan.num_requests > plan.num_decodes for plan in self._in_flight)
 
     def _step(self) -> StepTimes:
-        start = perf_counter()
-        step = self._scheduler.schedule()
-        scheduled = perf_counter()
-        assert step is not None
-        self._in_flight.append(step)
+        start = thread_time()
+        plan = self._scheduler.schedule()
+        scheduled = thread_time()
+        assert plan is not None
+        self._in_flight.append(plan)
         if len(self._in_flight) <= self._max_left:
             return StepTimes(scheduled - start, 0.0, 0.0)
-        step = self._in_flight.popleft()
-        result = StepResult(self._tokens(len(step.plan.sample.index)).astype(np.int64), [], [])
-        begin = perf_counter()
-        outputs = self._scheduler.process(step, result)
-        processed = perf_counter()
-        encode(TokenBatch([output for _, output in outputs]))
-        return StepTimes(scheduled - start, processed - begin, perf_counter() - processed)
+        plan = self._in_flight.popleft()
+        result = StepResult(self._tokens(len(plan.sample.index)).astype(np.int64), [], [])
+        begin = thread_time()
+        outputs = self._scheduler.process(plan, result)
+        processed = thread_time()
+        for _, batch in outputs:
+            encode(batch)
+        return StepTimes(scheduled - start, processed - begin, thread_time() - processed)
 
     def _fill_cache(self) -> list[Int32]:
         """Insert random prefixes; return them."""
