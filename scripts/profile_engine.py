@@ -22,7 +22,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from minisgl_core import LLM, SamplingParams
-from minisgl_core.scheduler.planner import Chunk
+from minisgl_core.protocol.batch_plan import BatchPlan
 
 KINDS = {
     "all-reduce": r"nccl|all_?reduce|one_shot|two_shot",
@@ -71,9 +71,9 @@ def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) 
     profiler = profile(activities=[ProfilerActivity.CUDA])
     num_pure = 0
 
-    def planned(chunks: list[Chunk], num_decodes: int) -> None:
+    def planned(plan: BatchPlan) -> None:
         nonlocal num_pure
-        num_pure += num_decodes == len(chunks)
+        num_pure += plan.num_decodes == plan.num_requests
         if num_pure in (8, 48):
             torch.cuda.synchronize()
             (profiler.start if num_pure == 8 else profiler.stop)()
@@ -196,9 +196,9 @@ def main(model: str, options: tuple[str, ...], dummy_weight: bool, trace_w: bool
             prompts, params = draw(2)
             plans: list[tuple[int, int]] = []
 
-            def planned(chunks: list[Chunk], num_decodes: int) -> None:
-                if num_decodes == len(chunks):
-                    plans.append((num_decodes, sum(chunk.start + chunk.num_new for chunk in chunks)))
+            def planned(plan: BatchPlan) -> None:
+                if plan.num_decodes == plan.num_requests:
+                    plans.append((plan.num_decodes, int((plan.starts + plan.num_new).sum())))
 
             llm._loop.scheduler.step_planned = planned
             kernels = trace(lambda: llm.generate(prompts, params))

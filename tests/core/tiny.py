@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -122,8 +122,16 @@ def submit(loop: EngineLoop, name: str, prompt: Sequence[int], sampling: Samplin
     loop.scheduler.submit(Submit(request_id=name, token_ids=token_ids, sampling=sampling, priority=priority))
 
 
+def outputs_of(loop: EngineLoop) -> Iterator[TokenOut]:
+    """The outputs of a step, with those that are a token only."""
+    for _, batch in loop.step():
+        yield from batch.outputs
+        for name, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
+            yield TokenOut(request_id=name, token_ids=[token])
+
+
 def step(loop: EngineLoop, collected: dict[str, Collected]) -> None:
-    for _, output in loop.step():
+    for output in outputs_of(loop):
         each = collected.setdefault(output.request_id, Collected())
         assert each.finish_reason is None, "an output came after the last one"
         each.tokens += output.token_ids

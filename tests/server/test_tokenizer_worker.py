@@ -5,12 +5,14 @@ import json
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredOutputs
 from minisgl_core.protocol.messages import (
     Abort,
     Count,
+    Decoder,
     Ended,
     EngineInfo,
     Logprob,
@@ -127,6 +129,30 @@ def test_a_stop_text_ends_the_output_and_aborts_the_request(rig: Rig) -> None:
     assert (text.text, text.finish_reason, text.stop_reason) == ("one ", "stop", "END")
     assert rig.scheduler[1:] == [Abort("a", "stop")]
     assert rig.worker.num_requests == 0
+
+
+def test_tokens_of_a_step_give_the_texts_of_single_outputs(engine_tokenizer: Any) -> None:
+    """For several requests, with a stop text, reasoning content and an id that has ended here."""
+    tokens = engine_tokenizer("<think>\nwhy not\n</think>\n\nsun 👩 END moon")["input_ids"]
+    options = {"num_prompt_tokens": 3, "num_cached_tokens": 2}
+    taken = []
+    for is_batch in (False, True):
+        rig = Rig(engine_tokenizer, "hermes", "qwen3")
+        rig.submit("stops", sampling=SamplingParams(max_tokens=99, stop=("END",)))
+        rig.submit("chat", text=None, messages=QUESTION)
+        rig.scheduler.clear()
+        texts = []
+        for place, token in enumerate(tokens):
+            if is_batch and place > 0:
+                batch = TokenBatch([], request_ids=["stops", "gone", "chat"], token_ids=np.array([token] * 3, np.int32))
+                rig.worker.handle(Decoder(TokenBatch)(encode(batch)))
+            else:
+                outs = [TokenOut(request_id=name, token_ids=[token], **options) for name in ("stops", "chat")]
+                rig.worker.handle(TokenBatch(outs))
+            texts.append(rig.take())
+        taken.append((texts, rig.scheduler, rig.worker.num_requests))
+    assert taken[0] == taken[1]
+    assert [text.finish_reason for texts in taken[0][0] for text in texts].count("stop") == 1
 
 
 def test_a_prompt_is_tokenized_once_for_all_its_outputs(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,7 @@ class WorkersSocket:
 def test_requests_of_one_token_that_came_together_run_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each ends with the step that it began with, so nothing runs between two of them."""
     loop, socket, steps = tiny.new_loop(num_rows=9, num_pages=100), WorkersSocket(), []
-    monkeypatch.setattr(loop.scheduler, "step_planned", lambda chunks, num_decodes: steps.append(len(chunks)))
+    monkeypatch.setattr(loop.scheduler, "step_planned", lambda plan: steps.append(plan.num_requests))
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     names = [str(place) for place in range(8)]
     submits = [Submit(request_id=name, token_ids=np.array([5 + int(name)], np.int32), sampling=one) for name in names]

@@ -167,10 +167,10 @@ def test_a_request_that_waits_for_pages_moves_no_table_entries() -> None:
     scheduler = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 1, cache="radix").scheduler
 
     def num_entries() -> int:
-        step = scheduler.schedule()
-        assert step is not None
-        scheduler.process(step, StepResult(np.array([5] * len(step.chunks)), [], []))
-        return len(step.plan.new_pages) // 3
+        plan = scheduler.schedule()
+        assert plan is not None
+        scheduler.process(plan, StepResult(np.array([5] * plan.num_requests), [], []))
+        return len(plan.new_pages) // 3
 
     for name, tokens, num_tokens in (("runs", prompt(1, 20), 3), ("waits", (*prompt(1, 20), *prompt(2, 27)), 1)):
         scheduler.submit(Submit(request_id=name, token_ids=np.array(tokens, np.int32), sampling=greedy(num_tokens)))

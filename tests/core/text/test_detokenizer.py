@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.detokenizer import KEPT_WINDOW, MAX_WINDOW, IncrementalDetokenizer, OutputText
 from minisgl_core.text.tokens import TokenBytes
@@ -164,18 +163,16 @@ def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_toke
 def test_the_token_that_stopped_the_output_is_not_text(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     word, stop = engine_tokenizer(" sun")["input_ids"], engine_tokenizer(" moon")["input_ids"]
     sampling = SamplingParams(stop_token_ids=tuple(stop), skip_special_tokens=False)
-    out = TokenOut(request_id="a", token_ids=word + stop, finish_reason="stop", stop_token_id=stop[0])
-    assert OutputText(tokens, sampling).push(out) == (" sun", "stop", stop[0], False)
+    out = ([*word, *stop], "stop", stop[0])
+    assert OutputText(tokens, sampling).push(*out) == (" sun", "stop", stop[0], False)
     including = replace(sampling, include_stop_str_in_output=True)
-    assert OutputText(tokens, including).push(out) == (" sun moon", "stop", stop[0], False)
-    eos = TokenOut(request_id="a", token_ids=[*word, 2], finish_reason="stop", stop_token_id=2)
-    assert OutputText(tokens, sampling).push(eos) == (" sun", "stop", None, False)
+    assert OutputText(tokens, including).push(*out) == (" sun moon", "stop", stop[0], False)
+    assert OutputText(tokens, sampling).push([*word, 2], "stop", 2) == (" sun", "stop", None, False)
 
 
 def test_a_stop_text_ends_the_output_before_the_scheduler_knows(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     output = OutputText(tokens, SamplingParams(stop=("moon",)))
-    out = TokenOut(request_id="a", token_ids=engine_tokenizer("sun moon sun")["input_ids"])
-    assert output.push(out) == ("sun ", "stop", "moon", True)
+    assert output.push(engine_tokenizer("sun moon sun")["input_ids"]) == ("sun ", "stop", "moon", True)
 
 
 def sentencepiece_tokenizer() -> Any:

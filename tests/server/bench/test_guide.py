@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_block_is_tested_or_says_why_not() -> None:
-    known = {f"test: {mark}" for mark in ("offline", "serve", "trace", "route", "attention")}
+    known = {f"test: {mark}" for mark in ("offline", "serve", "trace", "route", "attention", "scheduler")}
     for match in BLOCK.finditer(GUIDE):
         assert match["mark"] in known or match["mark"].startswith("not tested: it needs"), match[0]
 
@@ -96,3 +96,9 @@ def test_attention() -> None:
     assert [(row[1], *row[2:4]) for row in rows] == [
         (size, *step) for size in ("1", "16") for step in (("decode", "8x1024"), ("prefill", "1x512"))
     ]
+
+
+def test_scheduler() -> None:
+    [arguments] = commands("scheduler")
+    shown = run([*arguments, "--cached-pages", "1000", "--input-len", "8", "--steps", "2"])
+    assert [line.split()[0] for line in shown.splitlines()[2:]] == ["64", "1,024", "4,096"]

@@ -101,11 +101,18 @@ class _Running:
             output.prompt_logprobs = new.prompt_logprobs
         if new.rejected is not None:
             output.error = new.rejected.message
-        if not self.decodes_at_once:
-            if new.finish_reason is None:
-                return False
-            new = msgspec.structs.replace(new, token_ids=output.token_ids)
-        piece = self.decoder.push(new)
+        if self.decodes_at_once:
+            return self._decode(new.token_ids, new)
+        return new.finish_reason is not None and self._decode(output.token_ids, new)
+
+    def add_token(self, token: int) -> bool:
+        """Add a token; see `add`."""
+        self.output.token_ids.append(token)
+        return self.decodes_at_once and self._decode([token])
+
+    def _decode(self, token_ids: list[int], new: TokenOut | None = None) -> bool:
+        output = self.output
+        piece = self.decoder.push(token_ids, *((new.finish_reason, new.stop_token_id) if new else ()))
         output.text += piece.text
         self.fresh += piece.text
         if piece.finish_reason is not None:
@@ -365,22 +372,28 @@ class LLM:
             outputs = self._loop.step()
             if self._others is not None:
                 self._others.check()  # a result that came after a rank had ended is not valid
-            for _, new in outputs:
-                name = new.request_id
-                running = self._running.get(name)
-                if running is None:
-                    continue
-                if running.add(new):
-                    self._loop.scheduler.abort(name, "stop")
-                if running.done:
-                    del self._running[name]
-                    ended.append(name)
+            for _, batch in outputs:
+                for new in batch.outputs:
+                    if (running := self._running.get(new.request_id)) is not None:
+                        ended += self._ended(new.request_id, running, running.add(new))
+                for name, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
+                    if (running := self._running.get(name)) is not None:
+                        ended += self._ended(name, running, running.add_token(token))
         except BaseException as error:
             self._recover(error)
             raise
         finally:
             self._is_busy = False
         return ended
+
+    def _ended(self, name: str, running: _Running, is_early: bool) -> list[str]:
+        """Return the id of a request if it has ended, and forget the request then."""
+        if is_early:
+            self._loop.scheduler.abort(name, "stop")
+        if not running.done:
+            return []
+        del self._running[name]
+        return [name]
 
     def _recover(self, error: BaseException) -> None:
         """Recover from a failed step: all requests are lost.

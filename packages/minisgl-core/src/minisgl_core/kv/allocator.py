@@ -75,6 +75,7 @@ class RowAllocator:
     def __init__(self, num_rows: int) -> None:
         """`num_rows`: most rows that are allocated at once. They are numbered from 1."""
         self._free = list(range(num_rows, 0, -1))
+        self._used: set[int] = set()
         self.capacity = num_rows
 
     @property
@@ -84,9 +85,12 @@ class RowAllocator:
 
     def allocate(self) -> int:
         """Allocate a row; one must be free."""
-        return self._free.pop()
+        row = self._free.pop()
+        self._used.add(row)
+        return row
 
     def free(self, row: int) -> None:
         """Free a row."""
-        assert row not in self._free, f"row {row} freed twice"
+        assert row in self._used, f"row {row} freed twice"
+        self._used.remove(row)
         self._free.append(row)

@@ -27,6 +27,8 @@ import numpy as np
 from minisgl_core.contracts.structured_outputs import GrammarSource
 from minisgl_core.sampling_params import SamplingParams
 
+_NO_TOKENS = np.empty(0, np.int32)
+
 
 class Logprob(msgspec.Struct, frozen=True, array_like=True):
     """Log-probability of one token at one position, and its rank (1 is the most likely)."""
@@ -246,11 +248,17 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
-    """Scheduler to tokenizer worker: output of one step for the worker's requests."""
+    """Scheduler to tokenizer worker: output of one step for the worker's requests.
+
+    A request that got nothing but one more token is in `request_ids`. Its first and its last token are always in `outputs`.
+    """
 
     outputs: list[TokenOut]
     engine: int = 0
     """See `EngineInfo.engine`."""
+    request_ids: list[str] = []
+    token_ids: np.ndarray = _NO_TOKENS
+    """Token of each request in `request_ids`, int32."""
 
 
 class Text(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -36,14 +36,14 @@ from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
-from minisgl_core.protocol.messages import TokenOut
-from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+from minisgl_core.protocol.messages import TokenBatch
+from minisgl_core.scheduler.scheduler import Scheduler
 
 _LEAD_S = 2e-3
 """Time before the end of a step at which the next one is scheduled, so that the device does not wait for it."""
 _POLL_S = 1e-3
 
-Outputs = list[tuple[int, TokenOut]]
+Outputs = list[tuple[int, TokenBatch]]
 """(tokenizer worker, output) pairs."""
 
 
@@ -51,7 +51,7 @@ Outputs = list[tuple[int, TokenOut]]
 class _InFlight:
     """A step that was launched, when, and when it was seen to be done; 0 if it was not."""
 
-    step: ScheduledStep
+    plan: BatchPlan
     pending: PendingStep
     launched_s: float
     done_s: float
@@ -59,8 +59,7 @@ class _InFlight:
     @property
     def sizes(self) -> tuple[int, int]:
         """Numbers of decodes and of prompt tokens."""
-        plan = self.step.plan
-        return plan.num_decodes, plan.num_tokens - plan.num_decodes
+        return self.plan.num_decodes, self.plan.num_tokens - self.plan.num_decodes
 
 
 class EngineLoop:
@@ -123,18 +122,18 @@ class EngineLoop:
 
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
-        scheduled = self.scheduler.schedule()
+        plan = self.scheduler.schedule()
         launched_s = time.monotonic()
-        begun = None if scheduled is None else self._begin(scheduled.plan)
+        begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
-        if scheduled is not None and begun is not None:
+        if plan is not None and begun is not None:
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
-            while self._in_flight and len(scheduled.plan.sample.masked) and not self._is_pipeline:
+            while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())
-            pending = self._finish(scheduled, begun)
+            pending = self._finish(plan, begun)
             done_s = time.monotonic() if pending.is_done() else 0.0
-            self._in_flight.append(_InFlight(scheduled, pending, launched_s, done_s))
-        if self._in_flight and (scheduled is None or len(self._in_flight) > self._max_left):
+            self._in_flight.append(_InFlight(plan, pending, launched_s, done_s))
+        if self._in_flight and (plan is None or len(self._in_flight) > self._max_left):
             outputs += self._process(self._in_flight.popleft())
         return outputs
 
@@ -146,20 +145,20 @@ class EngineLoop:
             self._send_plan(plan)
         return self.engine.begin(plan)
 
-    def _finish(self, scheduled: ScheduledStep, begun: BegunStep) -> PendingStep:
-        masks = self.scheduler.token_masks(scheduled)
+    def _finish(self, plan: BatchPlan, begun: BegunStep) -> PendingStep:
+        masks = self.scheduler.token_masks(plan)
         if masks is not None and self._send_plan is not None:
             self._send_plan(masks)
         return self.engine.finish(begun, masks)
 
     def _process(self, oldest: _InFlight) -> Outputs:
-        step, result = oldest.step, oldest.pending.result()
+        plan, result = oldest.plan, oldest.pending.result()
         if self._receive_result is not None:
             result = self._receive_result()
         done_s = oldest.done_s or time.monotonic()
         self.scheduler.step_times.observe(*oldest.sizes, max(0.0, done_s - max(oldest.launched_s, self._last_done_s)))
         self._last_done_s = done_s
-        outputs = self.scheduler.process(step, result)
+        outputs = self.scheduler.process(plan, result)
         if self.hooks.batch_finished is not None:
-            self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)
+            self.hooks.batch_finished(plan=plan, result=result, state=self.scheduler)
         return outputs

@@ -22,7 +22,7 @@ from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.engine_snapshot import SnapshotRequest
-from minisgl_core.protocol.messages import Abort, Count, Ready, Rejected, Stop, Submit, TokenBatch, TokenOut
+from minisgl_core.protocol.messages import Abort, Count, Ready, Rejected, Stop, Submit
 from minisgl_core.runtime.engine_loop import EngineLoop, Outputs
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender, send_all
 from minisgl_core.scheduler.constraints import Grammars
@@ -283,12 +283,15 @@ def _counts(scheduler: Scheduler) -> dict[str, int]:
 
 
 def _deliver(outputs: Outputs, workers: list[Sender], engine: int) -> None:
-    batches: dict[int, list[TokenOut]] = {}
-    for worker, output in outputs:
-        if output.rejected is not None:
-            output.rejected.engine = engine
-            workers[worker].send(output.rejected)
-        else:
-            batches.setdefault(worker, []).append(output)
-    for worker, batch in batches.items():
-        workers[worker].send(TokenBatch(batch, engine))
+    for worker, batch in outputs:
+        batch.engine = engine
+        kept = []
+        for output in batch.outputs:
+            if output.rejected is None:
+                kept.append(output)
+            else:
+                output.rejected.engine = engine
+                workers[worker].send(output.rejected)
+        batch.outputs = kept
+        if kept or batch.request_ids:
+            workers[worker].send(batch)

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from minisgl_core.contracts.prefix_cache import CachedRun
+from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.protocol.engine_snapshot import (
     CachedRunSnapshot,
     EngineSnapshot,
@@ -21,7 +22,6 @@ from minisgl_core.protocol.engine_snapshot import (
     StepSnapshot,
     TotalsSnapshot,
 )
-from minisgl_core.scheduler.planner import Chunk
 from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.scheduler import Scheduler
 
@@ -74,23 +74,24 @@ class Monitor:
             replicas=request.replicas,
         )
 
-    def _record(self, chunks: list[Chunk], num_decodes: int) -> None:
+    def _record(self, plan: BatchPlan) -> None:
         now_s = time.monotonic()
         if now_s > self._until_s:
             self._scheduler.step_planned = None
             self._steps.clear()
             return
         # Prefills are few and more interesting, so decodes are left out if there are too many requests.
-        num_left_out = max(0, len(chunks) - MAX_STEP_REQUESTS)
-        listed = chunks[min(num_left_out, num_decodes) :][:MAX_STEP_REQUESTS]
+        num_left_out = max(0, plan.num_requests - MAX_STEP_REQUESTS)
+        listed = slice(min(num_left_out, plan.num_decodes), None)
+        rows = plan.rows[listed][:MAX_STEP_REQUESTS].tolist()
         self._steps.append(
             StepSnapshot(
                 step=self._scheduler.stats.num_steps,
                 time_s=now_s,
-                num_decodes=num_decodes,
-                num_tokens=sum(chunk.num_new for chunk in chunks),
-                requests=np.fromiter((chunk.request.arrival for chunk in listed), np.int32, len(listed)),
-                num_new=np.fromiter((chunk.num_new for chunk in listed), np.int32, len(listed)),
+                num_decodes=plan.num_decodes,
+                num_tokens=plan.num_tokens,
+                requests=np.array([self._scheduler.at_row(row).arrival for row in rows], np.int32),
+                num_new=plan.num_new[listed][:MAX_STEP_REQUESTS],
             )
         )
 

@@ -24,17 +24,21 @@ from minisgl_core.contracts.prefix_cache import PrefixCache, PrefixInsert, Prefi
 from minisgl_core.kv.allocator import Int32, PageAllocator
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.running_requests import RunningRequests
 
 
 class PageManager:
     """Manager that moves pages between free list, requests and prefix cache, and collects the page-table writes."""
 
-    def __init__(self, num_pages: int, page_size: int, cache: PrefixCache, hooks: Hooks) -> None:
+    def __init__(
+        self, num_pages: int, page_size: int, cache: PrefixCache, running: RunningRequests, hooks: Hooks
+    ) -> None:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.cache = cache
-        self._hooks = hooks
-        self._table_writes: list[tuple[int, int, Int32]] = []
+        self._running, self._hooks = running, hooks
+        self._table_writes: list[tuple[Int32, Int32, Int32]] = []
+        """Rows, columns and pages; those of one request, or one of each decode."""
 
     @property
     def num_available(self) -> int:
@@ -72,7 +76,7 @@ class PageManager:
             self.cache.unlock(request.handle)
         replaced = request.pages.view[request.num_shared :].copy()
         assert len(replaced) <= num_usable
-        request.pages.truncate(request.num_shared)
+        self._running.pages.truncate(request.row, request.num_shared)
         fresh = match.pages[request.num_shared :]
         self._extend(request, fresh)
         self.allocator.free(replaced)
@@ -86,7 +90,7 @@ class PageManager:
 
     def detach(self, request: Request) -> None:
         """Undo `attach_cached`, page-table entries included, for a request that was not admitted."""
-        self._table_writes = [write for write in self._table_writes if write[0] != request.row]
+        self._table_writes = [write for write in self._table_writes if write[0][0] != request.row]
         if request.handle is not None:
             self.cache.unlock(request.handle)
         request.reset()
@@ -98,15 +102,38 @@ class PageManager:
     def take(self, request: Request, num_tokens: int) -> None:
         """Give the request pages for `num_tokens` tokens, and evict cached pages if needed. They must be available."""
         missing = self.missing_pages(request, num_tokens)
-        if missing == 0:
-            return
-        shortfall = missing - self.allocator.num_free
+        if missing > 0:
+            self._extend(request, self._allocate(missing))
+
+    def decodes_without_page(self, rows: Int32) -> Int32:
+        """Return those of the decoding rows that need a page for their next token."""
+        running = self._running
+        without_page: Int32 = rows[running.num_computed[rows] == running.pages.lengths[rows] * self.page_size]
+        return without_page
+
+    def take_one_each(self, rows: Int32) -> None:
+        """Give each row a page. They must be available."""
+        if len(rows):
+            pages = self._allocate(len(rows))
+            self._table_writes.append((rows, self._running.pages.lengths[rows], pages))
+            self._running.pages.append(rows, pages)
+
+    def num_reserved(self) -> int:
+        """Return how many pages the running requests need for one more token each."""
+        running = self._running
+        rows = running.rows[running.is_live(running.rows)]
+        missing = -(-(running.lengths[rows] + 1) // self.page_size) - running.pages.lengths[rows]
+        return int(np.maximum(missing, 0).sum())
+
+    def _allocate(self, num_pages: int) -> Int32:
+        """Allocate pages, and evict cached pages if too few are free."""
+        shortfall = num_pages - self.allocator.num_free
         if shortfall > 0:
             evicted = self.cache.evict(shortfall)
             if self._hooks.pages_evicted is not None:
                 self._hooks.pages_evicted(pages=evicted)
             self.allocator.free(evicted)
-        self._extend(request, self.allocator.allocate(missing))
+        return self.allocator.allocate(num_pages)
 
     def share(self, request: Request) -> None:
         """Insert the request's computed pages into the cache.
@@ -163,12 +190,11 @@ class PageManager:
         """Return the page-table writes since the last call: rows, columns, pages, int32 [3 * N]; each entry once."""
         if not self._table_writes:
             return np.empty(0, np.int32)
-        rows = np.concatenate([np.full(len(pages), row, np.int32) for row, _, pages in self._table_writes])
-        columns = np.concatenate(
-            [np.arange(start, start + len(pages), dtype=np.int32) for _, start, pages in self._table_writes]
-        )
-        pages = np.concatenate([pages for _, _, pages in self._table_writes])
+        rows, columns, pages = map(np.concatenate, zip(*self._table_writes, strict=True))
+        is_one = len(self._table_writes) == 1
         self._table_writes.clear()
+        if is_one:
+            return np.concatenate((rows, columns, pages))
         # The order of two writes to one entry is undefined in a scatter, so only the last one is kept.
         keys = rows.astype(np.int64) << 32 | columns
         _, last = np.unique(keys[::-1], return_index=True)
@@ -176,14 +202,16 @@ class PageManager:
         return np.concatenate((rows[keep], columns[keep], pages[keep]))
 
     def _extend(self, request: Request, pages: Int32) -> None:
-        self._table_writes.append((request.row, len(request.pages), pages))
-        request.pages.extend(pages)
+        row, start = request.row, len(request.pages)
+        columns = np.arange(start, start + len(pages), dtype=np.int32)
+        self._table_writes.append((np.full(len(pages), row, np.int32), columns, pages))
+        self._running.pages.extend(row, pages)
 
-    def check(self, running: list[Request]) -> None:
+    def check(self) -> None:
         """Verify that every page has exactly one owner. For tests."""
         self.allocator.check()
         self.cache.check()
-        own = [request.pages.view[request.num_shared :] for request in running]
+        own = [request.pages.view[request.num_shared :] for request in self._running.all()]
         owned = np.concatenate(own) if own else np.empty(0, np.int32)
         assert len(np.unique(owned)) == len(owned), "two requests own a page"
         total = self.allocator.num_free + self.cache.num_pages + len(owned)

@@ -11,6 +11,7 @@ from minisgl_core.kv.allocator import Int32
 from minisgl_core.protocol.batch_plan import FROM_DEVICE, BatchPlan, PenaltyState, SamplePlan
 from minisgl_core.scheduler.random_numbers import uniforms
 from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.running_requests import RunningRequests
 
 _NO_INTS = np.empty(0, np.int32)
 _NO_FLOATS = np.empty(0, np.float32)
@@ -18,7 +19,7 @@ _NO_FLOATS = np.empty(0, np.float32)
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Tokens of one request in a step: ``[start, start + num_new)``."""
+    """Tokens of a prompt, or of a resumed request, in a step: ``[start, start + num_new)``."""
 
     request: Request
     start: int
@@ -29,10 +30,10 @@ class Chunk:
 class Planner:
     """Builder of plans. It keeps the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, running: RunningRequests) -> None:
         """Allocate arrays for `num_rows` page-table rows of requests, besides row 0."""
         rows = num_rows + 1
-        self._vocab_size = vocab_size
+        self._vocab_size, self._running = vocab_size, running
         self._temperature = np.zeros(rows, np.float32)
         self._top_k = np.zeros(rows, np.int32)
         self._top_p = np.ones(rows, np.float32)
@@ -40,8 +41,7 @@ class Planner:
         self._seed = np.zeros(rows, np.uint64)
         self._num_logprobs = np.full(rows, -1, np.int32)
         self._penalties = np.zeros((3, rows), np.float32)
-        self._needs_host: list[Request | None] = [None] * rows
-        self._num_penalised = 0
+        self._needs_host = np.zeros(rows, np.bool_)
 
     def register(self, request: Request) -> None:
         """Store the sampling parameters of a request that has just been given a row."""
@@ -54,16 +54,22 @@ class Planner:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
-        special = special or request.constraint is not None or request.token_rules is not None
-        self._needs_host[row] = request if special else None
+        self._needs_host[row] = special or request.constraint is not None or request.token_rules is not None
 
-    def plan(self, chunks: list[Chunk], num_decodes: int, new_pages: Int32) -> BatchPlan:
-        """Return the plan of a step. Chunks of decodes come first."""
-        rows = np.fromiter((c.request.row for c in chunks), np.int32, len(chunks))
-        starts = np.fromiter((c.start for c in chunks), np.int32, len(chunks))
-        num_new = np.fromiter((c.num_new for c in chunks), np.int32, len(chunks))
-        parts = [np.fromiter((_decode_id(c) for c in chunks[:num_decodes]), np.int32, num_decodes)]
-        parts += [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks[num_decodes:]]
+    def plan(self, decodes: Int32, chunks: list[Chunk], new_pages: Int32) -> BatchPlan:
+        """Return the plan of a step: the rows that decode, and the chunks after them."""
+        running, num_decodes = self._running, len(decodes)
+        rows, starts = decodes, running.num_computed[decodes]
+        # A resumed request gives its token id, because its new row has not sampled that token.
+        token_ids = np.where(running.num_pending[decodes] > 0, np.int32(FROM_DEVICE), running.last_token[decodes])
+        num_new, samples = np.ones(num_decodes, np.int32), np.ones(num_decodes, np.bool_)
+        if chunks:
+            rows = np.concatenate((rows, np.array([c.request.row for c in chunks], np.int32)))
+            starts = np.concatenate((starts, np.array([c.start for c in chunks], np.int32)))
+            num_new = np.concatenate((num_new, np.array([c.num_new for c in chunks], np.int32)))
+            samples = np.concatenate((samples, [c.samples for c in chunks]))
+            known = [c.request.tokens.view[c.start : c.start + c.num_new] for c in chunks]
+            token_ids = np.concatenate((token_ids, *known))
         with_logprobs = [
             i for i, c in enumerate(chunks) if c.request.prompt_logprobs is not None and c.start < c.request.num_prompt
         ]
@@ -72,20 +78,17 @@ class Planner:
             rows=rows,
             starts=starts,
             num_new=num_new,
-            token_ids=np.concatenate(parts),
+            token_ids=token_ids,
             new_pages=new_pages,
-            sample=self._sample_plan(chunks, rows),
-            prompt_logprobs=np.array(with_logprobs, np.int32),
+            sample=self._sample_plan(np.flatnonzero(samples).astype(np.int32), rows),
+            prompt_logprobs=np.array(with_logprobs, np.int32) + np.int32(num_decodes),
             num_prompt_logprobs=np.array([chunks[i].request.sampling.prompt_logprobs for i in with_logprobs], np.int32),
             prompt_targets=np.concatenate([_targets(chunks[i]) for i in with_logprobs]) if with_logprobs else _NO_INTS,
         )
 
-    def _sample_plan(self, chunks: list[Chunk], all_rows: Int32) -> SamplePlan:
-        index = np.array([i for i, c in enumerate(chunks) if c.samples], np.int32)
+    def _sample_plan(self, index: Int32, all_rows: Int32) -> SamplePlan:
         rows = all_rows[index]
-        counters = np.fromiter(
-            (c.request.length - c.request.num_prompt for c in chunks if c.samples), np.int32, len(index)
-        )
+        counters = self._running.lengths[rows] - self._running.num_prompt[rows]
         penalties, states, bias, masked = self._host_work(rows)
         return SamplePlan(
             index=index,
@@ -113,16 +116,15 @@ class Planner:
         values: list[npt.NDArray[np.float32]] = []
         masked: list[int] = []
         penalised = False
-        for i, row in enumerate(rows):
-            request = self._needs_host[row]
-            if request is None:
-                continue
+        for i in np.flatnonzero(self._needs_host[rows]).tolist():
+            row = int(rows[i])
+            request = self._running[row]
             if request.sampling.has_penalties:
                 penalised = True
                 if not request.penalties_sent:
                     known = request.tokens.view
                     prompt, output = known[: request.num_prompt].copy(), known[request.num_prompt :].copy()
-                    states.append(PenaltyState(row=int(row), prompt_ids=prompt, output_ids=output))
+                    states.append(PenaltyState(row=row, prompt_ids=prompt, output_ids=output))
                     request.penalties_sent = True
             token_ids, biases = request.bias_ids, request.bias_values
             if request.needs_mask:
@@ -149,14 +151,6 @@ def _banned(request: Request) -> Int32:
     if request.length - request.num_prompt < request.sampling.min_tokens:
         banned |= request.stop_ids
     return np.fromiter(banned, np.int32, len(banned)) if banned else _NO_INTS
-
-
-def _decode_id(chunk: Chunk) -> int:
-    """Return the token id of a decode, or -1 while the token is pending and only the device has it.
-
-    A resumed request gives its token id, because its new row has not sampled that token.
-    """
-    return FROM_DEVICE if chunk.request.num_pending else int(chunk.request.tokens.view[chunk.start])
 
 
 def _targets(chunk: Chunk) -> Int32:

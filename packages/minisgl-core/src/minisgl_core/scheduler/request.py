@@ -11,6 +11,7 @@ from minisgl_core.plugins.hookspecs import RequestRecord
 from minisgl_core.protocol.messages import Submit, TokenLogprobs
 from minisgl_core.scheduler.constraints import Constraint
 from minisgl_core.scheduler.int32_buffer import Int32, Int32Buffer
+from minisgl_core.scheduler.running_requests import RunningRequests
 from minisgl_core.scheduler.token_rules import TokenRules
 
 
@@ -24,18 +25,15 @@ class Request:
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
+    What changes with every token is in the arrays of `RunningRequests`, at the request's row.
+
     Attributes:
         request_id: id of the request in messages.
-        tokens: prompt and output tokens known to the host.
         num_prompt: length of the prompt in tokens.
-        num_pending: tokens that steps in flight sample. It is 0 or 1 when a step is planned, and 2 until the earlier step is
-            processed.
-        num_computed: tokens whose KV is in the pool once the launched steps are done.
         num_cached: prompt tokens found in the cache at the first admission, for the usage report; -1 before.
-        pages: page ids in order; those up to `num_shared` belong to the prefix cache and are locked through `handle`.
+        num_shared: number of its first pages that belong to the prefix cache; they are locked through `handle`.
         namespace: namespace of its prefix in the cache, from salt and adapter.
         row: page-table row; 0 while waiting.
-        num_inflight: launched steps that include the request and are not processed yet.
         arrival_s, scheduled_s, first_token_s, num_preemptions: for the request's record; times by ``time.monotonic()``.
         constraint: state of the output's grammar, if there is one; it has accepted the output tokens known to the host.
         token_rules: further restrictions of the tokens that may be generated, if there are any.
@@ -43,6 +41,8 @@ class Request:
     """
 
     __slots__ = (
+        "_running",
+        "_tokens",
         "arrival",
         "arrival_s",
         "bias_ids",
@@ -54,13 +54,9 @@ class Request:
         "max_length",
         "namespace",
         "num_cached",
-        "num_computed",
-        "num_inflight",
-        "num_pending",
         "num_preemptions",
         "num_prompt",
         "num_shared",
-        "pages",
         "penalties_sent",
         "priority",
         "prompt_logprobs",
@@ -71,7 +67,6 @@ class Request:
         "seed",
         "stop_ids",
         "token_rules",
-        "tokens",
         "user",
         "worker",
     )
@@ -79,14 +74,16 @@ class Request:
     def __init__(
         self,
         submit: Submit,
+        running: RunningRequests,
         *,
         arrival: int,
         seed: int,
         eos_ids: frozenset[int],
         constraint: Constraint | None = None,
     ) -> None:
-        """Start to wait. `seed` is used if the request has none."""
+        """Start to wait. `running` has the state of running requests. `seed` is used if the request has none."""
         sampling = submit.sampling
+        self._running, self.row = running, 0
         self.request_id, self.worker, self.priority, self.sampling = (
             submit.request_id,
             submit.worker,
@@ -99,7 +96,7 @@ class Request:
         self.scheduled_s: float | None = None
         self.first_token_s: float | None = None
         self.num_preemptions = 0
-        self.tokens = Int32Buffer(submit.token_ids)
+        self._tokens = Int32Buffer(submit.token_ids)
         self.num_prompt = len(submit.token_ids)
         self.max_length = self.num_prompt + sampling.max_tokens
         self.seed = np.uint64((seed if sampling.seed is None else sampling.seed) % 2**64)
@@ -114,13 +111,43 @@ class Request:
         self.reset()
 
     def reset(self) -> None:
-        """Discard the computed state and keep the tokens, for preemption."""
-        self.num_computed = self.num_pending = self.num_inflight = self.num_shared = self.row = 0
-        self.pages = Int32Buffer(np.empty(0, np.int32))
+        """Discard the row and the computed state, and keep the tokens, for preemption."""
+        if self.row:
+            self._running.remove(self)
+        self.num_shared = 0
         self.handle: object = None
         self.penalties_sent = False
         if self.prompt_logprobs is not None and self.num_output == 0:
             self.prompt_logprobs = [None]
+
+    @property
+    def tokens(self) -> Int32Buffer:
+        """Prompt and output tokens known to the host; to be read until the next change."""
+        return self._running.tokens[self.row] if self.row else self._tokens
+
+    @property
+    def pages(self) -> Int32Buffer:
+        """Page ids in order; to be read until the next change. `PageManager` changes them."""
+        return self._running.pages[self.row]
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens whose KV is in the pool once the launched steps are done."""
+        return int(self._running.num_computed[self.row])
+
+    @num_computed.setter
+    def num_computed(self, value: int) -> None:
+        self._running.num_computed[self.row] = value
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that steps in flight sample. It is 0 or 1 when a step is planned, and 2 until the earlier step is processed."""
+        return int(self._running.num_pending[self.row])
+
+    @property
+    def num_inflight(self) -> int:
+        """Launched steps that include the request and are not processed yet."""
+        return int(self._running.num_inflight[self.row])
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -141,11 +168,6 @@ class Request:
     def length(self) -> int:
         """Tokens of the sequence, including those in flight."""
         return len(self.tokens) + self.num_pending
-
-    @property
-    def is_decoding(self) -> bool:
-        """True if the newest token was sampled and all tokens before it are computed."""
-        return self.num_computed + 1 == self.length and self.length > self.num_prompt
 
     @property
     def wants_step(self) -> bool:

@@ -4,6 +4,9 @@ Each step schedules one token per decoding request and up to `max_prefill_length
 prefill of Sarathi-Serve, arXiv 2403.02310). The scheduler only plans steps. The engine loop runs the plans and returns their
 results in order, possibly one step late (overlap), or several steps late (pipeline parallelism).
 
+Decoding requests are handled together, as rows of the arrays in `RunningRequests`. Only prefills, requests that end, and those
+with a grammar or log-probabilities are handled one by one.
+
 The file is long because admission, preemption and the end of requests change one shared state.
 """
 
@@ -14,35 +17,31 @@ import random
 import time
 from bisect import insort
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from minisgl_core.contracts.policy import Policy, RequestView
 from minisgl_core.contracts.prefix_cache import PrefixCache
 from minisgl_core.errors import InvalidValueError, PluginError, QueueFullError
-from minisgl_core.kv.allocator import RowAllocator
+from minisgl_core.kv.allocator import Int32, RowAllocator
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
-from minisgl_core.protocol.messages import Rejected, Submit, TokenOut
+from minisgl_core.protocol.messages import Rejected, Submit, TokenBatch, TokenLogprobs, TokenOut
 from minisgl_core.protocol.scheduler_stats import SchedulerStats
 from minisgl_core.scheduler.constraints import Constraint, Grammars, wait_for_any
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.running_requests import RunningRequests
 from minisgl_core.scheduler.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A plan and its chunks, in the order of the batch."""
-
-    plan: BatchPlan
-    chunks: list[Chunk]
-
-
+_NO_ROWS = np.empty(0, np.int32)
 _COMPILE_WAIT_S = 0.02
 """Longest wait for a grammar to be compiled while no other request can run."""
 
@@ -55,7 +54,7 @@ class Scheduler:
     """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.runtime.engine_loop`.
 
     Attributes:
-        step_planned: function called with each step's chunks, decodes first, and the number of decodes; None for no call.
+        step_planned: function called with each step's plan; None for no call.
     """
 
     def __init__(
@@ -78,24 +77,24 @@ class Scheduler:
         self.limits, self.grammars = limits, grammars
         hooks = hooks or Hooks()
         self._request_finished = hooks.request_finished
-        self.pages = PageManager(limits.num_pages, limits.page_size, cache, hooks)
+        self._running = RunningRequests(limits.max_running, limits.vocab_size)
+        self.pages = PageManager(limits.num_pages, limits.page_size, cache, self._running, hooks)
         capacity = self.pages.allocator.capacity * limits.page_size
         assert limits.max_seq_len <= capacity, (
             f"a sequence of {limits.max_seq_len} does not fit in {capacity} tokens of KV"
         )
         self.rows = RowAllocator(limits.max_running)
-        self.planner = Planner(limits.max_running, limits.vocab_size)
+        self.planner = Planner(limits.max_running, limits.vocab_size, self._running)
         self.policy = policy
         self.stats = SchedulerStats()
         self.step_times = StepTimes(limits.max_step_s)
         self._waiting: list[Request] = []
-        self._running: list[Request] = []
         self._compiling: list[tuple[Request, Constraint]] = []
         """Waiting requests whose grammars are not compiled yet."""
         self._by_id: dict[str, Request] = {}
         self._num_arrived = 0
         self._aborted: list[tuple[int, TokenOut]] = []
-        self.step_planned: Callable[[list[Chunk], int], None] | None = None
+        self.step_planned: Callable[[BatchPlan], None] | None = None
 
     # Called by the owner of the loop.
 
@@ -127,6 +126,7 @@ class Scheduler:
             constraint = self.grammars.start(submit.grammar)
         request = Request(
             submit,
+            self._running,
             arrival=self._num_arrived,
             seed=random.getrandbits(64),
             eos_ids=limits.eos_ids,
@@ -156,8 +156,12 @@ class Scheduler:
 
     @property
     def running(self) -> Sequence[Request]:
-        """Requests with a page-table row, in order of admission; not to be changed."""
-        return self._running
+        """Requests with a page-table row, in order of admission."""
+        return self._running.all()
+
+    def at_row(self, row: int) -> Request:
+        """Return the running request with a page-table row."""
+        return self._running[row]
 
     @property
     def num_waiting(self) -> int:
@@ -186,125 +190,118 @@ class Scheduler:
 
     # Called by the engine loop.
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self) -> BatchPlan | None:
         """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
         if self._compiling:
             self._take_compiled()
-        decodes = self._schedule_decodes()
-        if decodes is None:
+        wanted = self._schedule_decodes()
+        if wanted is None:
             return None
-        prefills = self._schedule_prefills(len(decodes))
-        chunks = decodes + prefills
-        if not chunks:
+        decodes, rows = wanted
+        prefills = self._schedule_prefills(len(decodes), rows)
+        if not len(decodes) and not prefills:
             if self._compiling and not self._running and not self._aborted:
                 wait_for_any([constraint for _, constraint in self._compiling], _COMPILE_WAIT_S)
             return self._unblock()
-        plan = self.planner.plan(chunks, len(decodes), self.pages.drain_table_writes())
-        for chunk in chunks:
-            request = chunk.request
-            request.num_inflight += 1
-            request.num_pending += chunk.samples
+        plan = self.planner.plan(decodes, prefills, self.pages.drain_table_writes())
+        self._running.launch(plan.rows, plan.rows[plan.sample.index], decodes)
         self.stats.num_steps += 1
         self.stats.num_prefilled_tokens += sum(chunk.num_new for chunk in prefills)
         if self.step_planned is not None:
-            self.step_planned(chunks, len(decodes))
-        return ScheduledStep(plan, chunks)
+            self.step_planned(plan)
+        return plan
 
-    def token_masks(self, step: ScheduledStep) -> TokenMasks | None:
+    def token_masks(self, plan: BatchPlan) -> TokenMasks | None:
         """Return the token masks of a step, or None if nothing restricts it.
 
         All earlier steps with the masked requests must have been processed.
         """
-        if not len(step.plan.sample.masked):
+        if not len(plan.sample.masked):
             return None
         assert self.grammars is not None
-        sampled = [chunk.request for chunk in step.chunks if chunk.samples]
-        requests = [sampled[index] for index in step.plan.sample.masked]
+        requests = self._at(plan, plan.sample.index[plan.sample.masked])
         constraints = [None if request.finish_reason else request.constraint for request in requests]
         banned = [each.banned_tokens(self.limits.eos_ids) for each in requests]
         words = self.grammars.fill(constraints, banned, [each.token_rules for each in requests])
         return TokenMasks(words=words.ravel())
 
-    def process(self, step: ScheduledStep, result: StepResult) -> list[tuple[int, TokenOut]]:
-        """Update the requests from a step's result. Return (tokenizer worker, output) pairs in batch order."""
-        outputs: list[tuple[int, TokenOut]] = []
-        wants_prompt = [step.chunks[i].request for i in step.plan.prompt_logprobs]
-        for request, entries in zip(wants_prompt, result.prompt_logprobs, strict=True):
+    def process(self, plan: BatchPlan, result: StepResult) -> list[tuple[int, TokenBatch]]:
+        """Update the requests from a step's result. Return the output for each tokenizer worker."""
+        running = self._running
+        for request, entries in zip(self._at(plan, plan.prompt_logprobs), result.prompt_logprobs, strict=True):
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(entries)
-        sampled = [chunk.request for chunk in step.chunks if chunk.samples]
-        for chunk in step.chunks:
-            chunk.request.num_inflight -= 1
-        for request, token, logprobs in zip(
-            sampled, result.tokens.tolist(), result.logprobs or [None] * len(sampled), strict=True
-        ):
-            request.num_pending -= 1
-            if request.finish_reason is not None:
-                continue
-            request.tokens.append(token)
-            if request.first_token_s is None:
-                request.first_token_s = time.monotonic()
-            self.stats.num_output_tokens += 1
-            reason = self._reason_to_stop(request, token)
-            if reason is not None:
-                self.stats.num_aborted += reason == "abort"
-                output = self._finish(request, reason, [token])
-                output.stop_token_id = token if token in request.stop_ids else None
-            else:
-                output = TokenOut(
-                    request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt
-                )
-            output.num_cached_tokens = max(request.num_cached, 0)
-            if logprobs is not None:
-                output.logprobs = [logprobs]
-            if request.num_output == 1 and request.sampling.prompt_logprobs is not None:
-                output.prompt_logprobs = request.prompt_logprobs
-                request.prompt_logprobs = None
-            outputs.append((request.worker, output))
-        for chunk in step.chunks:
-            self._release_if_done(chunk.request)
-        return outputs
+        sampled = plan.rows[plan.sample.index]
+        running.landed(plan.rows, sampled)
+        live = np.flatnonzero(running.is_live(sampled))
+        rows, tokens = sampled[live], result.tokens[live]
+        is_plain = running.add_tokens(rows, tokens)
+        self.stats.num_output_tokens += len(rows)
+        outputs = []
+        for place in np.flatnonzero(~is_plain).tolist():
+            request = running[int(rows[place])]
+            logprobs = result.logprobs[live[place]] if result.logprobs else None
+            outputs.append((request.worker, self._output(request, int(tokens[place]), logprobs)))
+        batches = self._batches(outputs, rows[is_plain], tokens[is_plain])
+        for request in running.done(plan.rows):
+            self._release(request)
+        return batches
 
-    def collect_aborted(self) -> list[tuple[int, TokenOut]]:
-        """Return the last outputs of the requests that were aborted since the last call."""
+    def collect_aborted(self) -> list[tuple[int, TokenBatch]]:
+        """Return the last outputs of the requests that were aborted since the last call, for each tokenizer worker."""
         aborted, self._aborted = self._aborted, []
-        return aborted
+        return self._batches(aborted, _NO_ROWS, _NO_ROWS)
+
+    def _at(self, plan: BatchPlan, indices: Int32) -> list[Request]:
+        """Return the requests at these indices of a step in flight."""
+        return [self._running[row] for row in plan.rows[indices].tolist()]
+
+    def _batches(
+        self, outputs: list[tuple[int, TokenOut]], rows: Int32, tokens: npt.NDArray[np.integer[Any]]
+    ) -> list[tuple[int, TokenBatch]]:
+        """Return the message for each tokenizer worker, from outputs and from tokens of rows with nothing but a token."""
+        batches: dict[int, TokenBatch] = {}
+        workers = self._running.worker[rows]
+        for worker in np.flatnonzero(np.bincount(workers)).tolist():
+            mine = workers == worker
+            request_ids = self._running.request_id[rows[mine]].tolist()
+            batches[worker] = TokenBatch([], request_ids=request_ids, token_ids=tokens[mine].astype(np.int32))
+        for worker, output in outputs:
+            batches.setdefault(worker, TokenBatch([])).outputs.append(output)
+        return list(batches.items())
 
     # Decodes.
 
-    def _schedule_decodes(self) -> list[Chunk] | None:
-        requests = self._next_decodes()
-        while sum(self.pages.missing_pages(each, each.length) for each in requests) > self.pages.num_available:
-            if any(request.num_inflight for request in self._running):
+    def _schedule_decodes(self) -> tuple[Int32, Int32] | None:
+        """Return the rows that decode, after giving them pages, and the rows that want to compute more of their prompts."""
+        running, pages = self._running, self.pages
+        decodes, prefills = self._next_rows()
+        while len(without_page := pages.decodes_without_page(decodes)) > pages.num_available:
+            if running.num_inflight.any():
                 return None
-            self._preempt(max(self._running, key=_queue_key))
-            requests = self._next_decodes()
-        chunks = []
-        for request in requests:
-            self.pages.take(request, request.length)
-            chunks.append(Chunk(request, request.num_computed, 1, True))
-            request.num_computed += 1
-        return chunks
+            self._preempt(max(running.all(), key=_queue_key))
+            decodes, prefills = self._next_rows()
+        pages.take_one_each(without_page)
+        return decodes, prefills
 
-    def _next_decodes(self) -> list[Request]:
-        """Return the decoding requests of the next step."""
-        requests = [request for request in self._running if request.is_decoding and request.wants_step]
-        if self.limits.num_micro_batches == 1:
-            return requests
-        # An even part of the requests, so that the other batches in flight get as many.
-        most = -(-len(requests) // self.limits.num_micro_batches)
-        return [request for request in requests if not request.num_pending][:most]
+    def _next_rows(self) -> tuple[Int32, Int32]:
+        """Return the rows that decode in the next step, and those of prefills."""
+        decodes, prefills = self._running.wanted()
+        if self.limits.num_micro_batches > 1:
+            # An even part of the requests, so that the other batches in flight get as many.
+            most = -(-len(decodes) // self.limits.num_micro_batches)
+            decodes = decodes[self._running.num_pending[decodes] == 0][:most]
+        return decodes, prefills
 
     def _preempt(self, request: Request) -> None:
         """Release a running request's pages and queue it again. It resumes from its tokens, whose KV may still be cached."""
         self.stats.num_preemptions += 1
         request.num_preemptions += 1
-        self._running.remove(request)
         self.rows.free(request.row)
         self.pages.release(request)
         insort(self._waiting, request, key=_queue_key)
 
-    def _unblock(self) -> ScheduledStep | None:
+    def _unblock(self) -> BatchPlan | None:
         """Preempt a request when nothing could be planned and no step in flight can change that.
 
         Raises:
@@ -316,10 +313,11 @@ class Scheduler:
                 f"{self.pages.allocator.capacity} pages are not free, and the prefix cache "
                 f"{type(self.pages.cache).__qualname__} cannot evict them"
             )
-        if not any(r.wants_step for r in self._running) or any(r.num_inflight for r in self._running):
+        wanted = self._running.wanted()
+        if not any(map(len, wanted)) or self._running.num_inflight.any():
             return None
         assert len(self._running) > 1, "a single running request must fit in the pool"
-        self._preempt(max(self._running, key=_queue_key))
+        self._preempt(max(self._running.all(), key=_queue_key))
         return self.schedule()
 
     # Prefills.
@@ -334,16 +332,15 @@ class Scheduler:
                 self.stats.num_aborted += 1
                 self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
-    def _schedule_prefills(self, num_decodes: int) -> list[Chunk]:
+    def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
         # If the decodes limit the step, no further prompt begins once it is half full: the first one gets its token earlier.
         unused = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
-        for request in self._running:
-            has_prompt_left = request.num_computed < request.length and not request.is_decoding
-            if budget > 0 and has_prompt_left and request.wants_step:
-                budget -= self._add_chunk(request, budget, chunks)
+        for row in rows.tolist():
+            if budget > 0:
+                budget -= self._add_chunk(self._running[row], budget, chunks)
         if self._waiting and budget > unused and self.rows.num_free > 0:
             self._admit(budget, unused, chunks)
         return chunks
@@ -356,7 +353,7 @@ class Scheduler:
         """
         given = waiting.copy()
         num_cached = cast(Callable[[RequestView], int], self.pages.num_cached_tokens)
-        ordered = self.policy.order(given, self._running.copy(), num_cached)
+        ordered = self.policy.order(given, self._running.all(), num_cached)
         is_right = isinstance(ordered, Sequence) and len(ordered) == len(waiting)
         if not is_right or (ordered is not given and set(map(id, ordered)) != set(map(id, waiting))):
             raise PluginError(
@@ -366,14 +363,14 @@ class Scheduler:
 
     def _admit(self, budget: int, unused: int, chunks: list[Chunk]) -> None:
         """Start waiting requests until `unused` tokens of the budget, or none, are left."""
-        reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
+        reserved = self.pages.num_reserved()
         waiting = self._waiting
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
         for request in self._in_order(waiting):
             if budget <= unused or self.rows.num_free == 0:
                 return
-            request.row = self.rows.allocate()
+            self._running.assign(request, self.rows.allocate())
             self.pages.attach_cached(request)
             missing = self.pages.missing_pages(request, min(request.length + 1, self.limits.max_seq_len))
             if missing > self.pages.num_available - reserved:
@@ -381,7 +378,7 @@ class Scheduler:
                 self.pages.detach(request)
                 return
             self._waiting.remove(request)
-            self._running.append(request)
+            self._running.admit(request)
             self.planner.register(request)
             if request.num_cached < 0:
                 request.num_cached = request.num_computed
@@ -408,6 +405,25 @@ class Scheduler:
 
     # Ends.
 
+    def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
+        """Return the output of a request that got a token, and end the request if the token is its last."""
+        if request.first_token_s is None:
+            request.first_token_s = time.monotonic()
+        reason = self._reason_to_stop(request, token)
+        if reason is not None:
+            self.stats.num_aborted += reason == "abort"
+            output = self._finish(request, reason, [token])
+            output.stop_token_id = token if token in request.stop_ids else None
+        else:
+            output = TokenOut(request_id=request.request_id, token_ids=[token], num_prompt_tokens=request.num_prompt)
+        output.num_cached_tokens = max(request.num_cached, 0)
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if request.num_output == 1 and request.sampling.prompt_logprobs is not None:
+            output.prompt_logprobs = request.prompt_logprobs
+            request.prompt_logprobs = None
+        return output
+
     def _reason_to_stop(self, request: Request, token: int) -> str | None:
         constraint = request.constraint
         if constraint is not None:
@@ -426,7 +442,10 @@ class Scheduler:
         if request.row == 0:
             self._waiting.remove(request)
             self._report(request)
-        self._release_if_done(request)
+        else:
+            self._running.end(request)
+            if request.num_inflight == 0:
+                self._release(request)
         output = TokenOut(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -440,10 +459,7 @@ class Scheduler:
             output.rejected = Rejected(request_id=request.request_id, kind=kind, message=why, param=param)
         return output
 
-    def _release_if_done(self, request: Request) -> None:
-        if request.finish_reason is None or request.num_inflight or request.row == 0:
-            return
-        self._running.remove(request)
+    def _release(self, request: Request) -> None:
         self.rows.free(request.row)
         self.pages.release(request)
         self._report(request)
@@ -455,9 +471,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Verify that pages, page-table rows and the map of requests agree. For tests."""
-        self.pages.check(self._running)
-        assert self.rows.num_free + len(self._running) == self.rows.capacity, "a row is lost"
+        self.pages.check()
+        running = self._running.all()
+        assert self.rows.num_free + len(running) == self.rows.capacity, "a row is lost"
         live = {id(request) for request in self._by_id.values()}
         assert all(id(request) in live for request in self._waiting), "a waiting request is not in the map"
-        assert all(id(r) in live or r.num_inflight for r in self._running), "a finished request still runs"
-        assert len(live) == len(self._waiting) + sum(id(r) in live for r in self._running), "a request is nowhere"
+        assert all(id(r) in live or r.num_inflight for r in running), "a finished request still runs"
+        assert len(live) == len(self._waiting) + sum(id(r) in live for r in running), "a request is nowhere"
+        self._running.check()

@@ -6,7 +6,6 @@ import codecs
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.text.stop import StopFinder
 from minisgl_core.text.tokens import TokenBytes
@@ -169,13 +168,15 @@ class OutputText:
         self._stop_token_ids = sampling.stop_token_ids
         self._include_stop = sampling.include_stop_str_in_output
 
-    def push(self, out: TokenOut) -> Piece:
-        """Add new tokens. The text leaves out a token that ended the output, unless the request includes it."""
-        finished = out.finish_reason is not None
-        leaves_out_last = out.stop_token_id is not None and not self._include_stop
-        token_ids = out.token_ids[:-1] if leaves_out_last else out.token_ids
+    def push(
+        self, token_ids: Sequence[int], finish_reason: str | None = None, stop_token_id: int | None = None
+    ) -> Piece:
+        """Add new tokens; see `TokenOut`. The text leaves out a token that ended the output, unless the request includes it."""
+        finished = finish_reason is not None
+        if stop_token_id is not None and not self._include_stop:
+            token_ids = token_ids[:-1]
         text, stop = self._detokenizer.push(token_ids, finished) if self._detokenizer else ("", None)
         if stop is not None:
             return Piece(text, "stop", stop, is_early=not finished)
-        stop_reason = out.stop_token_id if out.stop_token_id in self._stop_token_ids else None
-        return Piece(text, out.finish_reason, stop_reason, is_early=False)
+        stop_reason = stop_token_id if stop_token_id in self._stop_token_ids else None
+        return Piece(text, finish_reason, stop_reason, is_early=False)

@@ -41,11 +41,17 @@ class RequestOutput:
             end = "length" if out.finish_reason == "stop" else out.finish_reason
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
         pending = self.pending
-        piece = self._push_text(out)
-        self._push_logprobs(out)
-        pending.token_ids += out.token_ids
         pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
+        piece = self._push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)
+        if out.prompt_logprobs is not None or out.logprobs is not None:
+            self._push_logprobs(out)
         pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
+        return piece
+
+    def push_token(self, token: int) -> Piece:
+        """Add a token of a `TokenBatch` to `pending`, like `push`."""
+        piece = self._push_tokens([token])
+        self.pending.finish_reason, self.pending.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
     def take(self) -> Text | None:
@@ -54,15 +60,28 @@ class RequestOutput:
         has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.only_whole
         if pending.finish_reason is None and not has_new:
             return None
-        self.pending = Text(request_id=pending.request_id, text="", token_ids=[])
+        self.pending = Text(
+            request_id=pending.request_id,
+            text="",
+            token_ids=[],
+            num_prompt_tokens=pending.num_prompt_tokens,
+            num_cached_tokens=pending.num_cached_tokens,
+        )
         return pending
 
-    def _push_text(self, out: TokenOut) -> Piece:
-        piece, parser, pending = self.detokenizer.push(out), self.parser, self.pending
+    def _push_tokens(
+        self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
+    ) -> Piece:
+        piece, parser, pending = (
+            self.detokenizer.push(token_ids, finish_reason, stop_token_id),
+            self.parser,
+            self.pending,
+        )
+        pending.token_ids += token_ids
         if parser is None:
             pending.text += piece.text
         else:
-            parsed = parser.push(piece.text, piece.finish_reason is not None, len(out.token_ids))
+            parsed = parser.push(piece.text, piece.finish_reason is not None, len(token_ids))
             pending.num_reasoning_tokens = parser.num_reasoning_tokens
             pending.text += parsed.content
             pending.reasoning += parsed.reasoning

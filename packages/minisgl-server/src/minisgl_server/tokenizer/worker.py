@@ -7,9 +7,10 @@ check needs a tokenizer or the engine's limits; an invalid request is answered w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -117,9 +118,12 @@ class TokenizerWorker:
             case Abort(request_id):
                 if self._forget(request_id):
                     self._to_scheduler(message)
-            case TokenBatch(outputs, engine):
+            case TokenBatch(outputs, engine, request_ids, token_ids):
                 if not self._was_lost(engine):
-                    self._send([text for out in outputs if (text := self._push(out)) is not None])
+                    news: Iterator[tuple[str, TokenOut | int]] = chain(
+                        ((out.request_id, out) for out in outputs), zip(request_ids, token_ids.tolist(), strict=True)
+                    )
+                    self._send([text for name, new in news if (text := self._push(name, new)) is not None])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
                 if not self._was_lost(message.engine) and self._forget(message.request_id):
@@ -222,23 +226,23 @@ class TokenizerWorker:
         detokenizer = OutputText(self._token_bytes, sampling)
         return RequestOutput(detokenizer, self._token_bytes, pending, is_chat=True, parser=parser)
 
-    def _push(self, out: TokenOut) -> Text | None:
-        """Return the message for the API server about new tokens, or None if there is no new text."""
-        request = self._requests.get(out.request_id)
+    def _push(self, request_id: str, new: TokenOut | int) -> Text | None:
+        """Return the message for the API server about new tokens, or about one token; None if there is no new text."""
+        request = self._requests.get(request_id)
         if request is None:
             return None  # the request has ended here, and the scheduler's message crossed our Abort
         try:
-            piece = request.push(out)
+            piece = request.push_token(new) if isinstance(new, int) else request.push(new)
         except Exception:
-            self._drop(out.request_id)
+            self._drop(request_id)
             return None
         if piece.is_early:
-            self._to_scheduler(Abort(out.request_id, "stop"))
+            self._to_scheduler(Abort(request_id, "stop"))
         if piece.finish_reason is not None:
-            del self._requests[out.request_id]
+            del self._requests[request_id]
         text = request.take()
         if text is not None:
-            self._retries.pop(out.request_id, None)
+            self._retries.pop(request_id, None)
         return text
 
     def _forget(self, request_id: str) -> bool:

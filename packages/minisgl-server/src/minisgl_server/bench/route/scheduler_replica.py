@@ -14,7 +14,7 @@ from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
 from minisgl_core.protocol.messages import CacheEvents, Submit
 from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.policies import FirstComeFirstServed
-from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
+from minisgl_core.scheduler.scheduler import Scheduler
 from minisgl_server.bench.route.requests import VOCAB_SIZE, SimulatedRequest
 from minisgl_server.bench.route.step_time import StepTime
 from minisgl_server.router.cache_events import CacheChanges
@@ -94,7 +94,7 @@ class SchedulerReplica:
         self._changes = changes
         self._time, self._requests = step_time, requests
         self._by_row: dict[int, SimulatedRequest] = {}
-        self._step: ScheduledStep | None = None
+        self._step: BatchPlan | None = None
         self.next_s = math.inf
 
     @property
@@ -116,7 +116,7 @@ class SchedulerReplica:
     def advance(self) -> Progress:
         """End the running step, which is at `next_s`, and start the next one."""
         assert self._step is not None
-        plan, now_s, progress = self._step.plan, self.next_s, Progress()
+        plan, now_s, progress = self._step, self.next_s, Progress()
         index = plan.sample.index
         tokens = np.empty(len(index), np.int64)
         positions = (plan.starts[index] + plan.num_new[index]).tolist()
@@ -135,7 +135,7 @@ class SchedulerReplica:
 
     def _start(self, now_s: float) -> None:
         self._step = self.scheduler.schedule()
-        self.next_s = math.inf if self._step is None else now_s + self._seconds(self._step.plan)
+        self.next_s = math.inf if self._step is None else now_s + self._seconds(self._step)
 
     def _seconds(self, plan: BatchPlan) -> float:
         n = plan.num_decodes

@@ -1,0 +1,1 @@
+"""CPU time of the scheduler, without a model: ``minisgl bench scheduler``."""
