@@ -19,13 +19,13 @@ class TestLocal(ExecutorTests):
 
 
 class GivesAllOneAddress(LocalExecutor):
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        return [replace(each, address=f"ipc://{directory}/all") for each in super().place(size, directory)]
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        return [replace(each, address=f"ipc://{directory}/all") for each in super().place(directory)]
 
 
 class HasTwoMeetingPlaces(LocalExecutor):
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        placed = super().place(size, directory)
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        placed = super().place(directory)
         return [replace(each, init_method=f"{each.init_method}-{each.rank}") for each in placed]
 
 

@@ -106,6 +106,7 @@ def build_engine(
         asker,
         lambda kind: preferred(kind, hardware),
         lambda name: roles_of(registry.load("ops", name)),
+        placement,
     )
     config = resolved.config
     rank, platform = placement.rank, platform_class(placement.local_rank)

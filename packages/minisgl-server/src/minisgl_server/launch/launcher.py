@@ -65,6 +65,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        replicas: Replicas | None = None
         try:
             supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
@@ -84,6 +85,8 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             raise
         finally:
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+            if replicas is not None:
+                replicas.close()
 
 
 def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses) -> None:
