@@ -39,7 +39,7 @@ class Hosts:
         return ""
 
     def on(self, index: int) -> tuple[str, ...]:
-        """What runs a command on a host."""
+        """Beginning of a command that runs on a host."""
         return ("ip", "netns", "exec", self._names[index])
 
     def processes(self, index: int) -> list[psutil.Process]:

@@ -33,8 +33,8 @@ class Launch:
         minisgl = [
             *node.prefix,
             sys.executable,
-            "-m",
-            "minisgl_core.cli.main",
+            "-c",
+            "from minisgl_core.cli.main import main; main()",
             "launch",
             "--model",
             tiny_folder.llama(),
@@ -57,7 +57,7 @@ class Launch:
             self.banner += line
             if line.startswith("curl "):
                 break
-        assert "Serving at" in self.banner, self.stderr()
+        assert "Serving at" in self.banner, (self.process.wait(), self.stderr())
         self.url = re.search(r"Serving at (\S+)", self.banner)[1]  # type: ignore[index]
 
     def stderr(self) -> str:

@@ -33,7 +33,7 @@ class TestKit(ExecutorTests):
 
 
 def generate(model: str, *options: dict[str, Any], prefix: tuple[str, ...] = (), **environ: str) -> list[Any]:
-    """What `generate.py` prints."""
+    """Run `generate.py`, and return the lines that it prints."""
     command = [*prefix, sys.executable, Path(__file__).with_name("generate.py"), model, *map(json.dumps, options)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)

@@ -1,7 +1,7 @@
 """Encryption and authentication of TCP sockets with CURVE (rfc.zeromq.org/spec/26).
 
 The ranks of an engine share one secret key, which is part of their addresses: ``tcp://KEY@host:port``. So an address is a secret.
-A receiver accepts only peers that have this key. Whoever lacks it cannot connect, even with the address and another key.
+A receiver refuses peers that have another key or none.
 """
 
 from __future__ import annotations
