@@ -67,9 +67,6 @@ class RayNode:
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
-    def raylet(self) -> psutil.Process:
-        return next(each for each in self.processes() if each.name() == "raylet")
-
     def stop(self) -> None:
         """End the node, at first as `ray stop` would."""
         running = self.processes()

@@ -18,12 +18,13 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
 from typing import Any
 
-from minisgl_backends.executor.rank_actor import RankActor, Reserved
+from minisgl_backends.executor.rank_actor import POLL_S, RankActor, Reserved
 from minisgl_core.contracts.executor import Executor, ExecutorSpec, RankPlacement
 from minisgl_core.errors import MinisglError, WorkerDiedError
 from minisgl_core.protocol.messages import Ready
@@ -64,8 +65,11 @@ class RayExecutor(Executor):
         self._actors: list[Any] = []
         self._reserved: list[Reserved] = []
         self._group: Any = None
-        self._owns_connection = self._is_closing = False
+        self._owns_connection = False
+        self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._head_seen = time.monotonic()
+        """Time at which the head of the cluster has answered last."""
 
     @classmethod
     def unsupported(cls, spec: ExecutorSpec) -> list[str]:
@@ -123,13 +127,14 @@ class RayExecutor(Executor):
         environment |= {key: value for key, value in os.environ.items() if key.startswith(COPIED)}
         if reserved.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of_nodes()[reserved.node])
+        if not self._threads:
+            self._head_seen = time.monotonic()
+            self._run_thread(self._probe_head)
         started = actor.start.remote(name, environment, os.getcwd(), target, args)
         ours, theirs = Pipe()
         self.start_process(name, relay, theirs)
         theirs.close()
-        thread = threading.Thread(target=self._forward, args=(name, rank, started, ours), name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
+        self._run_thread(self._forward, name, rank, started, ours)
 
     def close(self) -> None:
         """Kill the actors, free the resources, and leave the cluster if `place` has connected to it."""
@@ -137,15 +142,17 @@ class RayExecutor(Executor):
             return
         import ray
 
-        self._is_closing = True
-        for actor in self._actors:
-            with suppress(Exception):  # the cluster may be gone
-                ray.kill(actor)
-        for thread in self._threads:
-            thread.join(LOST_S)
-        if self._group is not None:
-            with suppress(Exception):
-                ray.util.remove_placement_group(self._group)
+        self._closing.set()
+        # Calls wait for a minute if the head is lost. The nodes then end their actors themselves.
+        if not (self._threads and self._has_lost_head()):
+            for actor in self._actors:
+                with suppress(Exception):  # the cluster may be gone
+                    ray.kill(actor)
+            for thread in self._threads:
+                thread.join(LOST_S)
+            if self._group is not None:
+                with suppress(Exception):
+                    ray.util.remove_placement_group(self._group)
         self._actors, self._threads, self._group = [], [], None
         if self._owns_connection:
             self._owns_connection = False
@@ -212,6 +219,23 @@ class RayExecutor(Executor):
         nodes = dict.fromkeys(each.node for each in self._reserved)
         return {node: [gpu for each in self._reserved if each.node == node for gpu in each.gpus] for node in nodes}
 
+    def _run_thread(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="minisgl: ray", daemon=True)
+        thread.start()
+        self._threads.append(thread)
+
+    def _probe_head(self) -> None:
+        """Ask the head of the cluster for anything, to notice its loss."""
+        import ray
+
+        while not self._closing.wait(POLL_S):
+            with suppress(Exception):
+                ray.nodes()
+                self._head_seen = time.monotonic()
+
+    def _has_lost_head(self) -> bool:
+        return time.monotonic() - self._head_seen > LOST_S
+
     def _forward(self, name: str, rank: int, started: Any, events: Any) -> None:
         """Send the events of a rank to its relay, until the rank or this executor ends."""
         import ray
@@ -219,11 +243,14 @@ class RayExecutor(Executor):
         actor, node = self._actors[rank], self._reserved[rank].address
         event: Ready | WorkerDiedError | None = None
         with events, suppress(OSError):  # the relay has ended
-            while not self._is_closing and not isinstance(event, WorkerDiedError):
+            while not self._closing.is_set() and not isinstance(event, WorkerDiedError):
                 try:
                     if started is not None:
                         started = ray.get(started, timeout=ACTOR_S)
                     event = ray.get(actor.poll.remote(), timeout=LOST_S)
+                    if self._has_lost_head():
+                        why = f"the head of the Ray cluster has not answered for {LOST_S:g} s"
+                        event = WorkerDiedError(f"The process '{name}' is no longer watched: {why}.")
                 except ray.exceptions.GetTimeoutError:
                     why = f"its node {node} has not answered for {LOST_S:g} s"
                     event = WorkerDiedError(f"The process '{name}' is lost: {why}.")
