@@ -95,9 +95,8 @@ class RayExecutor(Executor):
         self._reserve()
         try:
             self._reserved = ray.get([actor.reserve.remote() for actor in self._actors], timeout=ACTOR_S)
-            ray.get(
-                self._actors[0].free_ports.remote(), timeout=LOST_S
-            )  # rank 0 may be this process, which is not started
+            # Rank 0 may be this process, for which `start` is not called.
+            ray.get(self._actors[0].free_ports.remote(), timeout=LOST_S)
         except ray.exceptions.RayError as error:
             raise MinisglError(f"Ray could not start the actors of the ranks: {_first_line(error)}") from None
         gpus = self._gpus_of_nodes()
@@ -124,7 +123,8 @@ class RayExecutor(Executor):
             return
         actor, reserved = self._actors[rank], self._reserved[rank]
         environment: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # Ray sets it to the number of reserved cores
-        environment |= {key: value for key, value in os.environ.items() if key.startswith(COPIED)}
+        copied = (key for key in os.environ if key.startswith(COPIED) and not key.endswith("_API_KEY"))
+        environment |= {key: os.environ[key] for key in copied}
         if reserved.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of_nodes()[reserved.node])
         if not self._threads:
@@ -179,10 +179,8 @@ class RayExecutor(Executor):
             remedy = f"Start the launch on a node of the cluster; {CONNECT} is {address!r}." if address else ""
             raise MinisglError(f"Ray could not be reached or started: {_first_line(error)}. {remedy}".strip()) from None
         finally:
-            if in_main:
-                signal.signal(
-                    signal.SIGTERM, before
-                )  # Ray's handler would end the process without the launch's cleanup
+            if in_main:  # Ray's handler would end the process without the launch's cleanup
+                signal.signal(signal.SIGTERM, before)
         self._owns_connection = True
 
     def _reserve(self) -> None:
@@ -285,9 +283,7 @@ def _show_gpus(gpus: list[str]) -> None:
 
 def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, nodes: list[dict[str, Any]]) -> str:
     def amounts(resources: dict[str, float]) -> str:
-        return (
-            ", ".join(f"{resources.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if kind in resources) or "nothing"
-        )
+        return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources) or "nothing"
 
     wanted = "; ".join(amounts(bundle) for bundle in bundles)
     alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'])})" for node in nodes if node["Alive"]]
