@@ -52,7 +52,7 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def two_nodes(hosts: Hosts, make_node: Callable[..., RayNode]) -> list[RayNode]:
-    """A cluster over the two hosts, with two cores each."""
+    """A cluster over the two hosts, with two cores each. The last test of the last module kills its head."""
     head = f"{hosts.addresses[0]}:6379"
     nodes = []
     for index, address in enumerate(hosts.addresses):

@@ -195,13 +195,15 @@ class RayExecutor(Executor):
         for bundle in bundles if num_gpus else []:
             bundle["GPU"] = per_bundle
         this_node = ray.get_runtime_context().get_node_id()
-        resources = next(node["Resources"] for node in ray.nodes() if node["NodeID"] == this_node)
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        resources = next(node["Resources"] for node in nodes if node["NodeID"] == this_node)
         name = next(key for key in resources if key.startswith("node:") and not key.startswith("node:__"))
         bundles[0][name] = 0.001  # rank 0 runs on this host
         strategy = spec.placement.upper().replace("-", "_")
         self._group = placement_group(bundles, strategy=strategy)
-        if not self._group.wait(PLACEMENT_S):
-            raise MinisglError(_describe_shortage(bundles, spec, ray.nodes()))
+        # Wait for resources that are in use, but not for larger or more nodes than there are.
+        if not _fit(bundles, nodes, strategy) or not self._group.wait(PLACEMENT_S):
+            raise MinisglError(_describe_shortage(bundles, spec, nodes))
         for rank in range(spec.size):
             place = PlacementGroupSchedulingStrategy(self._group, rank // per_bundle)
             options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": place}
@@ -281,16 +283,26 @@ def _show_gpus(gpus: list[str]) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = wanted
 
 
+def _fit(bundles: list[dict[str, float]], nodes: list[dict[str, Any]], strategy: str) -> bool:
+    """Return True if the nodes could hold the bundles, were they free."""
+
+    def holds(resources: dict[str, float], bundle: dict[str, float]) -> bool:
+        return all(resources.get(kind, 0) >= amount for kind, amount in bundle.items())
+
+    are_large_enough = all(any(holds(node["Resources"], bundle) for node in nodes) for bundle in bundles)
+    return are_large_enough and (strategy != "STRICT_SPREAD" or len(nodes) >= len(bundles))
+
+
 def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, nodes: list[dict[str, Any]]) -> str:
     def amounts(resources: dict[str, float]) -> str:
         return ", ".join(f"{resources[kind]:g} {kind}" for kind in ("CPU", "GPU") if kind in resources) or "nothing"
 
     wanted = "; ".join(amounts(bundle) for bundle in bundles)
-    alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'])})" for node in nodes if node["Alive"]]
+    alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'])})" for node in nodes]
     remedy = " --placement spread lets a stage span nodes." if spec.placement == "pack" and spec.tp > 1 else ""
     return (
-        f"Ray found no place for {spec.size} ranks within {PLACEMENT_S:g} s: --placement {spec.placement} needs bundles of"
-        f" {wanted}, the first on this node. The nodes are {', '.join(alive)}, in part perhaps in use.{remedy}"
+        f"Ray has no place for {spec.size} ranks: --placement {spec.placement} needs bundles of {wanted}, the first on this"
+        f" node. The nodes are {', '.join(alive)}, which other work may use in part.{remedy}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -74,11 +75,17 @@ def test_ranks_on_two_hosts_generate_what_one_does(model: Callable[[], str], two
     assert ranks == [[*alone, one_each], [*alone, one_each], [*alone, stages]]
 
 
-def test_more_ranks_than_a_node_has_cores_is_an_error_with_the_remedy(two_nodes: list[RayNode]) -> None:
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp": 4}, "needs bundles of 4 CPU, the first on this node.*--placement spread lets a stage span nodes"),
+        ({"pp": 3, "placement": "strict-spread"}, "needs bundles of 1 CPU; 1 CPU; 1 CPU, the first on this node"),
+    ],
+)
+def test_too_few_or_small_nodes_are_an_error(options: dict[str, Any], message: str, two_nodes: list[RayNode]) -> None:
     command = [*two_nodes[0].prefix, sys.executable, Path(__file__).with_name("generate.py"), tiny_folder.llama()]
-    options = json.dumps({"tp": 4, "executor": "ray"})
     environ = {**os.environ, "RAY_ADDRESS": two_nodes[0].head}
-    done = subprocess.run([*command, options], env=environ, capture_output=True, text=True, timeout=200)
+    options = {"executor": "ray", **options}
+    done = subprocess.run([*command, json.dumps(options)], env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1
-    assert "needs bundles of 4 CPU, the first on this node" in done.stderr
-    assert "--placement spread" in done.stderr
+    assert re.search(message, done.stderr), done.stderr
