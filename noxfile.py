@@ -153,7 +153,7 @@ def clients(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", folder, *session.posargs, env=env)
 
 
-@nox.session(reuse_venv=True, requires=["dev"])
+@nox.session(reuse_venv=True, requires=["dev"], default=False)
 def ray(session: nox.Session) -> None:
     """Run the tests of ranks on Ray clusters, some of them on two test hosts; arguments go to pytest.
 

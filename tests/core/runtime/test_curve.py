@@ -1,4 +1,4 @@
-"""TCP sockets between ranks: who has the key is heard, whoever else connects is not, and what is sent is not readable."""
+"""TCP sockets between ranks: peers with the key are heard, others are refused, and messages are not readable on the way."""
 
 from __future__ import annotations
 
