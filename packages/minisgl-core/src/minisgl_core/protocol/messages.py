@@ -371,6 +371,12 @@ class ReplicaLost(msgspec.Struct, tag=True):
     request_ids: list[str]
 
 
+class NoSnapshot(msgspec.Struct, tag=True):
+    """Router to API server, through a tokenizer worker: no replica is ready to answer the `SnapshotRequest` with this `query`."""
+
+    query: int
+
+
 class CacheEvents(msgspec.Struct, tag=True):
     """Scheduler to router: blocks that an engine's prefix cache has taken and evicted, as far as they differ."""
 

@@ -27,14 +27,13 @@ from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
-from minisgl_server.launch.replicas import Replicas
+from minisgl_server.launch.replicas import ROUTER, Replicas
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
 API = "api"
 RUN_API = "minisgl_server.api.server:run_api"
-ROUTER = "router"
 RUN_ROUTER = "minisgl_server.router.process:run_router"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
@@ -132,22 +131,22 @@ def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddres
     if endpoints.num_replicas > 1:
         with Sender(endpoints.router_in) as router:
             router.send(info)
-        if not supervisor.wait_ready(ROUTER, wake=signals):
+        if not replicas.wait(lambda: ROUTER in supervisor.ready, signals):
             return False
-        replicas.announce()
     with ExitStack() as stack:
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
-        if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
+        if not replicas.wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
             return False
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
     with Sender(endpoints.api_in) as api:
         api.send(msgspec.structs.replace(info, max_token_bytes=most))
-        return supervisor.wait_ready(API, wake=signals)
+        return replicas.wait(lambda: API in supervisor.ready, signals)
 
 
 def _drain(supervisor: Supervisor, replicas: Replicas, options: ServerOptions, signals: _Signals) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()
+    replicas.drain()
     _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
     supervisor.end(API)
     limit_s = options.drain_timeout + DRAIN_SLACK_S
