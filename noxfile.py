@@ -159,6 +159,21 @@ def clients(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", folder, *session.posargs, env=env)
 
 
+@nox.session(reuse_venv=True, requires=["dev"], default=False)
+def ray(session: nox.Session) -> None:
+    """Run the tests of ranks on Ray clusters, some of them on two test hosts; arguments go to pytest.
+
+    .nox/ray has Ray, and for the rest refers to .nox/dev. The test hosts are network namespaces, which need root and iproute2.
+    """
+    environment = Path(session.virtualenv.location)
+    (dev_packages,) = ROOT.glob(".nox/dev/lib/python*/site-packages")
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "dev.pth").write_text(f"import site; site.addsitedir({str(dev_packages)!r})\n")
+    session.install(*CONSTRAINTS, "ray")
+    env = {**THREADS, "OMP_NUM_THREADS": "1"}
+    session.run("python", "-m", "pytest", "tests/cluster", "--durations=10", *session.posargs, env=env)
+
+
 @nox.session(reuse_venv=False, requires=["dev"])
 def wheels(session: nox.Session) -> None:
     """Build the wheels, install them in a fresh environment as a user would, and serve one request."""

@@ -29,7 +29,7 @@ MAY_IMPORT = {
 }
 TEST_TOOLS = {"pytest", "hypothesis", "_pytest"}
 HEAVY = {"torch", "transformers", "fastapi", "uvicorn", "tokenizers", "huggingface_hub", "safetensors", "gguf"}
-NOT_INSTALLED = {"flashinfer": "flashinfer-python"}
+NOT_INSTALLED = {"flashinfer": "flashinfer-python", "ray": "ray"}
 """What brings a module, where nothing here tells."""
 PROJECTS = sorted(ROOT.glob("packages/*"))
 PROJECT_IDS = [project.name for project in PROJECTS]

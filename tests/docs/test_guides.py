@@ -33,7 +33,7 @@ NUM_TESTS = {
     "quantization": 17,
     "communicator": 1,
     "platform": 20,
-    "executor": 3,
+    "executor": 4,
     "router": 8,
     "weights": 7,
     "grammar": 90,

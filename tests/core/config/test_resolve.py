@@ -12,6 +12,7 @@ from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.resolve import Resolved, resolve
 from minisgl_core.contracts.attention import AttentionCapabilities
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
 from minisgl_core.contracts.moe import MoeCapabilities
 from minisgl_core.contracts.platform import Hardware
@@ -203,6 +204,25 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
     assert chosen(tp=2, pp=2, communicator="torch")[0] == "torch"
     with pytest.raises(ProviderUnsupportedError, match="not for messages alone"):
         chosen(tp=2, pp=2, communicator="oneshot")
+
+
+def test_what_needs_one_host_is_not_chosen_for_groups_over_several() -> None:
+    def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
+        return ["not over hosts"] if name == "oneshot" and spec[0].spans_hosts else []
+
+    def chosen(nodes: str, **options: Any) -> tuple[str, str]:
+        config = EngineConfig.from_flat(**options)
+        placement = RankPlacement(0, config.parallel.size, nodes=tuple(nodes))
+        installed = {**INSTALLED, "communicator": {"oneshot", "torch"}}
+        two_gpus = replace(H200, num_devices=2)
+        functions = installed.__getitem__, unsupported, {}.get, ROLES.__getitem__
+        resolved = resolve(config, two_gpus, MODEL, *functions, placement)
+        reasons = {choice.what: choice.reason for choice in resolved.choices}
+        return resolved.config.backends.communicator, reasons["placement"]
+
+    assert chosen("aa", tp=2) == ("oneshot", "ranks 0-1 on a")
+    assert chosen("ab", tp=2) == ("torch", "rank 0 on a, rank 1 on b")
+    assert chosen("aabb", tp=2, pp=2) == ("oneshot,torch", "ranks 0-1 on a, ranks 2-3 on b")
 
 
 def test_a_models_attention_is_part_of_what_backends_are_asked() -> None:

@@ -11,7 +11,7 @@ import tiny
 import torch
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.config.stages import describe_stages, stage_layers
+from minisgl_core.config.stages import describe_nodes, describe_stages, stage_layers
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
@@ -71,3 +71,12 @@ def test_the_report_names_layers_and_ranks() -> None:
     assert describe_stages(parallel, 4) == "layers 0-1 on rank 0, 2 on rank 1, 3 on rank 2"
     parallel = EngineConfig.from_flat(tp=2, pp=2).parallel
     assert describe_stages(parallel, 8) == "layers 0-3 on ranks 0-1, 4-7 on ranks 2-3"
+    assert describe_nodes(["a", "a", "b", "c"]) == "ranks 0-1 on a, rank 2 on b, rank 3 on c"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "group_size", "spans"),
+    [("", 2, False), ("aabb", 2, False), ("aabb", 4, True), ("abab", 2, True), ("aaab", 2, True), ("aaaa", 4, False)],
+)
+def test_a_group_spans_hosts_if_its_ranks_have_several(nodes: str, group_size: int, spans: bool) -> None:
+    assert RankPlacement(0, 4, nodes=tuple(nodes)).spans_hosts(group_size) is spans

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import Executor, RankPlacement
+from minisgl_core.errors import ProviderUnsupportedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.local_executor import LocalExecutor
+from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.testing.executor_kit import ExecutorTests
 from minisgl_core.testing.kit_runner import failures
 
@@ -19,13 +25,13 @@ class TestLocal(ExecutorTests):
 
 
 class GivesAllOneAddress(LocalExecutor):
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        return [replace(each, address=f"ipc://{directory}/all") for each in super().place(size, directory)]
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        return [replace(each, address=f"ipc://{directory}/all") for each in super().place(directory)]
 
 
 class HasTwoMeetingPlaces(LocalExecutor):
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        placed = super().place(size, directory)
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        placed = super().place(directory)
         return [replace(each, init_method=f"{each.init_method}-{each.rank}") for each in placed]
 
 
@@ -45,8 +51,21 @@ class StartsNothing(LocalExecutor):
         pass
 
 
+class LosesCountOfTheNodes(LocalExecutor):
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        return [replace(each, nodes=("here",)) for each in super().place(directory)]
+
+
 @pytest.mark.parametrize(
-    "broken", [GivesAllOneAddress, HasTwoMeetingPlaces, CountsFromOne, StartsThemAllAsRankZero, StartsNothing]
+    "broken",
+    [
+        GivesAllOneAddress,
+        HasTwoMeetingPlaces,
+        CountsFromOne,
+        StartsThemAllAsRankZero,
+        StartsNothing,
+        LosesCountOfTheNodes,
+    ],
 )
 def test_a_broken_executor_fails_the_kit(broken: type[Executor]) -> None:
     class Kit(ExecutorTests):
@@ -54,3 +73,22 @@ def test_a_broken_executor_fails_the_kit(broken: type[Executor]) -> None:
         limit_s = 8.0
 
     assert failures(Kit())
+
+
+def test_local_refuses_a_placement_over_hosts() -> None:
+    with pytest.raises(ProviderUnsupportedError, match="use --executor ray"):
+        make_executor(EngineConfig.from_flat(tp=2, placement="spread"), Registry.from_environment(), Supervisor())
+
+
+def test_ray_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the package; with it, for Ray Client and for several engines."""
+    config, registry = EngineConfig.from_flat(tp=2, executor="ray"), Registry.from_environment()
+    if importlib.util.find_spec("ray") is None:
+        with pytest.raises(ProviderUnsupportedError, match=r"pip install 'minisgl-backends\[ray\]'"):
+            make_executor(config, registry, Supervisor())
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ProviderUnsupportedError, match="leave --replicas out"):
+        make_executor(config, registry, Supervisor(), 2)
+    monkeypatch.setenv("RAY_ADDRESS", "ray://head:10001")
+    with pytest.raises(ProviderUnsupportedError, match="RAY_ADDRESS=ray://head:10001 is Ray Client"):
+        make_executor(config, registry, Supervisor())

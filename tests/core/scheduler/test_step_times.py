@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minisgl_core.engine.step import PendingStep
+from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
-from minisgl_core.scheduler.planner import Chunk
 from minisgl_core.scheduler.step_times import LEAST_CHUNK, StepTimes
 
 
@@ -95,8 +95,10 @@ def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None
     loop.scheduler.step_times = Constant(max_step_s=0.01805)
     steps: list[tuple[int, list[tuple[str, int]]]] = []
 
-    def record(chunks: list[Chunk], num_decodes: int) -> None:
-        steps.append((num_decodes, [(each.request.request_id, each.num_new) for each in chunks[num_decodes:]]))
+    def record(plan: BatchPlan) -> None:
+        requests, n = loop.scheduler._running, plan.num_decodes
+        prompts = zip(plan.rows[n:].tolist(), plan.num_new[n:].tolist(), strict=True)
+        steps.append((n, [(requests[row].request_id, num_new) for row, num_new in prompts]))
 
     loop.scheduler.step_planned = record
     lengths = {"a": 60, "b": 30, "c": 80, "d": 250}

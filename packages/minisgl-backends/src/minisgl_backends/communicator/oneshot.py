@@ -46,6 +46,8 @@ class OneShotCommunicator(NcclCommunicator):
             return reasons
         if spec.only_messages:
             return ["its messages are NCCL's, which torch and pynccl send without its buffers"]
+        if spec.spans_hosts:
+            return ["all ranks must be on one host"]
         if spec.size not in _SIZES:
             return [f"it serves {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
         if importlib.util.find_spec("triton") is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from datetime import timedelta
 from typing import Any
@@ -125,9 +126,14 @@ def _backend(spec: CommunicatorSpec, store: PrefixStore, timeout: timedelta) -> 
         return backends.ProcessGroupNCCL(store, spec.rank, spec.size, nccl)
     gloo = backends.ProcessGroupGloo._Options()
     gloo._timeout = timeout
-    host = urlparse(spec.init_method).hostname or "localhost"
-    if host in ("localhost", "127.0.0.1", "::1"):  # all ranks are on this host: listen on the loopback interface only
-        gloo._devices = [backends.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    else:
-        gloo._devices = [backends.ProcessGroupGloo.create_default_device()]
+    gloo._devices = [backends.ProcessGroupGloo.create_device(hostname=_own_address(spec.init_method))]
     return backends.ProcessGroupGloo(store, spec.rank, spec.size, gloo)
+
+
+def _own_address(url: str) -> str:
+    """Return the address at which this host reaches the host of `url`; the host's name may resolve to another one."""
+    host = urlparse(url).hostname or "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:  # connecting a UDP socket sends nothing
+        probe.connect(address)
+        return str(probe.getsockname()[0])

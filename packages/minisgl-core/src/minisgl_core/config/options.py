@@ -144,6 +144,12 @@ class ParallelOptions:
     tp: int = option(1, "Tensor-parallel ranks of each pipeline stage.", low=1)
     pp: int = option(1, "Pipeline stages, each with a range of the layers.", low=1)
     executor: str = option("local", "Executor of the ranks; local starts processes on this host.", kind="executor")
+    placement: str = option(
+        "pack",
+        "Placement of the ranks on hosts: pack keeps each pipeline stage on one host; spread and strict-spread put ranks on"
+        " different hosts, if possible or always.",
+        choices=("pack", "spread", "strict-spread"),
+    )
 
     @property
     def size(self) -> int:

@@ -14,10 +14,11 @@ import torch
 
 from minisgl_core.config.ops_roles import assign_roles
 from minisgl_core.config.options import AUTO, EngineConfig, ParallelOptions
-from minisgl_core.config.stages import describe_stages
+from minisgl_core.config.stages import describe_nodes, describe_stages
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
+from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.quantization import QuantizationSpec
@@ -91,6 +92,7 @@ def resolve(
     preferred: Callable[[str], str | None],
     ops_roles: Callable[[str], Iterable[str]],
     uncompiled: Callable[[str, AttentionSpec], str] = lambda name, spec: "",
+    placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
 ) -> Resolved:
     """Resolve all options that are ``auto``, and check those that are not.
 
@@ -105,6 +107,7 @@ def resolve(
         preferred: function that returns the provider of a kind that a plugin prefers; None if there is none.
         ops_roles: function that returns the roles of an ops provider.
         uncompiled: function that returns what an attention backend would compile first; see `AttentionBackend.uncompiled`.
+        placement: placement of this rank.
 
     Raises:
         ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
@@ -123,9 +126,11 @@ def resolve(
             allowed += "; the engine does not scale dynamic NTK beyond max_position_embeddings"
         raise InvalidValueError("--max-seq-len-override", max_seq_len, allowed)
 
-    _check_parallel(config.parallel, hardware, model)
+    _check_parallel(config.parallel, hardware, model, placement)
     if config.parallel.pp > 1:
         choices.append(Choice("pp", str(config.parallel.pp), describe_stages(config.parallel, model.num_layers)))
+    if placement.nodes:
+        choices.append(Choice("placement", config.parallel.placement, describe_nodes(placement.nodes)))
     torch_dtype, device = getattr(torch, dtype), torch.device(hardware.torch_name)
     page_size, page_why = config.cache.page_size, "set by the user"
     if page_size == AUTO:
@@ -169,7 +174,7 @@ def resolve(
         quantization = "none"
     communicator = config.backends.communicator
     if config.parallel.size > 1:
-        communicator, why = _communicators(config, picker, device)
+        communicator, why = _communicators(config, picker, device, placement)
         choices.append(Choice("communicator", communicator, why))
 
     grammar = config.backends.grammar
@@ -288,24 +293,31 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
     return hardware.dtypes[0], f"the checkpoint's {model_dtype} is slow on this {hardware.platform}"
 
 
-def _communicators(config: EngineConfig, picker: _Picker, device: torch.device) -> tuple[str, str]:
+def _communicators(
+    config: EngineConfig, picker: _Picker, device: torch.device, placement: RankPlacement
+) -> tuple[str, str]:
     """Return the providers and why: of each stage's tensor-parallel group, and of the groups between the stages."""
     names, parallel = config.backends.communicator.split(","), config.parallel
     if len(names) > 2 or not all(names):
         raise InvalidValueError("--communicator", config.backends.communicator, "one name, or two as 'within,between'")
     picks = []
     if parallel.tp > 1:
-        picks.append(picker.pick("communicator", names[0], CommunicatorSpec(0, parallel.tp, device, "")))
+        within = CommunicatorSpec(0, parallel.tp, device, "", spans_hosts=placement.spans_hosts(parallel.tp))
+        picks.append(picker.pick("communicator", names[0], within))
     if parallel.pp > 1:
-        between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True)
+        spans_hosts = placement.spans_hosts(placement.size)
+        between = CommunicatorSpec(0, parallel.pp, device, "", only_messages=True, spans_hosts=spans_hosts)
         picks.append(picker.pick("communicator", names[-1], between))
     names, reasons = (list(dict.fromkeys(each)) for each in zip(*picks, strict=True))
     return ",".join(names), "; ".join(reasons)
 
 
-def _check_parallel(parallel: ParallelOptions, hardware: Hardware, model: ModelConfig) -> None:
+def _check_parallel(
+    parallel: ParallelOptions, hardware: Hardware, model: ModelConfig, placement: RankPlacement
+) -> None:
     check_tp_size(model.num_q_heads, model.num_kv_heads, parallel.tp)
-    num_devices = hardware.num_devices
+    # An executor of several hosts places ranks where there are devices.
+    num_devices = parallel.size if placement.nodes else hardware.num_devices
     if hardware.torch_name != "cpu" and parallel.tp > num_devices:
         raise InvalidValueError("--tp", parallel.tp, f"at most {num_devices}, the devices of this machine")
     if parallel.pp > model.num_layers:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 from minisgl_core.config.options import ParallelOptions
 
 
@@ -17,9 +20,22 @@ def describe_stages(parallel: ParallelOptions, num_layers: int) -> str:
     parts = []
     for stage in range(parallel.pp):
         layers, first = stage_layers(num_layers, parallel.pp, stage), stage * parallel.tp
-        ranks = f"rank {first}" if parallel.tp == 1 else f"ranks {first}-{first + parallel.tp - 1}"
-        parts.append(f"{_span(layers)} on {ranks}")
+        parts.append(f"{_span(layers)} on {_ranks(range(first, first + parallel.tp))}")
     return f"layers {', '.join(parts)}"
+
+
+def describe_nodes(nodes: Sequence[str]) -> str:
+    """Return the node of each rank, such as ``ranks 0-1 on 10.0.0.1, rank 2 on 10.0.0.2``."""
+    parts, first = [], 0
+    for node, group in groupby(nodes):
+        ranks = range(first, first + len(list(group)))
+        parts.append(f"{_ranks(ranks)} on {node}")
+        first = ranks.stop
+    return ", ".join(parts)
+
+
+def _ranks(ranks: range) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {_span(ranks)}"
 
 
 def _span(layers: range) -> str:

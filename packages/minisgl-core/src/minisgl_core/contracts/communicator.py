@@ -24,6 +24,7 @@ class CommunicatorSpec:
         init_method: torch.distributed URL, the same for all ranks, such as ``tcp://127.0.0.1:29500``.
         timeout_s: timeout of a collective that a rank does not join.
         only_messages: True for a group of pipeline stages, which only sends and receives once the engine runs.
+        spans_hosts: True if the ranks may run on several hosts.
     """
 
     rank: int
@@ -32,6 +33,7 @@ class CommunicatorSpec:
     init_method: str
     timeout_s: float = 60.0
     only_messages: bool = False
+    spans_hosts: bool = False
 
 
 class Communicator(ABC):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 
@@ -17,14 +17,50 @@ class RankPlacement:
         size: number of ranks of the engine.
         local_rank: rank on its host, which selects the device.
         address: ZeroMQ address where the rank receives the plans of rank 0; rank 0 receives the results of a pipeline there.
+            A ``tcp://`` address has a key, as `minisgl_core.runtime.curve.tcp_address` returns it.
         init_method: torch.distributed URL, the same for all ranks.
+        nodes: name of each rank's host, in rank order; empty if all ranks run on this host.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
-    address: str = ""
+    address: str = field(default="", repr=False)
     init_method: str = ""
+    nodes: tuple[str, ...] = ()
+
+    def spans_hosts(self, group_size: int) -> bool:
+        """Return True if ranks on several hosts form a group, where `group_size` consecutive ranks form each group."""
+        groups = (self.nodes[first : first + group_size] for first in range(0, len(self.nodes), group_size))
+        return any(len(set(group)) > 1 for group in groups)
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSpec:
+    """Ranks that an executor starts.
+
+    Attributes:
+        tp: ranks of each pipeline stage.
+        pp: pipeline stages.
+        placement: value of ``--placement``.
+        platform: value of ``--platform``, which may be ``auto``.
+        replicas: number of engines that the launch starts, each with ``tp * pp`` ranks.
+        log_level: lowest level that the ranks log; None does not configure their logging.
+        log_format: ``text`` or ``json``.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    placement: str = "pack"
+    platform: str = "auto"
+    replicas: int = 1
+    log_level: str | None = None
+    log_format: str = "text"
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of an engine."""
+        return self.tp * self.pp
 
 
 class StartProcess(Protocol):
@@ -45,20 +81,19 @@ class Executor(ABC):
     plugin_api: ClassVar[str] = ">=2,<3"
 
     @classmethod
-    def unsupported(cls, size: int) -> list[str]:
-        """Return the reasons why this executor cannot run `size` ranks here, one sentence each; empty if it can."""
+    def unsupported(cls, spec: ExecutorSpec) -> list[str]:
+        """Return the reasons why this executor cannot start these ranks here, one sentence each; empty if it can."""
         return []
 
-    def __init__(self, start_process: StartProcess) -> None:
-        """`start_process` starts children of this process."""
-        self.start_process = start_process
+    def __init__(self, start_process: StartProcess, spec: ExecutorSpec) -> None:
+        """Start nothing yet. `start_process` starts children of this process."""
+        self.start_process, self.spec = start_process, spec
 
     @abstractmethod
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        """Return the placement of each rank, in rank order. Rank 0 runs on this host.
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        """Return the placement of each rank of an engine, in rank order. Rank 0 runs on this host.
 
         Args:
-            size: number of ranks.
             directory: private directory of the launch on this host, for Unix sockets and files.
         """
 
@@ -72,3 +107,6 @@ class Executor(ABC):
             target: a function, or ``module:function``.
             args: plain data that can be pickled.
         """
+
+    def close(self) -> None:
+        """End what runs elsewhere, and free what `place` has reserved. The launch calls this last. May be called twice."""

@@ -93,7 +93,7 @@ def build_engine(
         MinisglError: an option, the model or a provider is not supported.
     """
     phases = StartupTimer()
-    resolution = resolve_options(config, registry, hooks)
+    resolution = resolve_options(config, registry, hooks, placement)
     checkpoint, resolved, config = resolution.checkpoint, resolution.resolved, resolution.resolved.config
     sampling = default_sampling(checkpoint.source.generation_config)
     rank, platform = placement.rank, resolution.platform_class(placement.local_rank)
@@ -166,7 +166,12 @@ class Resolution:
         )
 
 
-def resolve_options(config: EngineConfig, registry: Registry, hooks: Hooks) -> Resolution:
+def resolve_options(
+    config: EngineConfig,
+    registry: Registry,
+    hooks: Hooks,
+    placement: RankPlacement = RankPlacement(),  # noqa: B008  # frozen
+) -> Resolution:
     """Open the checkpoint and resolve all options for this machine.
 
     Raises:
@@ -191,6 +196,7 @@ def resolve_options(config: EngineConfig, registry: Registry, hooks: Hooks) -> R
         lambda kind: preferred(kind, hardware),
         lambda name: roles_of(registry.load("ops", name)),
         lambda name, spec: str(registry.load("attention", name).uncompiled(spec)),
+        placement,
     )
     return Resolution(checkpoint, platform_class, hardware, resolved)
 

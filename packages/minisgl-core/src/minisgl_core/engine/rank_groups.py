@@ -104,13 +104,15 @@ def join_groups(
     tensor: Communicator = SingleRank()
     if tp > 1:
         url = urls.of(f"stage-{stage}", is_leader=tp_rank == 0)
-        tensor = _join(within, registry, CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S))
+        spec = CommunicatorSpec(tp_rank, tp, device, url, _TIMEOUT_S, spans_hosts=placement.spans_hosts(tp))
+        tensor = _join(within, registry, spec)
     joined(tensor)
     if pp == 1:
         return RankGroups(tensor)
     try:
         url = urls.of(f"pipeline-{tp_rank}", is_leader=stage == 0)
-        spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, only_messages=True)
+        spans_hosts = placement.spans_hosts(placement.size)
+        spec = CommunicatorSpec(stage, pp, device, url, _TIMEOUT_S, only_messages=True, spans_hosts=spans_hosts)
         pipeline = _join(between, registry, spec)
     except BaseException:
         for leave in (tensor.abort, tensor.close):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.contracts.executor import Executor, StartProcess
+from minisgl_core.contracts.executor import Executor, ExecutorSpec
 from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.runtime.supervisor import Supervisor
 
 
-def make_executor(config: EngineConfig, registry: Registry, start_process: StartProcess) -> Executor:
+def make_executor(config: EngineConfig, registry: Registry, supervisor: Supervisor, replicas: int = 1) -> Executor:
     """Return the executor that ``--executor`` selects.
 
     Raises:
-        PluginError: it is not installed, or cannot run this number of ranks here.
+        PluginError: it is not installed, or cannot run these ranks here.
     """
-    name = config.parallel.executor
-    if reasons := registry.unsupported("executor", name, config.parallel.size):
+    parallel, platform = config.parallel, config.backends.platform
+    logs = supervisor.log_level, supervisor.log_format
+    spec = ExecutorSpec(parallel.tp, parallel.pp, parallel.placement, platform, replicas, *logs)
+    name = parallel.executor
+    if reasons := registry.unsupported("executor", name, spec):
         raise ProviderUnsupportedError("executor", name, reasons)
-    executor: Executor = registry.load("executor", name)(start_process)
+    executor: Executor = registry.load("executor", name)(supervisor.start, spec)
     return executor

@@ -2,7 +2,7 @@
 
 Every process that receives binds one PULL socket in the launch's directory, and its senders connect PUSH sockets. Messages of
 one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
-These file permissions are the only access control of the sockets.
+These file permissions are the only access control of Unix sockets. Ranks on other hosts have TCP sockets, see `curve`.
 
     api_in           <-- tokenizer workers, launcher
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
@@ -32,9 +32,11 @@ from typing import Any, Generic, Self, TypeVar
 import msgspec
 import zmq
 import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
 
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Decoder, encode
+from minisgl_core.runtime.curve import secure
 
 M = TypeVar("M")
 LINGER_MS = 1000
@@ -137,10 +139,24 @@ class _Channel:
         self.socket.setsockopt(zmq.SNDHWM, max_messages)
         self.socket.setsockopt(zmq.RCVHWM, max_messages)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self._authenticator: ThreadAuthenticator | None = None
+
+    def _connect(self, address: str) -> None:
+        self.socket.connect(secure(self.socket, address, accepts=False)[0])
+
+    def _bind(self, address: str) -> None:
+        address, self._authenticator = secure(self.socket, address, accepts=True)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Close the socket after delivering its queue for up to `LINGER_MS`. May be called twice."""
         self.socket.close()
+        if self._authenticator is not None:
+            self._authenticator.stop()
         self._context.term()
 
     def __enter__(self) -> Self:
@@ -155,7 +171,7 @@ class Sender(_Channel):
 
     def __init__(self, address: str, max_messages: int = 0) -> None:
         super().__init__(zmq.PUSH, zmq.Context(), max_messages)
-        self.socket.connect(address)
+        self._connect(address)
 
     def send(self, message: msgspec.Struct, wait: bool = True) -> None:
         """Queue one message.
@@ -177,7 +193,7 @@ class Receiver(_Channel, Generic[M]):
     def __init__(self, address: str, kind: Any, max_messages: int = 0) -> None:
         super().__init__(zmq.PULL, zmq.Context(), max_messages)
         self._decode = Decoder(kind)
-        self.socket.bind(address)
+        self._bind(address)
 
     def receive(self, timeout_s: float | None = None) -> M | None:
         """Wait for the next message; return None after `timeout_s`. A timeout of None waits forever, 0 does not wait."""
@@ -201,7 +217,7 @@ class AsyncReceiver(_Channel, Generic[M]):
     def __init__(self, address: str, kind: Any) -> None:
         super().__init__(zmq.PULL, zmq.asyncio.Context())
         self._decode = Decoder(kind)
-        self.socket.bind(address)
+        self._bind(address)
 
     async def receive(self) -> M:
         """Wait for the next message."""

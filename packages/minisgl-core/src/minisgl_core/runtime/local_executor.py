@@ -5,15 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from minisgl_core.contracts.executor import Executor, RankPlacement
+from minisgl_core.contracts.executor import Executor, ExecutorSpec, RankPlacement
 
 
 class LocalExecutor(Executor):
     """One process per rank on this host; local ranks equal global ranks."""
 
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
+    @classmethod
+    def unsupported(cls, spec: ExecutorSpec) -> list[str]:
+        """Refuse placements over several hosts."""
+        remedy = "use --executor ray for several hosts"
+        return [] if spec.placement == "pack" else [f"it cannot {spec.placement} ranks, as it has one host; {remedy}"]
+
+    def place(self, directory: str) -> Sequence[RankPlacement]:
         """Return placements with Unix sockets and a rendezvous file in the launch's directory."""
-        rendezvous = f"file://{directory}/rendezvous"
+        size, rendezvous = self.spec.size, f"file://{directory}/rendezvous"
         return [RankPlacement(rank, size, rank, f"ipc://{directory}/rank-{rank}", rendezvous) for rank in range(size)]
 
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:

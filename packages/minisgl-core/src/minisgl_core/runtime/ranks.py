@@ -41,7 +41,6 @@ class OtherRanks:
 
     def __init__(self, config: EngineConfig, registry: Registry) -> None:
         """Start the processes, which wait for rank 0."""
-        size = config.parallel.size
         self.results: Receiver[FromLastStage] | None = None
         self._communicators: list[Communicator] = []
         self._failure = ""
@@ -50,9 +49,10 @@ class OtherRanks:
         with ExitStack() as stack:
             endpoints = stack.enter_context(IpcAddresses.create())
             self._supervisor = Supervisor(endpoints.directory, log_level)
+            executor = make_executor(config, registry, self._supervisor)
+            stack.callback(executor.close)
             stack.callback(self._supervisor.terminate)
-            executor = make_executor(config, registry, self._supervisor.start)
-            placements = executor.place(size, endpoints.directory)
+            placements = executor.place(endpoints.directory)
             self._placement = placements[0]
             if config.parallel.pp > 1:
                 self.results = stack.enter_context(Receiver[FromLastStage](self._placement.address, FromLastStage))

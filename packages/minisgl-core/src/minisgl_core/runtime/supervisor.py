@@ -65,6 +65,7 @@ class Supervisor:
     """
 
     def __init__(self, directory: str | None = None, log_level: str | None = None, log_format: str = "text") -> None:
+        self.log_level, self.log_format = log_level, log_format
         self._setup = (directory, log_level, log_format)
         self._context = get_context("spawn")
         self._processes: dict[str, Any] = {}
@@ -205,7 +206,8 @@ def _ask_to_end(process: Any) -> None:
 def _describe_failure(name: str, failed: _Failed) -> str:
     """Return a message about a failed child. Errors for users begin with their text, others with the exception's type."""
     if failed.is_expected:
-        text = f"{failed.text} (in the process '{name}')"
+        # A rank on another host has been named there already.
+        text = failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"
     else:
         hint = "" if failed.trace else " (MINISGL_DEBUG=1 shows the traceback)"
         text = f"The process '{name}' failed: {failed.kind}: {failed.text}{hint}"

@@ -67,6 +67,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
         compiler = None
+        replicas: Replicas | None = None
         try:
             supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
@@ -91,6 +92,8 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if compiler is not None:
                 compiler.communicate()  # closes its standard input, which ends it
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+            if replicas is not None:
+                replicas.close()
 
 
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
@@ -104,14 +107,15 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     locate_model(config.model)
     with IpcAddresses.create(1, 1) as endpoints, _Signals() as signals:
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        replicas = Replicas(config, registry, supervisor, endpoints)
         try:
-            replicas = Replicas(config, registry, supervisor, endpoints)
             replicas.start()
             if replicas.wait_ready(signals) is None:
                 return
             uncompiled = _uncompiled(supervisor)
         finally:
             supervisor.terminate()
+            replicas.close()
     if uncompiled and (
         status := start_kernel_compiler(config, options.log_level, options.log_format, background=False).wait()
     ):

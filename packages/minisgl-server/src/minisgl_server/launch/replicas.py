@@ -48,7 +48,7 @@ class Replicas:
     ) -> None:
         self._supervisor, self._endpoints = supervisor, endpoints
         self._num = endpoints.num_replicas
-        self._executor = make_executor(config, registry, supervisor.start)
+        self._executor = make_executor(config, registry, supervisor, endpoints.num_replicas)
         self._cores: list[list[int]] = []
         """Cores of each replica; empty if they share all cores."""
         if self._num > 1:
@@ -65,6 +65,10 @@ class Replicas:
         """Start the ranks of all replicas, and return without waiting for them."""
         for replica in range(self._num):
             self._start(replica)
+
+    def close(self) -> None:
+        """Free what the executor has reserved, after the processes have ended."""
+        self._executor.close()
 
     def wait_ready(self, wake: Any) -> EngineInfo | None:
         """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it.
@@ -149,7 +153,7 @@ class Replicas:
             Path(directory).mkdir(mode=0o700)
         size = self._config.parallel.size
         placements = [
-            replace(each, local_rank=each.local_rank + replica * size) for each in self._executor.place(size, directory)
+            replace(each, local_rank=each.local_rank + replica * size) for each in self._executor.place(directory)
         ]
         with self._on_cores(replica):
             for name, each in zip(self._names(replica), placements, strict=True):

@@ -1,0 +1,1 @@
+"""Executors, which start the ranks of an engine."""
