@@ -42,7 +42,9 @@ _CHUNK = 1 << 18
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """Return the codes of int32 words in the order of their bits, uint8 [..., 8 * words]."""
-    octets = words.contiguous().view(torch.uint8)
+    if not words.numel():
+        return words.new_empty((*words.shape[:-1], _WORD * words.shape[-1]), dtype=torch.uint8)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
 
 
