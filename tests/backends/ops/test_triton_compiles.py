@@ -88,7 +88,8 @@ for dtype, gated, (cols, rows, splits, block) in itertools.product(
     constants = {"COLS": cols, "ROWS": rows, "SUB": 32, "BLOCK": block, "SPLITS": splits, "HAS_BIAS": True}
     constants |= {"GATED": gated, "EVEN": False, "WIDEN": False}
     compiled(_int4_gemm, kinds | {"arrived": "*i32"}, constants, num_warps=8, num_stages=3)
-    compiled(_widen, dict(kinds), {"SUB": 64, "BLOCK": 128}, num_warps=4)
+    if gated and splits == 1:
+        compiled(_widen, dict(kinds), {"SUB": 64, "BLOCK": 128}, num_warps=4)
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):

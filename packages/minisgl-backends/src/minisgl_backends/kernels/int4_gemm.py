@@ -194,12 +194,14 @@ class Int4Workspace:
 
     def __init__(self, device: torch.device) -> None:
         self.parts = torch.empty(0, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(4096, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
 
-    def reserve(self, size: int) -> None:
-        """Make room for `size` values. Must be called before any GEMM runs."""
+    def reserve(self, size: int, num_blocks: int) -> None:
+        """Make room for `size` values and `num_blocks` counters. Must be called before any GEMM runs."""
         if len(self.parts) < size:
             self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)
+        if len(self.arrived) < num_blocks:
+            self.arrived = torch.zeros(num_blocks, dtype=torch.int32, device=self.parts.device)
 
 
 class Int4Gemm:
@@ -233,7 +235,8 @@ class Int4Gemm:
         }
         for rows, each in self._tilings.items():
             if each.splits > 1:
-                workspace.reserve(each.splits * self._halves * rows * self._num_outputs)
+                num_blocks = triton.cdiv(rows, each.rows) * triton.cdiv(self._num_outputs, each.cols)
+                workspace.reserve(each.splits * self._halves * rows * self._num_outputs, num_blocks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., N] from x [..., in]."""

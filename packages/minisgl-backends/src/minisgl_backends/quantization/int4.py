@@ -102,7 +102,7 @@ class Int4Linear(PlainLinear):
         for part in spec.parts:
             for start in range(row, row + part.rows.size, step):
                 weight = self.weight[start : min(start + step, row + part.rows.size)].float()
-                groups = weight.unflatten(1, (-1, self._group))
+                groups = weight.view(len(weight), -1, self._group)
                 # The codes are -8 to 7, 15 steps from the least to the largest.
                 scales = (groups.abs().amax(2) / 7.5).to(spec.dtype)
                 scales.masked_fill_(scales == 0, 1)

@@ -75,7 +75,7 @@ class Columns:
             size: inputs per group; None for one group.
         """
         order = torch.argsort(groups, stable=True)
-        present, counts = groups.unique(return_counts=True)
+        present, counts = torch.unique(groups, return_counts=True)
         if size is None or ((counts[:-1] == size).all() and (counts <= size).all()):  # the last group may be short
             pads, block = torch.zeros_like(counts), size
         else:
@@ -210,7 +210,8 @@ class StoredPart:
 
 
 def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
-    return codes.unflatten(-1, (-1, _WORD))[..., _AWQ_ORDER].flatten(-2)
+    words: torch.Tensor = codes.view(*codes.shape[:-1], codes.shape[-1] // _WORD, _WORD)
+    return words[..., _AWQ_ORDER].flatten(-2)
 
 
 class StoredInt4Linear(LinearMethod):
@@ -233,9 +234,9 @@ class StoredInt4Linear(LinearMethod):
         if self._bias is not None:
             yield from self.spec.row_targets("bias", self._bias)
         else:
-            for part, held in zip(self.spec.parts, self._no_bias, strict=False):
-                target = WeightTarget(held, (part.rows.index,), optional=True, shape=(part.rows.total,))
-                yield f"{part.name}.bias", target
+            for each, held in zip(self.spec.parts, self._no_bias, strict=False):
+                target = WeightTarget(held, (each.rows.index,), optional=True, shape=(each.rows.total,))
+                yield f"{each.name}.bias", target
 
     def prepare(self) -> LinearOp:
         """Repack. Parts whose inputs have different orders become weights of their own."""
@@ -244,7 +245,9 @@ class StoredInt4Linear(LinearMethod):
         orders = [part.columns() for part in self._parts]
         if all(each.equals(orders[0]) for each in orders):
             return self._prepare(self._weight(self._parts, orders[0], gated=self.spec.gated), self._bias)
-        biases = [None] * len(orders) if self._bias is None else self._bias.split([p.rows.size for p in self._parts])
+        biases = (
+            [None] * len(orders) if self._bias is None else torch.split(self._bias, [p.rows.size for p in self._parts])
+        )
         ops = [
             self._prepare(self._weight([part], order, gated=False), bias)
             for part, order, bias in zip(self._parts, orders, biases, strict=True)

@@ -124,9 +124,9 @@ class Int4Weight:
 
     def outputs(self, stored: torch.Tensor) -> torch.Tensor:
         """Return the outputs without the padding of tiles, [..., N], from those of all rows, [..., T * 64]."""
-        if not self.gated:
-            return stored[..., : self.num_outputs]
         half = self.num_outputs // 2
+        if not self.gated or half % TILE == 0:
+            return stored[..., : self.num_outputs]
         return torch.cat([each[..., :half] for each in stored.chunk(2, -1)], -1)
 
 
