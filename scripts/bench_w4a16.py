@@ -2,8 +2,8 @@
 
     python scripts/bench_w4a16.py [--seconds 90] [--rows 1 --rows 256]
 
-Prints the microseconds of one GEMM among many in a CUDA graph, with weights outside of the L2 cache, for the matrices of
-Qwen3-14B (group size 128). The last lines sum the best times over the layers of the model.
+Prints the microseconds of one GEMM among many in a CUDA graph, with weights outside of the L2 cache. The matrices are those of
+Qwen3-14B, with a group size of 128. The last lines sum the best times over the layers of the model.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_greedy_tokens(model_type: str, name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "compressed-zeros"])
 def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank has 160 of the down projection's inputs, which are parts of groups of 64."""
+    """Each rank has 160 inputs of the down projection, and groups have 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check(quantized("qwen3", name, tmp_path, "none"), tmp_path, tp=2)
 

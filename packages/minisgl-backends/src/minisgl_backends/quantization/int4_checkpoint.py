@@ -7,8 +7,8 @@ An int32 has eight codes, along the dimension that is divided by 8 here. There a
 - compressed-tensors: ``weight_packed`` [N, K / 8], ``weight_scale`` [N, G], ``weight_zero_point`` [N / 8, G] and
   ``weight_g_idx`` [K].
 
-With act-order, inputs are sorted by group. If a rank has a part of a group only, blocks of 32 inputs have scales of their own,
-and the rest of a group's last block gets the code of zero.
+With act-order, inputs are sorted by group. If this rank has only some inputs of a group, each block of 32 inputs
+has its own scales. The rest of the last block of a group gets codes of zero.
 """
 
 from __future__ import annotations
