@@ -18,6 +18,7 @@ import triton.language as tl
 
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
+from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import INTERPRETED
 from minisgl_backends.quantization.int4_weight import SYMMETRIC_ZERO, Int4Weight
@@ -174,14 +175,18 @@ MAX_ROWS = 1024
 """Rows up to which the fused kernel is used. For more, a dequantized panel pays off."""
 
 
-def choose_tiling(num_rows: int, num_outputs: int, num_inputs: int, *, gated: bool) -> Int4Tiling:
-    """Return a tiling; `num_outputs` counts gate and up outputs once."""
+def choose_tiling(num_rows: int, num_outputs: int, weight: Int4Weight) -> Int4Tiling:
+    """Return a tiling whose loads in flight fit into shared memory; `num_outputs` counts gate and up outputs once."""
+    sub, gated = weight.codes.shape[3], weight.gated
     if num_rows <= 64:
-        rows = max(16, triton.next_power_of_2(num_rows))
         blocks = triton.cdiv(num_outputs, 64)
-        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, num_inputs // 1024))
-        return Int4Tiling(64, rows, splits)
-    return Int4Tiling(64 if gated else 128, 128, 1, 8 if not gated else 4, 3)
+        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
+        cols, rows, warps = 64, max(16, triton.next_power_of_2(num_rows)), 4
+    else:
+        cols, rows, splits, warps = (64, 128, 1, 4) if gated else (128, 128, 1, 8)
+    shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
+    stage = 8 * sub * rows + 2 * cols * (1 + gated) * (sub + 2 * max(1, 4 * sub // weight.block))
+    return Int4Tiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
 
 
 class Int4Workspace:
@@ -230,7 +235,7 @@ class Int4Gemm:
         weight.scales, weight.zeros = weight.scales[:0], None
         self._num_outputs = weight.num_outputs // self._halves
         self._tilings = {
-            rows: tiling or choose_tiling(rows, self._num_outputs, weight.num_inputs, gated=weight.gated)
+            rows: tiling or choose_tiling(rows, self._num_outputs, weight)
             for rows in (16, 32, 64, 128, 256, 512, MAX_ROWS)
         }
         for rows, each in self._tilings.items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_core.contracts.ops.norm import silu_and_mul
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class Int4Weight:
             gated: see the class.
             sub: SUB, 32 or 64; None to choose.
         """
-        sub = sub or (64 if (block or 64) % 64 == 0 and num_inputs % 256 == 0 else 32)
+        is_wide = (block or 64) % 64 == 0 and num_inputs % 256 == 0 and has_large_shared_memory(device)
+        sub = sub or (64 if is_wide else 32)
         chunks = max(1, -(-num_inputs // (4 * sub)))
         block = block or chunks * 4 * sub
         halves = 1 + gated
