@@ -18,6 +18,7 @@ from functools import partial
 import click
 import torch
 import torch.nn.functional as F
+import triton
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench_cudagraph
 
@@ -95,7 +96,7 @@ def check(scratch: Int4Workspace) -> bool:
 def tilings(num_rows: int, *, gated: bool) -> Iterator[Int4Tiling]:
     """Yield useful tilings, the most promising first."""
     if num_rows <= 64:
-        rows = max(16, num_rows)
+        rows = max(16, triton.next_power_of_2(num_rows))
         for splits in (1, 2) if gated else (2, 4, 1, 8):
             yield Int4Tiling(64, rows, splits, 4, 4)
             yield Int4Tiling(128, rows, splits, 4, 4)
