@@ -25,7 +25,7 @@ from triton.testing import do_bench_cudagraph
 from minisgl_backends.kernels import int4_gemm
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Tiling, Int4Workspace
-from minisgl_backends.quantization.int4_weight import Int4Weight
+from minisgl_backends.kernels.int4_weight import Int4Weight
 
 SHAPES = ((7168, 5120, False), (5120, 5120, False), (34816, 5120, True), (5120, 17408, False))
 """Qwen3-14B: outputs, inputs, and True for the gated projection."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 pytest.importorskip("triton")
 from minisgl_backends.kernels import int4_gemm
 from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Tiling, Int4Workspace
-from minisgl_backends.quantization.int4_weight import Int4Weight
+from minisgl_backends.kernels.int4_weight import Int4Weight
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16

@@ -4,7 +4,7 @@ A program computes a block of outputs for a block of rows. The dequantized codes
 is read from registers, and the rows of x are the right one. K may be split: the last program of a block to arrive reduces the
 partial sums.
 
-Shape legend: M rows, N outputs, K inputs; codes, scales and zeros as `minisgl_backends.quantization.int4_weight` describes them.
+Shape legend: M rows, N outputs, K inputs; codes, scales and zeros as `minisgl_backends.kernels.int4_weight` describes them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from minisgl_backends.kernels.dependent_launch import await_previous, launch_opt
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import INTERPRETED
-from minisgl_backends.quantization.int4_weight import SYMMETRIC_ZERO, Int4Weight
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
 
 _SHIFTS = tl.constexpr(("0", "4", "8", "12"))
 _PANEL = 1 << 25

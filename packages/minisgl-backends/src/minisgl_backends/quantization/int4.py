@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight, torch_int4_linear
 from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
-from minisgl_backends.quantization.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight, torch_int4_linear
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec, PlainLinear
 from minisgl_core.contracts.ops import LinearOp, Ops

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backends.quantization.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight
 from minisgl_core.contracts.checkpoint_quantization import Int4Format
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec
