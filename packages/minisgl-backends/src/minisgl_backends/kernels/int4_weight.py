@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_core.contracts.ops.norm import silu_and_mul
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Int4Weight:
         order: torch.Tensor | None = None,
         has_zeros: bool = False,
         gated: bool = False,
-        sub: int | None = None,
+        sub: int = 32,
     ) -> Int4Weight:
         """Allocate a weight of zeros.
 
@@ -77,10 +76,8 @@ class Int4Weight:
             order: see the class.
             has_zeros: allocate zero points.
             gated: see the class.
-            sub: SUB, 32 or 64; None to choose.
+            sub: SUB, 32 or 64.
         """
-        is_wide = (block or 64) % 64 == 0 and num_inputs % 256 == 0 and has_large_shared_memory(device)
-        sub = sub or (64 if is_wide else 32)
         chunks = max(1, -(-num_inputs // (4 * sub)))
         block = block or chunks * 4 * sub
         halves = 1 + gated
