@@ -1,15 +1,19 @@
-"""Products in float8 on a GPU."""
+"""Quantized GEMMs on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from fp8_checkpoints import BLOCKS, PER_CHANNEL, PER_TENSOR
+from int4_checkpoints import FORMATS
 
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8
+from minisgl_backends.quantization.int4 import Int4
 from minisgl_core.contracts.ops import LinearOps
-from minisgl_core.testing.quantization_kit import QuantizationTests
+from minisgl_core.contracts.quantization import Quantization
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
+from minisgl_core.testing.quantization_kit import PLAIN, QuantizationTests
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,6 +28,23 @@ class TestFp8(QuantizationTests):
     dtypes = (torch.bfloat16,)
     shapes = ((64, 128), (48, 32), (6144, 1024), (1024, 3072), (24, 40))
     checkpoints = (PER_TENSOR, PER_CHANNEL, BLOCKS)
+
+
+class TestInt4(QuantizationTests):
+    provider = Int4
+    ops = TritonOps
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    loss = 0.15
+
+
+class TestInt4Checkpoints(TestInt4):
+    shapes = ((64, 128), (48, 32), (320, 1024), (24, 40))
+    checkpoints = tuple(FORMATS.values())
+    loss = 0.01
+
+    def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
+        return [each for each in super().cases(num_experts) if each[1] is not PLAIN]
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 300])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, block_shape, int4_format
 from minisgl_core.errors import ModelFormatError
 
 Q, GATE, HEAD = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.gate_proj", "lm_head"
@@ -114,3 +115,85 @@ def test_sizes_of_blocks() -> None:
     for wrong in ([128], [0, 128], "128x128", [1.5, 2]):
         with pytest.raises(ModelFormatError, match="which must be two integers above 0"):
             block_shape({"weight_block_size": wrong})
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True, "sym": True}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True}
+
+
+def packed(weights: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    one = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"g": one}} | changes
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (AWQ, Int4Format("awq", 128, True)),
+        (AWQ | {"zero_point": False, "version": None}, Int4Format("awq", 128, False)),
+        (
+            {"quant_method": "awq", "w_bit": 4, "q_group_size": -1, "zero_point": True},
+            Int4Format("awq", None, True),
+        ),
+        (GPTQ, Int4Format("gptq", 64, True, True, 1)),
+        (GPTQ | {"desc_act": False, "checkpoint_format": "gptq_v2"}, Int4Format("gptq", 64, True)),
+        (packed(INT4), Int4Format("compressed-tensors", 32, False)),
+        (
+            packed(INT4 | {"symmetric": False, "actorder": "group"}),
+            Int4Format("compressed-tensors", 32, True, True),
+        ),
+        (
+            packed(INT4 | {"strategy": "channel", "group_size": None, "actorder": "weight"}),
+            Int4Format("compressed-tensors", None, False),
+        ),
+        ({"quant_method": "fp8"}, None),
+        (packed({"num_bits": 8, "type": "float"}), None),
+    ],
+)
+def test_formats_of_4_bit_integers(config: dict[str, Any], expected: Int4Format | None) -> None:
+    stored = CheckpointQuantization(config)
+    assert [int4_format(stored, each) for each in stored.groups] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (AWQ | {"bits": 3}, "bits=3, but only 4"),
+        (AWQ | {"bits": "4"}, "bits='4'"),
+        (AWQ | {"group_size": 0}, "group_size=0, which must be a multiple of 32, or -1"),
+        (AWQ | {"group_size": 48}, "group_size=48"),
+        (AWQ | {"group_size": True}, "group_size=True"),
+        (AWQ | {"version": "gemv"}, "version='gemv'"),
+        (AWQ | {"zero_point": 1}, "zero_point=1"),
+        (GPTQ | {"desc_act": "yes"}, "desc_act='yes'"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        (GPTQ | {"is_marlin_format": True}, "is_marlin_format=True"),
+        (GPTQ | {"lm_head": True}, "lm_head=True"),
+        (GPTQ | {"modules_in_block_to_quantize": [["a"]]}, "modules_in_block_to_quantize is not supported"),
+        (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic has rules"),
+        (GPTQ | {"dynamic": ["-:a"]}, "dynamic has rules"),
+        (packed(INT4 | {"num_bits": 8}), "num_bits=8"),
+        (packed(INT4 | {"strategy": "tensor"}), "strategy='tensor'"),
+        (packed(INT4 | {"actorder": "columns"}), "actorder='columns'"),
+        (packed(INT4 | {"dynamic": True}), "dynamic=True"),
+        (packed(INT4, format="int-quantized"), "format='int-quantized'"),
+        (
+            packed(INT4, config_groups={"g": {"weights": INT4, "input_activations": {"num_bits": 8}}}),
+            "input_activations=",
+        ),
+    ],
+)
+def test_malformed_and_unsupported_values_are_named(config: dict[str, Any], key: str) -> None:
+    def read() -> Int4Format | None:
+        stored = CheckpointQuantization(config)
+        return int4_format(stored, stored.groups[0])
+
+    with pytest.raises(ModelFormatError, match=re.escape(key)):
+        read()
+
+
+def test_modules_that_gptqmodel_excludes() -> None:
+    stored = CheckpointQuantization(GPTQ | {"dynamic": {r"-:.*\.mlp\.": {}}})
+    assert stored.weights_of(GATE) is None
+    assert stored.weights_of(Q) is stored.config

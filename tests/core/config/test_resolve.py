@@ -43,7 +43,7 @@ INSTALLED = {
     "ops": {"torch", "native", "onednn", "triton", "hopper", "mynorm"},
     "communicator": {"torch"},
     "moe": {"torch"},
-    "quantization": {"fp8", "none"},
+    "quantization": {"fp8", "int4", "none"},
     "platform": {"cpu", "cuda"},
 }
 
@@ -267,9 +267,11 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
     assert choose(H200).config.backends.quantization == "none"
     assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
     fp8 = replace(MODEL, quantization="fp8")
-    resolved = choose(H200, model=fp8)
+    resolved = choose(H200, ["int4"], model=fp8)
     assert resolved.config.backends.quantization == "fp8"
-    for hardware, refused in ((LAPTOP, []), (H200, ["fp8"])):
+    for hardware in (LAPTOP, H200):
+        assert choose(hardware, model=replace(MODEL, quantization="awq")).config.backends.quantization == "int4"
+    for hardware, refused in ((LAPTOP, ["int4"]), (H200, ["int4", "fp8"])):
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
         reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")

@@ -137,31 +137,33 @@ def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
 
 def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
     tensors = load_file(plain / "model.safetensors")
-    folder = write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, tensors)
+    folder = write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, tensors)
     assert SafetensorsWeights.unsupported(folder) == []
     [reason] = reasons_not_to_read(SafetensorsWeights(folder).config)
-    assert "quant_method 'awq'" in reason
+    assert "quant_method 'hqq'" in reason
     assert "only fp8 and compressed-tensors are supported" in reason
-    with pytest.raises(ModelFormatError, match=r"awq.*--quantization NAME"):
+    with pytest.raises(ModelFormatError, match=r"hqq.*--quantization NAME"):
         build_engine(EngineConfig.from_flat(model=str(folder)), Registry.from_environment(), Hooks(), progress=False)
-    group = {"weights": {"type": "int", "num_bits": 4}}
+    group = {"weights": {"type": "int", "num_bits": 8}}
     write(plain, tmp_path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, tensors)
-    assert "type 'int', num_bits 4; only type 'float'" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
+    assert "num_bits=8, but only 4 is supported" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
+    write(plain, tmp_path, {"quant_method": "awq", "bits": 4, "group_size": 128}, tensors)
+    assert "4-bit integers (quant_method 'awq')" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
 
 
 def test_packed_weights_come_as_they_are_stored(plain: Path, tmp_path: Path) -> None:
     """A method that cannot be dequantized needs layers that take its tensors."""
     packed = {"q.qweight": torch.ones(4, 8, dtype=torch.int32), "q.bias": torch.ones(8)}
-    source = SafetensorsWeights(write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, packed))
+    source = SafetensorsWeights(write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, packed))
     config = model_config(source.config)
     found = dict(source.stored_tensors(config, {"q.qweight", "q.bias"}))
     assert torch.equal(found["q.qweight"][()], packed["q.qweight"])
     packed |= {"e.gate_up_proj_blocks": torch.ones(2, dtype=torch.uint8), "e.gate_up_proj_bias": torch.ones(2)}
-    write(plain, tmp_path, {"quant_method": "awq", "bits": 4}, packed | {"a.sinks": torch.ones(2)})
+    write(plain, tmp_path, {"quant_method": "hqq", "bits": 4}, packed | {"a.sinks": torch.ones(2)})
     for wanted in ({"q.weight", "q.bias"}, {"q.bias"}, {"e.gate_up_proj", "e.gate_up_proj_bias", "a.sinks"}):
-        with pytest.raises(ModelFormatError, match="cannot be dequantized: its config has quant_method 'awq'"):
+        with pytest.raises(ModelFormatError, match="cannot be dequantized: its config has quant_method 'hqq'"):
             source.stored_tensors(config, wanted)
-    with pytest.raises(ModelFormatError, match="awq"):
+    with pytest.raises(ModelFormatError, match="hqq"):
         source.tensors(config)
 
 

@@ -171,7 +171,7 @@ class BackendOptions:
     )
     quantization: str = option(
         AUTO,
-        "Quantization of the weights: fp8, or none; auto uses fp8 if the checkpoint has it.",
+        "Quantization of the weights: int4, fp8, or none; auto uses that of the checkpoint, or none.",
         kind="quantization",
     )
     communicator: str = option(

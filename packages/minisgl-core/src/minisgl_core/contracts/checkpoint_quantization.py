@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from minisgl_core.errors import ModelFormatError
@@ -41,7 +42,8 @@ class CheckpointQuantization:
         self._groups: list[tuple[_Modules, Mapping[str, Any]]] = []
         if self.method != _COMPRESSED:
             # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
-            self._ignored = _Modules(config, "modules_to_not_convert")
+            excluded = _excluded(config) if self.method == "gptq" else []
+            self._ignored = _Modules(config, "modules_to_not_convert", excluded)
             return
         self._ignored = _Modules(config, "ignore")
         groups = config.get("config_groups") or {}
@@ -100,6 +102,104 @@ def block_shape(weights: Mapping[str, Any]) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
+@dataclass(frozen=True, slots=True)
+class Int4Format:
+    """Format of 4-bit integer weights, each of which is ``(code - zero_point) * scale``.
+
+    Attributes:
+        layout: quant_method, which names the tensors and the order of the codes in them.
+        group_size: consecutive inputs that share a scale and a zero point; None for all inputs of an output channel.
+        has_zero_points: True if there are tensors of zero points; otherwise they are 8.
+        has_group_index: True if a tensor has the group of each input, which need not be consecutive (act-order).
+        zero_point_offset: number that is added to a stored zero point.
+    """
+
+    layout: str
+    group_size: int | None
+    has_zero_points: bool
+    has_group_index: bool = False
+    zero_point_offset: int = 0
+
+
+def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> Int4Format | None:
+    """Return the format of 4-bit integers; None if the checkpoint has weights of another kind.
+
+    Args:
+        stored: quantization of the checkpoint.
+        weights: weight format, one of ``stored.groups``.
+
+    Raises:
+        ModelFormatError: a value is malformed or not supported; the message names its key.
+    """
+    if stored.method == _COMPRESSED:
+        return _compressed_int4(stored.config, weights) if weights.get("type", "int") == "int" else None
+    if stored.method not in ("awq", "gptq"):
+        return None
+    bits = _one_of(weights, "w_bit" if "w_bit" in weights else "bits", None, (4,))
+    size = _group_size(weights, "q_group_size" if "q_group_size" in weights else "group_size")
+    assert bits == 4
+    if stored.method == "awq":
+        _one_of(weights, "version", "gemm", ("gemm", "GEMM"))
+        return Int4Format("awq", size, bool(_one_of(weights, "zero_point", True, (True, False))))
+    _one_of(weights, "lm_head", False, (False,))
+    _one_of(weights, "is_marlin_format", False, (False,))
+    _one_of(weights, "sym", True, (True, False))
+    version = _one_of(weights, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    is_reordered = bool(_one_of(weights, "desc_act", False, (True, False)))
+    return Int4Format("gptq", size, True, is_reordered, zero_point_offset=int(version == "gptq"))
+
+
+def _compressed_int4(config: Mapping[str, Any], weights: Mapping[str, Any]) -> Int4Format:
+    _one_of(weights, "num_bits", None, (4,))
+    _one_of(weights, "dynamic", False, (False,))
+    for group in (config, *config["config_groups"].values()):
+        _one_of(group, "format", "pack-quantized", ("pack-quantized",))
+        _one_of(group, "input_activations", None, (None,))
+    is_channel = _one_of(weights, "strategy", None, ("group", "channel")) == "channel"
+    order = _one_of(weights, "actorder", None, (None, False, True, "weight", "static", "group", "dynamic"))
+    symmetric = _one_of(weights, "symmetric", True, (True, False))
+    size = None if is_channel else _group_size(weights, "group_size")
+    return Int4Format(_COMPRESSED, size, not symmetric, order in (True, "group", "dynamic"))
+
+
+def _one_of(config: Mapping[str, Any], key: str, default: object, allowed: tuple[object, ...]) -> object:
+    """Return the value of a key; a value of null means the default."""
+    value = config.get(key)
+    value = default if value is None else value
+    # 0 == False and 1 == True, and a list equals no entry.
+    if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed):
+        raise ModelFormatError(
+            f"config: quantization_config has {key}={value!r}, but only {', '.join(map(repr, allowed))} is supported"
+        )
+    return value
+
+
+def _group_size(config: Mapping[str, Any], key: str) -> int | None:
+    """Return the inputs per group; None for -1."""
+    size = config.get(key)
+    if type(size) is not int or not (size == -1 or (size > 0 and size % 32 == 0)):
+        raise ModelFormatError(
+            f"config: quantization_config has {key}={size!r}, which must be a multiple of 32, or -1 for one scale per channel"
+        )
+    return None if size == -1 else size
+
+
+def _excluded(config: Mapping[str, Any]) -> list[str]:
+    """Return the patterns of modules that GPTQModel's ``dynamic`` excludes.
+
+    Raises:
+        ModelFormatError: ``dynamic`` has other rules, or ``modules_in_block_to_quantize`` selects modules.
+    """
+    if config.get("modules_in_block_to_quantize"):
+        raise ModelFormatError("config: quantization_config.modules_in_block_to_quantize is not supported")
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping) or not all(isinstance(each, str) and each.startswith("-:") for each in rules):
+        raise ModelFormatError(
+            "config: quantization_config.dynamic has rules other than those that exclude modules ('-:PATTERN')"
+        )
+    return [f"re:{each.removeprefix('-:')}" for each in rules]
+
+
 class _Modules:
     """List of modules, given by names, endings of names, or regular expressions that match their beginnings.
 
@@ -107,10 +207,11 @@ class _Modules:
         are_all: True if the list means every linear layer.
     """
 
-    def __init__(self, config: Mapping[str, Any], key: str) -> None:
+    def __init__(self, config: Mapping[str, Any], key: str, more: Iterable[str] = ()) -> None:
         wanted = config.get(key) or []
         if not isinstance(wanted, list | tuple) or not all(isinstance(each, str) for each in wanted):
             raise ModelFormatError(f"config: quantization_config.{key} must be a list of names")
+        wanted = [*wanted, *more]
         self.are_all = "Linear" in wanted or (key == "targets" and not wanted)
         self._ends = tuple(f".{each}" for each in wanted)
         patterns = [

@@ -87,7 +87,8 @@ def fill(targets: Targets, modules: Mapping[str, PackedModule]) -> dict[str, lis
         tensors |= packed if is_packed else {f"{name}.weight": module.weight}
         if module.bias is not None:
             tensors[f"{name}.bias"] = module.bias
-    unused, missing = sorted(set(tensors) - set(by_name)), sorted(set(by_name) - set(tensors))
+    required = {name for name, found in by_name.items() if not found[0].optional}
+    unused, missing = sorted(set(tensors) - set(by_name)), sorted(required - set(tensors))
     assert not unused, f"the layer has no target for {', '.join(unused)}"
     assert not missing, f"the checkpoint has no {', '.join(missing)}"
     for name, tensor in tensors.items():

@@ -46,7 +46,7 @@ class DummyWeights(FolderSource):
         if name.endswith("norm.weight"):
             destination.fill_(1)
             return
-        if name.endswith("_scale"):
+        if name.endswith(("_scale", ".scales")):
             destination.fill_(_STD)
             return
         block = self._block(destination)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape, int4_format
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 
@@ -38,10 +38,15 @@ def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
     """
     try:
         quantization = CheckpointQuantization.of(config)
+        formats = [int4_format(quantization, each) for each in quantization.groups] if quantization else []
     except ModelFormatError as error:
         return [str(error)]
     if quantization is None or quantization.method == "fp8":
         return []
+    if formats and None not in formats:
+        return [
+            f"its weights are 4-bit integers (quant_method {quantization.method!r}), which --quantization int4 reads"
+        ]
     if quantization.method not in METHODS:
         return [f"its config has quant_method {quantization.method!r}, but only {' and '.join(METHODS)} are supported"]
     odd = [each for each in quantization.groups if (each.get("type"), each.get("num_bits")) != ("float", 8)]

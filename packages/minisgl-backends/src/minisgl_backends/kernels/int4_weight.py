@@ -1,0 +1,149 @@
+"""Packed 4-bit weights, the form that all checkpoint formats are repacked to once, and their GEMM in torch.
+
+A weight is ``(code - zero) * scale``, rounded to the model's dtype. The same values are used by every kernel and for any number
+of rows.
+
+Shape legend: N outputs, K inputs, T tiles of 64 outputs, C chunks of ``4 * SUB`` inputs, B blocks of inputs that share a scale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_core.contracts.ops.norm import silu_and_mul
+
+if TYPE_CHECKING:
+    from minisgl_core.contracts.ops import LinearOp
+
+TILE = 64
+"""Outputs whose codes are stored together."""
+SYMMETRIC_ZERO = 8
+"""Zero point of weights without stored zero points."""
+_PANEL = 1 << 22
+"""Weights that are dequantized at once."""
+
+
+@dataclass(slots=True)
+class Int4Weight:
+    """Weight of a linear layer on this rank. The up rows of a gated MLP begin at a tile of their own.
+
+    Attributes:
+        codes: int16 [T, C, 64, SUB]; bits 4 * i to 4 * i + 3 of element j are the code of the chunk's input ``i * SUB + j``.
+        scales: [B, T * 64] in the model's dtype; 0 for padding.
+        zeros: uint8 [B, T * 64], or None if all zero points are 8.
+        block: inputs per scale, a multiple of SUB.
+        num_inputs: K, the inputs that the codes are for.
+        num_outputs: N, without the padding of tiles.
+        order: input of each of the K columns, int64; None if they are the first K inputs.
+        gated: half of the outputs are gate rows, the others up rows.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    block: int
+    num_inputs: int
+    num_outputs: int
+    order: torch.Tensor | None = None
+    gated: bool = False
+
+    @classmethod
+    def empty(
+        cls,
+        num_outputs: int,
+        num_inputs: int,
+        block: int | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        order: torch.Tensor | None = None,
+        has_zeros: bool = False,
+        gated: bool = False,
+        sub: int = 32,
+    ) -> Int4Weight:
+        """Allocate a weight of zeros.
+
+        Args:
+            num_outputs: N.
+            num_inputs: K.
+            block: inputs per scale, a multiple of 32; None for all.
+            dtype: dtype of the model.
+            device: device of all tensors.
+            order: see the class.
+            has_zeros: allocate zero points.
+            gated: see the class.
+            sub: SUB, 32 or 64.
+        """
+        chunks = max(1, -(-num_inputs // (4 * sub)))
+        block = block or chunks * 4 * sub
+        halves = 1 + gated
+        tiles = -(-num_outputs // halves // TILE) * halves
+        codes = torch.zeros(tiles, chunks, TILE, sub, dtype=torch.int16, device=device)
+        shape = -(-chunks * 4 * sub // block), tiles * TILE
+        zeros = torch.zeros(shape, dtype=torch.uint8, device=device) if has_zeros else None
+        scales = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(codes, scales, zeros, block, num_inputs, num_outputs, order, gated)
+
+    def rows_of(self, start: int, count: int) -> torch.Tensor:
+        """Return where outputs are stored: rows of tiles, int64 [count]. The range has gate rows or up rows, not both."""
+        half = self.num_outputs // 2
+        if self.gated and start >= half:
+            start += len(self.codes) // 2 * TILE - half
+        return torch.arange(start, start + count, device=self.codes.device)
+
+    def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        """Store the codes of some rows, uint8 [rows, K] with values up to 15."""
+        _, chunks, _, sub = self.codes.shape
+        codes = F.pad(codes, (0, chunks * 4 * sub - codes.shape[1])).view(len(codes), chunks, 4, sub)
+        low, high = (codes[:, :, i] | codes[:, :, i + 1] << 4 for i in (0, 2))
+        self.codes[rows // TILE, :, rows % TILE] = torch.stack((low, high), -1).view(torch.int16).squeeze(-1)
+
+    def dequantize(self, start: int, stop: int) -> torch.Tensor:
+        """Return the weights of the tiles from `start` to `stop`, in the model's dtype [rows, K]."""
+        codes = self.codes[start:stop].transpose(1, 2).flatten(0, 1)
+        codes = torch.stack([codes >> shift & 15 for shift in (0, 4, 8, 12)], 2).flatten(1)[:, : self.num_inputs]
+        column = slice(start * TILE, stop * TILE)
+        values, scales = codes.to(self.scales.dtype), self.scales[:, column].t()
+        if self.zeros is None:
+            values -= SYMMETRIC_ZERO
+        else:
+            values -= self._of_inputs(self.zeros[:, column].t()).to(values.dtype)
+        return values.mul_(self._of_inputs(scales))
+
+    def _of_inputs(self, blocks: torch.Tensor) -> torch.Tensor:
+        return blocks.repeat_interleave(self.block, 1)[:, : self.num_inputs]
+
+    def inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the K columns of x that the codes are for."""
+        return x[..., : self.num_inputs] if self.order is None else x.index_select(-1, self.order)
+
+    def outputs(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the outputs without the padding of tiles, [..., N], from those of all rows, [..., T * 64]."""
+        half = self.num_outputs // 2
+        if not self.gated or half % TILE == 0:
+            return stored[..., : self.num_outputs]
+        return torch.cat([each[..., :half] for each in stored.chunk(2, -1)], -1)
+
+
+def torch_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> LinearOp:
+    """Return ``x -> x @ weight.T + bias``, with the activation if the weight is gated.
+
+    Panels of the weight are dequantized in each call: for processors without a kernel, and as the reference of kernels.
+    """
+    tiles, step = len(weight.codes), max(1, _PANEL // (TILE * max(weight.num_inputs, 1)))
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        x = weight.inputs(x)
+        stored = x.new_empty((*x.shape[:-1], tiles * TILE))
+        for start in range(0, tiles, step):
+            rows = slice(start * TILE, (start + step) * TILE)
+            stored[..., rows] = F.linear(x, weight.dequantize(start, min(start + step, tiles)))
+        out = weight.outputs(stored)
+        out = out if bias is None else out + bias
+        return silu_and_mul(out) if weight.gated else out
+
+    return linear

@@ -1,0 +1,131 @@
+"""``--quantization int4``: 4-bit integer weights with a scale per output channel and group of inputs (W4A16)."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import partial
+
+import torch
+
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight, torch_int4_linear
+from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec, PlainLinear
+from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.errors import ModelFormatError
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = (128, 64, 32)
+"""Group sizes of 16-bit checkpoints that are quantized while loading, the first that divides the inputs."""
+_CHUNK = 1 << 22
+"""Weights that are quantized at once, which bounds the temporary memory."""
+
+
+class Int4(Quantization):
+    """Loads AWQ, GPTQ and compressed-tensors checkpoints packed, and quantizes 16-bit ones after loading (round to nearest).
+
+    On a GPU, Triton kernels dequantize in registers. Otherwise each GEMM dequantizes panels of its weight.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: QuantizationSpec) -> list[str]:
+        """Refuse experts, checkpoints with other quantized weights, and old GPUs."""
+        reasons = []
+        if spec.checkpoint is not None:
+            try:
+                _formats(spec.checkpoint)
+            except ModelFormatError as error:
+                reasons.append(str(error))
+        if spec.num_experts:
+            reasons.append("it does not support experts")
+        if spec.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (pip install triton)")
+        if spec.device.type == "cuda" and torch.cuda.is_available():
+            if torch.cuda.get_device_capability(spec.device) < (8, 0):
+                reasons.append("its kernels need compute capability 8.0 or later")
+            if spec.dtype not in (torch.bfloat16, torch.float16):
+                reasons.append("its kernels need --dtype bfloat16 or float16")
+        return reasons
+
+    def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
+        super().__init__(spec, ops)
+        self._prepare: Prepare = torch_int4_linear
+        if spec.device.type == "cuda":
+            from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Workspace
+
+            workspace = Int4Workspace(spec.device)
+            overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+            self._prepare = partial(Int4Gemm, workspace=workspace, overlap=overlap)
+
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.
+
+        Raises:
+            ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
+        """
+        stored = self.spec.checkpoint
+        if stored is None:
+            group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
+            if group is None:
+                logger.warning(
+                    "%s is not quantized: int4 needs a multiple of 32 inputs, not %d", spec.name, spec.in_features
+                )
+                return super().linear(spec)
+            return Int4Linear(spec, self.ops, group, self._prepare)
+        kinds = {None if each is None else int4_format(stored, each) for each in map(stored.weights_of, _names(spec))}
+        if kinds == {None}:
+            return super().linear(spec)
+        if len(kinds) > 1:
+            raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
+        [found] = kinds
+        assert found is not None
+        return StoredInt4Linear(spec, found, self._prepare)
+
+
+class Int4Linear(PlainLinear):
+    """A weight of a 16-bit checkpoint, quantized after loading: symmetric, rounded to nearest."""
+
+    def __init__(self, spec: LinearSpec, ops: Ops, group: int, prepare: Prepare) -> None:
+        super().__init__(spec, ops)
+        self._group, self._prepare = group, prepare
+
+    def prepare(self) -> LinearOp:
+        """Quantize."""
+        spec = self.spec
+        sizes = spec.out_features, spec.in_features
+        packed = Int4Weight.empty(*sizes, self._group, spec.dtype, spec.device, gated=spec.gated)
+        step = max(TILE, _CHUNK // spec.in_features)
+        row = 0
+        for part in spec.parts:
+            for start in range(row, row + part.rows.size, step):
+                weight = self.weight[start : min(start + step, row + part.rows.size)].float()
+                groups = weight.view(len(weight), -1, self._group)
+                # The codes are -8 to 7, 15 steps from the least to the largest.
+                scales = (groups.abs().amax(2) / 7.5).to(spec.dtype)
+                scales.masked_fill_(scales == 0, 1)
+                codes = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).flatten(1)
+                rows = packed.rows_of(start, len(weight))
+                packed.scales[: scales.shape[1], rows] = scales.t()
+                packed.store(rows, (codes + SYMMETRIC_ZERO).to(torch.uint8))
+            row += part.rows.size
+        return self._prepare(packed, self.bias)
+
+
+def _names(spec: LinearSpec) -> list[str]:
+    return [part.name for part in spec.parts]
+
+
+def _formats(stored: CheckpointQuantization) -> list[Int4Format]:
+    """Return the formats of a checkpoint's groups of modules.
+
+    Raises:
+        ModelFormatError: one has other weights than 4-bit integers.
+    """
+    formats = [int4_format(stored, weights) for weights in stored.groups]
+    found = [each for each in formats if each is not None]
+    if not found or len(found) < len(formats):
+        raise ModelFormatError(f"the checkpoint's weights (quant_method {stored.method!r}) are not 4-bit integers")
+    return found

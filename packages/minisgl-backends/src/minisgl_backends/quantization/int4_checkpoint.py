@@ -1,0 +1,278 @@
+"""Linear layers of AWQ, GPTQ and compressed-tensors checkpoints, from the checkpoint's packed tensors to an `Int4Weight`.
+
+An int32 has eight codes, along the dimension that is divided by 8 here. There are N outputs, K inputs and G groups:
+
+- awq: ``qweight`` [K, N / 8], ``scales`` [G, N], ``qzeros`` [G, N / 8].
+- gptq: ``qweight`` [K / 8, N], ``scales`` [G, N], ``qzeros`` [G, N / 8], and ``g_idx`` [K], the group of each input.
+- compressed-tensors: ``weight_packed`` [N, K / 8], ``weight_scale`` [N, G], ``weight_zero_point`` [N / 8, G] and
+  ``weight_g_idx`` [K].
+
+With act-order, inputs are sorted by group. If this rank has only some inputs of a group, each block of 32 inputs
+has its own scales. The rest of the last block of a group gets codes of zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight
+from minisgl_core.contracts.checkpoint_quantization import Int4Format
+from minisgl_core.contracts.layer import Targets
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec
+from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.contracts.ops.norm import silu_and_mul
+from minisgl_core.contracts.shard import Shard, sharded_target
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import ModelFormatError
+
+Prepare = Callable[[Int4Weight, torch.Tensor | None], LinearOp]
+"""Function of a weight and a bias that returns the layer's operation."""
+_WORD = 8
+"""Codes per int32."""
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Position of each output's code in a word."""
+_BLOCK = 32
+"""Inputs per scale where a rank has parts of groups."""
+_CHUNK = 1 << 18
+"""Codes that are repacked at once, which bounds the temporary memory."""
+
+
+def unpack(words: torch.Tensor) -> torch.Tensor:
+    """Return the codes of int32 words in the order of their bits, uint8 [..., 8 * words]."""
+    if not words.numel():
+        return words.new_empty((*words.shape[:-1], _WORD * words.shape[-1]), dtype=torch.uint8)
+    octets = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return torch.stack((octets & 15, octets >> 4), -1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Columns:
+    """Inputs of this rank in the order in which they are stored.
+
+    Attributes:
+        source: column of the checkpoint's codes for each stored column, int64 [K].
+        padding: True for stored columns of weights that are 0, bool [K]; their `source` is any column.
+        block: inputs per scale; None for all.
+        groups: group of each block, int64 [B].
+        is_plain: the stored columns are the checkpoint's.
+    """
+
+    source: torch.Tensor
+    padding: torch.Tensor
+    block: int | None
+    groups: torch.Tensor
+    is_plain: bool
+
+    @classmethod
+    def of(cls, groups: torch.Tensor, size: int | None) -> Columns:
+        """Sort the columns by group.
+
+        Args:
+            groups: group of each of this rank's columns, int64 [K], on the CPU.
+            size: inputs per group; None for one group.
+        """
+        order = torch.argsort(groups, stable=True)
+        present, counts = torch.unique(groups, return_counts=True)
+        if size is None or ((counts[:-1] == size).all() and (counts <= size).all()):  # the last group may be short
+            pads, block = torch.zeros_like(counts), size
+        else:
+            pads, block = -counts % _BLOCK, _BLOCK
+        group_of = torch.arange(len(present)).repeat_interleave(counts + pads)
+        offsets = torch.arange(len(group_of)) - (counts + pads).cumsum(0).sub(counts + pads)[group_of]
+        padding = offsets >= counts[group_of]
+        place = (counts.cumsum(0) - counts)[group_of] + offsets.masked_fill(padding, 0)
+        source = order[place]
+        is_plain = torch.equal(source, torch.arange(len(groups)))
+        step = block or max(len(group_of), 1)
+        return cls(source, padding, block, present[group_of[::step]], is_plain)
+
+    def equals(self, other: Columns) -> bool:
+        """Return True if the order is the same."""
+        pairs = (self.source, other.source), (self.padding, other.padding), (self.groups, other.groups)
+        return self.block == other.block and all(torch.equal(first, second) for first, second in pairs)
+
+
+class StoredPart:
+    """Packed tensors of one module on this rank."""
+
+    def __init__(self, part: LinearPart, spec: LinearSpec, stored: Int4Format) -> None:
+        self._part, self._columns, self._format = part, spec.columns, stored
+        self.rows, columns = part.rows, spec.columns
+        size = stored.group_size or max(columns.total, 1)
+        self._groups = Shard.whole(-(-columns.total // size)) if stored.has_group_index else columns.in_blocks(size)
+        of_rows, of_columns = part.rows.in_blocks(_WORD), columns.in_blocks(_WORD)
+        codes = {"awq": (columns, of_rows), "gptq": (of_columns, part.rows)}.get(stored.layout, (part.rows, of_columns))
+        self._shards = {"codes": codes, "scales": (self._groups, part.rows), "zeros": (self._groups, of_rows)}
+        names = ("qweight", "scales", "qzeros", "g_idx")
+        if stored.layout == "compressed-tensors":
+            names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+            self._shards |= {kind: self._shards[kind][::-1] for kind in ("scales", "zeros")}
+        self._names = dict(zip(("codes", "scales", "zeros", "index"), names, strict=True))
+        if not stored.has_zero_points:
+            del self._shards["zeros"]
+        self._held = {
+            kind: torch.empty(
+                [shard.num_real for shard in shards],
+                dtype=spec.dtype if kind == "scales" else torch.int32,
+                device=spec.device,
+            )
+            for kind, shards in self._shards.items()
+        }
+        self._index = (torch.arange(columns.start, columns.stop) // size).to(torch.int32)
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.qweight`` and so on."""
+        name = self._part.name
+        for kind, shards in self._shards.items():
+            yield f"{name}.{self._names[kind]}", sharded_target(self._held[kind], *shards)
+        if self._format.layout == "gptq" or self._format.has_group_index:
+            shape = (self._columns.total,)
+            yield (
+                f"{name}.{self._names['index']}",
+                WeightTarget(self._index, (self._columns.index,), optional=True, shape=shape),
+            )
+        if self._format.layout == "compressed-tensors":  # the shapes of the other tensors say the same
+            yield f"{name}.weight_shape", WeightTarget(torch.empty(2, dtype=torch.int64), optional=True, shape=(2,))
+
+    def columns(self) -> Columns:
+        """Return the order in which the loaded columns are stored.
+
+        Raises:
+            ModelFormatError: the group of an input is out of range, or is not the one that its place gives without act-order.
+        """
+        size, columns = self._format.group_size, self._columns
+        groups, most = self._index.long(), self._groups.total
+        found = f"the checkpoint does not fit its config: {self._part.name}.{self._names['index']} has"
+        if ((groups < 0) | (groups >= most)).any():
+            raise ModelFormatError(f"{found} a group that is not in 0 to {most - 1}")
+        expected = torch.arange(columns.start, columns.stop) // (size or max(columns.total, 1))
+        if not self._format.has_group_index and not torch.equal(groups, expected):
+            raise ModelFormatError(f"{found} another order than desc_act=false says; set desc_act=true in its config")
+        return Columns.of(groups - self._groups.start, size)
+
+    def store(self, weight: Int4Weight, row: int, columns: Columns) -> None:
+        """Repack the loaded tensors as the rows of `weight` from `row` on."""
+        count, device = self.rows.num_real, weight.codes.device
+        rows = weight.rows_of(row, count)
+        groups = columns.groups.to(device)
+        scales = self._held["scales"]
+        scales = scales if self._format.layout != "compressed-tensors" else scales.t()
+        weight.scales[: len(groups), rows] = scales[groups]
+        zeros = self._zero_points()
+        if weight.zeros is not None:
+            assert zeros is not None
+            weight.zeros[: len(groups), rows] = zeros[groups]
+        pads, source = columns.padding.nonzero()[:, 0].to(device), columns.source.to(device)
+        of_pads = groups[pads // _BLOCK]
+        step = max(TILE, _CHUNK // max(len(source), 1) // TILE * TILE)
+        for start in range(0, count, step):
+            codes = self._codes(start, min(start + step, count))
+            if not columns.is_plain:
+                codes = codes.index_select(1, source)
+            if len(pads):
+                codes[:, pads] = SYMMETRIC_ZERO if zeros is None else zeros[of_pads, start : start + step].t()
+            weight.store(rows[start : start + step], codes)
+
+    def has_zeros(self) -> bool:
+        """Return True if a zero point is not 8."""
+        zeros = self._zero_points()
+        return zeros is not None and not bool((zeros == SYMMETRIC_ZERO).all())
+
+    def _zero_points(self) -> torch.Tensor | None:
+        """Return the zero points, uint8 [G, rows]; None if the checkpoint has none."""
+        words = self._held.get("zeros")
+        if words is None:
+            return None
+        if self._format.layout == "compressed-tensors":
+            words = words.t()
+        # Added to whole words, as GPTQModel does: a zero point of 0 is stored as a borrow from the next one.
+        zeros = unpack(words + self._format.zero_point_offset * 0x11111111)
+        if self._format.layout == "awq":
+            zeros = _in_awq_order(zeros)
+        return zeros[:, self._skipped_rows :][:, : self.rows.num_real]
+
+    @property
+    def _skipped_rows(self) -> int:
+        return self.rows.start % _WORD
+
+    def _codes(self, start: int, stop: int) -> torch.Tensor:
+        """Return the codes of this rank's rows from `start` to `stop`, uint8 [rows, K]."""
+        words = self._held["codes"]
+        if self._format.layout == "awq":
+            first = self._skipped_rows + start
+            words = words[:, first // _WORD : -(-(self._skipped_rows + stop) // _WORD)]
+            return _in_awq_order(unpack(words))[:, first % _WORD :][:, : stop - start].t()
+        words = words[:, start:stop].t() if self._format.layout == "gptq" else words[start:stop]
+        return unpack(words)[:, self._columns.start % _WORD :][:, : self._columns.num_real]
+
+
+def _in_awq_order(codes: torch.Tensor) -> torch.Tensor:
+    words: torch.Tensor = codes.view(*codes.shape[:-1], codes.shape[-1] // _WORD, _WORD)
+    return words[..., _AWQ_ORDER].flatten(-2)
+
+
+class StoredInt4Linear(LinearMethod):
+    """A linear layer of a checkpoint with 4-bit integers."""
+
+    def __init__(self, spec: LinearSpec, stored: Int4Format, prepare: Prepare) -> None:
+        super().__init__(spec)
+        self._prepare = prepare
+        self._parts = [StoredPart(part, spec, stored) for part in spec.parts]
+        self._bias = spec.empty(spec.out_features) if spec.bias else None
+        # AutoGPTQ stores biases of zeros for layers without a bias.
+        self._no_bias = (
+            [torch.zeros(p.rows.num_real, dtype=spec.dtype) for p in spec.parts] if stored.layout == "gptq" else []
+        )
+
+    def targets(self) -> Targets:
+        """Yield the names of the packed tensors and of the bias of every part."""
+        for part in self._parts:
+            yield from part.targets()
+        if self._bias is not None:
+            yield from self.spec.row_targets("bias", self._bias)
+        else:
+            for each, held in zip(self.spec.parts, self._no_bias, strict=False):
+                target = WeightTarget(held, (each.rows.index,), optional=True, shape=(each.rows.total,))
+                yield f"{each.name}.bias", target
+
+    def prepare(self) -> LinearOp:
+        """Repack. Parts whose inputs have different orders become weights of their own."""
+        if self.spec.columns.num_real == self.spec.columns.total and any(each.any() for each in self._no_bias):
+            raise ModelFormatError(f"the checkpoint does not fit its config: {self.spec.name} has a bias")
+        orders = [part.columns() for part in self._parts]
+        if all(each.equals(orders[0]) for each in orders):
+            return self._prepare(self._weight(self._parts, orders[0], gated=self.spec.gated), self._bias)
+        biases = (
+            [None] * len(orders) if self._bias is None else torch.split(self._bias, [p.rows.size for p in self._parts])
+        )
+        ops = [
+            self._prepare(self._weight([part], order, gated=False), bias)
+            for part, order, bias in zip(self._parts, orders, biases, strict=True)
+        ]
+        gated = self.spec.gated
+
+        def linear(x: torch.Tensor) -> torch.Tensor:
+            out = torch.cat([op(x) for op in ops], -1)
+            return silu_and_mul(out) if gated else out
+
+        return linear
+
+    def _weight(self, parts: list[StoredPart], columns: Columns, *, gated: bool) -> Int4Weight:
+        weight = Int4Weight.empty(
+            sum(part.rows.size for part in parts),
+            len(columns.source),
+            columns.block,
+            self.spec.dtype,
+            self.spec.device,
+            order=None if columns.is_plain else columns.source.to(self.spec.device),
+            has_zeros=any(part.has_zeros() for part in parts),
+            gated=gated,
+        )
+        row = 0
+        for part in parts:
+            part.store(weight, row, columns)
+            row += part.rows.size
+        return weight

@@ -1,0 +1,96 @@
+"""The W4A16 kernel, in Triton's interpreter or on a GPU, against float64. float16, whose casts the interpreter rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+pytest.importorskip("triton")
+from minisgl_backends.kernels import int4_gemm
+from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Tiling, Int4Workspace
+from minisgl_backends.kernels.int4_weight import Int4Weight
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float16
+
+
+def packed(
+    rows: int, columns: int, block: int | None, *, has_zeros: bool, gated: bool
+) -> tuple[Int4Weight, torch.Tensor]:
+    """Return a random weight, and what it stands for in float64."""
+    random = torch.Generator().manual_seed(rows + columns)
+    count = 1 if block is None else -(-columns // block)
+    codes = torch.randint(16, (rows, columns), generator=random, dtype=torch.uint8)
+    zeros = torch.randint(16, (rows, count), generator=random) if has_zeros else torch.full((rows, count), 8)
+    scales = (torch.rand(rows, count, generator=random) + 0.5).div(columns**0.5 * 4).to(DTYPE)
+    sub = 64 if block and block >= 64 else 32
+    weight = Int4Weight.empty(rows, columns, block, DTYPE, DEVICE, has_zeros=has_zeros, gated=gated, sub=sub)
+    for start, size in ((0, rows // 2), (rows // 2, rows - rows // 2)):
+        at, part = weight.rows_of(start, size), slice(start, start + size)
+        weight.store(at, codes[part].to(DEVICE))
+        weight.scales[:count, at] = scales[part].t().to(DEVICE)
+        if weight.zeros is not None:
+            weight.zeros[:count, at] = zeros[part].t().to(DEVICE, torch.uint8)
+    group = torch.arange(columns) // (block or columns)
+    return weight, ((codes.double() - zeros[:, group]) * scales.double()[:, group]).to(DEVICE)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block", "has_zeros", "tiling"),
+    [
+        (72, 256, 128, False, None),
+        (144, 160, 32, True, Int4Tiling(64, 16)),
+        (144, 320, 64, True, Int4Tiling(128, 16, splits=3)),
+        (80, 200, None, False, Int4Tiling(64, 32, splits=2)),
+        (64, 40, None, True, Int4Tiling(64, 16, splits=4)),
+    ],
+)
+def test_gemm(
+    rows: int, columns: int, block: int | None, has_zeros: bool, tiling: Int4Tiling | None, gated: bool, has_bias: bool
+) -> None:
+    """Twice, since split-K leaves counters behind that must be 0 again."""
+    weight, known = packed(rows, columns, block, has_zeros=has_zeros, gated=gated)
+    bias = torch.randn(rows, device=DEVICE, dtype=DTYPE) if has_bias else None
+    gemm = Int4Gemm(weight, bias, Int4Workspace(DEVICE), tiling=tiling)
+    for num_rows in (19, 1):
+        x = torch.randn(num_rows, columns + 8, device=DEVICE, dtype=DTYPE)[:, :columns]
+        check(gemm(x), expected(x, known, bias, gated=gated))
+    assert gemm(x[:0]).shape == (0, rows // (1 + gated))
+    check(gemm(x[None]), expected(x, known, bias, gated=gated)[None])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4_gemm, "MAX_ROWS", 4)
+    monkeypatch.setattr(int4_gemm, "_PANEL", 1)  # one tile each
+    weight, known = packed(176, 320, 32, has_zeros=True, gated=gated)
+    bias = torch.randn(176, device=DEVICE, dtype=DTYPE)
+    x = torch.randn(7, 320, device=DEVICE, dtype=DTYPE)
+    check(Int4Gemm(weight, bias, Int4Workspace(DEVICE))(x), expected(x, known, bias, gated=gated))
+
+
+def test_inputs_come_in_the_order_of_the_weight() -> None:
+    weight, known = packed(64, 256, 128, has_zeros=False, gated=False)
+    order = torch.randperm(256, device=DEVICE)
+    x = torch.randn(3, 256, device=DEVICE, dtype=DTYPE)
+    gemm = Int4Gemm(replace(weight, order=order), None, Int4Workspace(DEVICE))
+    check(gemm(x), x[:, order].double() @ known.T)
+
+
+def expected(x: torch.Tensor, known: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    out = F.linear(x.double(), known, None if bias is None else bias.double())
+    if not gated:
+        return out
+    gate, up = out.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == DTYPE
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).norm() < 2e-3 * wanted.norm()

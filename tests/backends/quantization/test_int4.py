@@ -1,0 +1,203 @@
+"""4-bit checkpoints and online int4, against float64 on weights that the tests dequantize themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from int4_checkpoints import FORMATS, compressed_int4, pack_words
+
+from minisgl_backends.quantization.int4 import Int4
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.ops import LinearOp, Ops
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
+from minisgl_core.testing.quantization_kit import PLAIN, QuantizationTests
+from minisgl_core.weights.loader import fill_target
+
+CPU = torch.device("cpu")
+
+
+class TestOnline(QuantizationTests):
+    provider = Int4
+    loss = 0.15  # a step is 0.3 of a weight's standard deviation
+
+
+class Stored(QuantizationTests):
+    provider = Int4
+    loss = 0.01
+
+    def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
+        return [each for each in super().cases(num_experts) if each[1] is not PLAIN]
+
+
+class TestAwq(Stored):
+    checkpoints = tuple(each for name, each in FORMATS.items() if name.startswith("awq"))
+
+
+class TestGptq(Stored):
+    checkpoints = tuple(each for name, each in FORMATS.items() if name.startswith("gptq"))
+
+
+class TestCompressedTensors(Stored):
+    checkpoints = tuple(each for name, each in FORMATS.items() if name.startswith("compressed"))
+
+
+def operation(
+    tensors: dict[str, torch.Tensor],
+    stored: PackedCheckpoint,
+    parts: list[Shard],
+    columns: Shard,
+    names: tuple[str, ...] = ("q",),
+    gated: bool = False,
+) -> LinearOp:
+    """Load a layer whose parts are rows of one module, or modules of their own."""
+    provider = Int4(QuantizationSpec(torch.float32, CPU, 0, stored.quantization()), Ops.of(CPU, torch.float32))
+    of_parts = tuple(LinearPart(names[i % len(names)], part) for i, part in enumerate(parts))
+    method = provider.linear(LinearSpec("l", of_parts, columns, False, gated, torch.float32, CPU))
+    for name, target in method.targets():
+        if name in tensors or not target.optional:
+            fill_target(name, tensors[name], target)
+    return method.prepare()
+
+
+def named(tensors: dict[str, torch.Tensor], name: str = "q") -> dict[str, torch.Tensor]:
+    return {f"{name}.{kind}": tensor for kind, tensor in tensors.items()}
+
+
+def check(found: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=1e-4, atol=1e-5)
+
+
+@given(data=st.data(), name=st.sampled_from(sorted(FORMATS)))
+@settings(max_examples=40)
+def test_any_rows_and_columns_of_any_format(data: st.DataObject, name: str) -> None:
+    """A rank may begin in the middle of a word and of a group, have no rows or columns, and have padding."""
+    rows, columns = (8 * data.draw(st.integers(1, 12)), 8 * data.draw(st.integers(1, 40)))
+    shards = []
+    for total in (rows, columns):
+        start, stop = sorted(data.draw(st.tuples(*[st.integers(0, total)] * 2)))
+        shards.append(Shard(start, stop, stop - start + data.draw(st.integers(0, 5)), total))
+    tensors, known = FORMATS[name].pack(torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows)))
+    x = torch.randn(3, shards[1].size)
+    found = operation(named(tensors), FORMATS[name], shards[:1], shards[1])(x)
+    assert found.shape == (3, shards[0].size)
+    assert (found[:, shards[0].num_real :] == 0).all()
+    weight = known[shards[0].start : shards[0].stop, shards[1].start : shards[1].stop]
+    check(found[:, : shards[0].num_real], x[:, : shards[1].num_real], weight)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_fused_parts_may_have_different_orders(gated: bool) -> None:
+    stored, tensors, known = FORMATS["gptq-act-order"], {}, []
+    for name in ("gate", "up"):
+        packed, dequantized = stored.pack(torch.randn(24, 96))
+        order = torch.randperm(96) if name == "up" else torch.arange(96)
+        packed["qweight"] = repacked(packed["qweight"], order)
+        packed["g_idx"] = packed["g_idx"][order]
+        tensors |= named(packed, name)
+        known.append(dequantized[:, order])
+    x, parts = torch.randn(5, 96), [Shard.whole(24)] * 2
+    found = operation(tensors, stored, parts, Shard.whole(96), ("gate", "up"), gated)(x)
+    gate, up = (x @ each.T for each in known)
+    torch.testing.assert_close(found, F.silu(gate) * up if gated else torch.cat((gate, up), -1), rtol=1e-4, atol=1e-5)
+
+
+def repacked(words: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Reorder the inputs of GPTQ's codes."""
+    codes = np.stack([(words.numpy() >> (4 * i)) & 15 for i in range(8)], 1).reshape(len(order), -1)
+    return pack_words(codes[order.numpy()], 0)
+
+
+def test_zero_points_of_0_are_borrowed_in_gptq_1() -> None:
+    """GPTQModel subtracts 1 from each zero point of a word at once."""
+    stored = FORMATS["gptq"]
+    tensors, _ = stored.pack(torch.randn(16, 128))
+    zeros = np.array([[0, 15, 1, 0, 0, 8, 7, 3, 14, 0, 0, 0, 2, 1, 5, 0]])
+    tensors["qzeros"] = (pack_words(zeros, 1).to(torch.int64) - 0x11111111).to(torch.int32)
+    codes = np.stack([(tensors["qweight"].numpy() >> (4 * i)) & 15 for i in range(8)], 1).reshape(128, 16)
+    known = torch.from_numpy(codes - zeros).float() * tensors["scales"]
+    x = torch.randn(2, 128)
+    check(operation(named(tensors), stored, [Shard.whole(16)], Shard.whole(128))(x), x, known.T)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "gptq-act-order",
+            {"g_idx": torch.full((64,), 2, dtype=torch.int32)},
+            "q.g_idx has a group that is not in 0 to 1",
+        ),
+        (
+            "gptq-act-order",
+            {"g_idx": torch.full((64,), -1, dtype=torch.int32)},
+            "q.g_idx has a group that is not in 0 to 1",
+        ),
+        ("gptq-v2", {"g_idx": torch.zeros(64, dtype=torch.int32)}, "q.g_idx has another order than desc_act=false"),
+        ("gptq-v2", {"bias": torch.ones(16)}, "l has a bias"),
+        ("awq-symmetric", {"scales": torch.ones(3, 16)}, "q.scales has shape"),
+        ("awq-symmetric", {"qweight": torch.ones(64, 2)}, "q.qweight is float32, and its layer takes int32"),
+    ],
+)
+def test_malformed_tensors_are_refused(name: str, changes: dict[str, torch.Tensor], message: str) -> None:
+    tensors, _ = FORMATS[name].pack(torch.randn(16, 64))
+    with pytest.raises(ModelFormatError, match=message):
+        operation(named(tensors | changes), FORMATS[name], [Shard.whole(16)], Shard.whole(64))
+
+
+def test_biases_of_zeros_that_autogptq_stores() -> None:
+    tensors, known = FORMATS["gptq-v2"].pack(torch.randn(16, 64))
+    tensors["bias"] = torch.zeros(16)
+    x = torch.randn(2, 64)
+    check(operation(named(tensors), FORMATS["gptq-v2"], [Shard.whole(16)], Shard.whole(64))(x), x, known)
+
+
+def test_parts_that_are_quantized_in_different_ways_are_refused() -> None:
+    config = {**FORMATS["awq"].config, "modules_to_not_convert": ["k"]}
+    spec = QuantizationSpec(torch.float32, CPU, 0, CheckpointQuantization(config))
+    parts = tuple(LinearPart(name, Shard.whole(16)) for name in "qk")
+    with pytest.raises(ModelFormatError, match="the parts of l in different ways"):
+        Int4(spec, Ops.of(CPU, torch.float32)).linear(
+            LinearSpec("l", parts, Shard.whole(64), False, False, torch.float32, CPU)
+        )
+
+
+def test_what_it_refuses() -> None:
+    def reasons(config: dict[str, Any] | None, num_experts: int = 0) -> list[str]:
+        stored = None if config is None else CheckpointQuantization(config)
+        return Int4.unsupported(QuantizationSpec(torch.float32, CPU, num_experts, stored))
+
+    assert reasons(None) == reasons(dict(FORMATS["awq"].config)) == []
+    assert "(quant_method 'fp8') are not 4-bit integers" in reasons({"quant_method": "fp8"})[0]
+    assert "bits=8" in reasons({**FORMATS["gptq"].config, "bits": 8})[0]
+    assert "experts" in reasons(None, 8)[0]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_the_compressor_of_compressed_tensors(symmetric: bool, group_size: int | None) -> None:
+    """The package's own packing and unpacking, where it is installed."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    strategy = "channel" if group_size is None else "group"
+    weights = QuantizationArgs(num_bits=4, type="int", symmetric=symmetric, strategy=strategy, group_size=group_size)
+    count = 1 if group_size is None else 96 // group_size
+    state = {"weight": torch.randn(24, 96), "weight_scale": torch.rand(24, count) * 0.2 + 0.1}
+    state["weight_zero_point"] = torch.randint(-8, 8, (24, count), dtype=torch.int8) * (not symmetric)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    tensors = PackedQuantizationCompressor.compress(state, scheme)
+    known = PackedQuantizationCompressor.decompress(dict(tensors), scheme)["weight"]
+    stored = compressed_int4(-1 if group_size is None else group_size, symmetric)
+    x = torch.randn(2, 96)
+    check(operation(named(tensors), stored, [Shard.whole(24)], Shard.whole(96))(x), x, known)
