@@ -159,7 +159,7 @@ class BackendOptions:
     )
     quantization: str = option(
         AUTO,
-        "Quantization of the weights: fp8, or none; auto uses fp8 if the checkpoint has it.",
+        "Quantization of the weights: fp8, gguf, or none, which dequantizes; auto keeps the checkpoint's if it can.",
         kind="quantization",
     )
     communicator: str = option(
