@@ -132,7 +132,7 @@ def gpu(session: nox.Session) -> None:
     """Run the tests that need a GPU, then the benchmark. scripts/gpu.sh does the same on a machine without nox."""
     # Not only what is marked: kernels that the interpreter runs elsewhere are compiled here.
     folders = [f"tests/backends/{name}" for name in ("attention", "communicator", "moe", "ops", "quantization")]
-    engine = ["tests/core/platforms", "tests/core/test_gpu_tokens.py"]
+    engine = ["tests/core/platforms", "tests/core/test_gpu_tokens.py", "tests/models/test_gpu_parity.py"]
     run_in("dev", session, "pytest", "-n", "8", *folders, *engine, *session.posargs)
     folder = str(ROOT / ".gpu/models/qwen3-0.6b")
     run_in("dev", session, "python", "scripts/make_model.py", Path(folder).name, folder)

@@ -13,7 +13,8 @@ export PYTHONPATH=$sources$site${PYTHONPATH:+:$PYTHONPATH} PATH=$site/bin:$PATH 
 if [ $# -gt 0 ]; then exec "$@"; fi
 spread=$(python3 -c "import xdist" 2>/dev/null && echo "-n 8" || true)
 # Not only what is marked: kernels that the interpreter runs elsewhere are compiled here.
-python3 -m pytest $spread tests/backends/{attention,communicator,moe,ops,quantization} tests/core/{platforms,test_gpu_tokens.py}
+python3 -m pytest $spread tests/backends/{attention,communicator,moe,ops,quantization} tests/core/{platforms,test_gpu_tokens.py} \
+  tests/models/test_gpu_parity.py
 python3 scripts/make_model.py qwen3-0.6b .gpu/models/qwen3-0.6b
 minisgl bench offline --model .gpu/models/qwen3-0.6b --dummy-weight --workload W
 python3 scripts/gpu_tp --out .gpu/tp

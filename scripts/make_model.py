@@ -6,62 +6,98 @@ python scripts/make_model.py qwen3-0.6b FOLDER
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoConfig, PreTrainedTokenizerFast
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-COMMON = {
-    "vocab_size": 151936,
-    "head_dim": 128,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1_000_000.0,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-}
+
+def shape(
+    model_type: str, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, vocab: int, **others: Any
+) -> dict[str, Any]:
+    """Return the keys of a config.json."""
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        **others,
+    }
+
+
+QWEN3 = {"vocab": 151936, "head_dim": 128, "max_position_embeddings": 40960, "eos_token_id": 151645}
+THETA = {"rope_theta": 1_000_000.0}
+GEMMA = {"head_dim": 256, "query_pre_attn_scalar": 256, "tie_word_embeddings": True}
 SHAPES = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 28,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-14b": {
-        "hidden_size": 5120,
-        "intermediate_size": 17408,
-        "num_attention_heads": 40,
-        "num_hidden_layers": 40,
-    },
-    "qwen3-32b": {
-        "hidden_size": 5120,
-        "intermediate_size": 25600,
-        "num_attention_heads": 64,
-        "num_hidden_layers": 64,
-    },
-    "qwen3-30b-a3b": {
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 48,
-        "num_key_value_heads": 4,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-    },
+    "qwen3-0.6b": shape("qwen3", 1024, 3072, 28, 16, 8, **QWEN3, **THETA, tie_word_embeddings=True),
+    "qwen3-14b": shape("qwen3", 5120, 17408, 40, 40, 8, **QWEN3, **THETA),
+    "qwen3-32b": shape("qwen3", 5120, 25600, 64, 64, 8, **QWEN3, **THETA),
+    "qwen3-30b-a3b": shape(
+        *("qwen3_moe", 2048, 6144, 48, 32, 4),
+        **QWEN3,
+        **THETA,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+    ),
+    "gemma-2-9b": shape(
+        *("gemma2", 3584, 14336, 42, 16, 8, 256000),
+        **GEMMA,
+        sliding_window=4096,
+        attn_logit_softcapping=50.0,
+        final_logit_softcapping=30.0,
+    ),
+    "gemma-3-12b": shape("gemma3_text", 3840, 15360, 48, 16, 8, 262208, **GEMMA, **THETA, sliding_window=1024),
+    "phi-4": shape("phi3", 5120, 17920, 40, 40, 10, 100352, rope_theta=250_000.0),
+    "olmo-2-13b": shape("olmo2", 5120, 13824, 40, 40, 40, 100352, rope_theta=500_000.0, max_position_embeddings=4096),
+    "olmo-3-7b": shape("olmo3", 4096, 11008, 32, 32, 32, 100278, rope_theta=500_000.0, sliding_window=4096),
+    "glm-4-9b": shape(
+        "glm4", 4096, 13696, 40, 32, 2, 151552, head_dim=128, partial_rotary_factor=0.5, attention_bias=True
+    ),
+    "granite-3.3-8b": shape(
+        *("granite", 4096, 12800, 40, 32, 8, 49159),
+        rope_theta=10_000_000.0,
+        tie_word_embeddings=True,
+        attention_multiplier=0.0078125,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        logits_scaling=16.0,
+    ),
+    "mixtral-8x7b": shape(
+        "mixtral", 4096, 14336, 32, 32, 8, 32000, **THETA, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen1.5-moe-a2.7b": shape(
+        *("qwen2_moe", 2048, 5632, 24, 16, 16, 151936),
+        **THETA,
+        num_experts=60,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+    ),
+    "gpt-oss-20b": shape(
+        *("gpt_oss", 2880, 2880, 24, 64, 8, 201088),
+        head_dim=64,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        max_position_embeddings=131072,
+    ),
 }
 
 
-def main(shape: str, folder: str) -> None:
+def main(name: str, folder: str) -> None:
     """Write the folder."""
-    is_moe = "num_experts" in SHAPES[shape]
-    config_class, architecture = (
-        (Qwen3MoeConfig, "Qwen3MoeForCausalLM") if is_moe else (Qwen3Config, "Qwen3ForCausalLM")
-    )
-    config_class(**(COMMON | SHAPES[shape]), architectures=[architecture]).save_pretrained(folder)
+    keys = SHAPES[name]
+    architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[keys["model_type"]]
+    AutoConfig.for_model(**keys, architectures=[architecture]).save_pretrained(folder)
     words = Tokenizer(WordLevel({f"t{index}": index for index in range(1000)}, unk_token="t0"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
 

@@ -1,0 +1,89 @@
+"""Every architecture on a GPU in bfloat16: as far from float32 as transformers' own bfloat16 is, and not further."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_architectures as architectures
+import test_transformers_engine as by_transformers
+import torch
+from transformers import AutoConfig
+
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.errors import MinisglError
+from minisgl_core.testing.references import random_reference
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+VOCAB = 512
+WIDER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 1024,
+}
+RESIZED = {"head_dim": 64, "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "sliding_window": 33}
+"""Sizes that GPU kernels need, where an architecture has them."""
+SAMPLING = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+RANDOM = torch.randint(3, VOCAB, (6, 300), generator=torch.Generator().manual_seed(4)).tolist()
+PROMPTS = [RANDOM[0], RANDOM[1][:1], RANDOM[2][:17], RANDOM[0][:64] + RANDOM[3][:5], RANDOM[4][:130], RANDOM[5][:33]]
+
+
+def gpu_config(model_type: str, changes: dict[str, Any]) -> Any:
+    resized = {name: value for name, value in RESIZED.items() if changes.get(name)}
+    changes = {name: value for name, value in changes.items() if name != "layer_types"}
+    return AutoConfig.for_model(model_type, **{**architectures.SMALL, "pad_token_id": 0, **changes, **WIDER, **resized})
+
+
+CONFIGS = {each.model_type: each.changes for each in reversed(architectures.Small.__subclasses__())}
+del CONFIGS["gemma3"]  # its text model is gemma3_text
+OTHERS = {name: changes for name, changes in by_transformers.ARCHITECTURES.items() if "layers" not in str(changes)}
+
+
+def logprobs_of(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        logits = model(torch.tensor([ids[:-1]], device=DEVICE)).logits[0].double()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids[1:], device=DEVICE)[:, None])[:, 0].cpu()
+
+
+def check_spread(model_type: str, changes: dict[str, Any], folder: Path, **options: Any) -> None:
+    """Compare the log-probabilities of prompts, which come in chunks, and of greedy tokens."""
+    reference = random_reference(gpu_config(model_type, changes)).to(DEVICE)
+    reference.save_pretrained(folder)
+    try:
+        llm = LLM(str(folder), dtype="bfloat16", max_prefill_length=100, page_size=16, num_pages=256, **options)
+    except MinisglError as error:
+        pytest.skip(str(error))
+    with llm:
+        outputs = llm.generate(PROMPTS, SAMPLING)
+    ours, wanted, theirs = [], [], []
+    rounded = random_reference(gpu_config(model_type, changes)).to(DEVICE, torch.bfloat16)
+    for output in outputs:
+        assert output.logprobs is not None
+        entries = [*(output.prompt_logprobs or [])[1:], *output.logprobs]
+        ours += [entry.token.logprob for entry in entries if entry is not None]
+        ids = output.prompt_token_ids + output.token_ids
+        wanted.append(logprobs_of(reference, ids))
+        theirs.append(logprobs_of(rounded, ids))
+    float32 = torch.cat(wanted)
+    found = (torch.tensor(ours, dtype=torch.float64) - float32).abs()
+    spread = (torch.cat(theirs) - float32).abs()
+    assert len(ours) == sum(map(len, PROMPTS)) - len(PROMPTS) + 24 * len(PROMPTS)
+    assert found.mean() <= 1.25 * spread.mean(), (found.mean(), spread.mean())
+    assert found.quantile(0.99) <= 1.5 * spread.quantile(0.99), (found.quantile(0.99), spread.quantile(0.99))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs an NVIDIA GPU")
+@pytest.mark.timeout(300)
+class TestOnOneGpu:
+    @pytest.mark.parametrize("attn", ["auto", "triton", "fi"])
+    @pytest.mark.parametrize("model_type", CONFIGS)
+    def test_bfloat16_is_as_near_to_float32(self, model_type: str, attn: str, tmp_path: Path) -> None:
+        check_spread(model_type, CONFIGS[model_type], tmp_path, attn=attn)
+
+    @pytest.mark.parametrize("model_type", OTHERS)
+    def test_models_of_transformers_are_as_near(self, model_type: str, tmp_path: Path) -> None:
+        check_spread(model_type, OTHERS[model_type], tmp_path, model_impl="transformers")
