@@ -96,7 +96,8 @@ def in_8_bits(x: torch.Tensor) -> torch.Tensor:
     """Quantize with a scale per 32 values, in float32 as the kernels do, and dequantize in float64."""
     blocks = x.unflatten(-1, (-1, 32))
     largest = blocks.abs().amax(-1, keepdim=True)
-    return ((blocks * (127 / largest)).round().double() * (largest / 127)).flatten(-2)
+    most = torch.full_like(largest, 127)  # torch divides a number by a tensor with two roundings
+    return ((blocks * (most / largest)).round().double() * (largest / most)).flatten(-2)
 
 
 def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
@@ -119,6 +120,19 @@ def test_every_type(kind: str) -> None:
         op.rows(torch.tensor([83]))
     with pytest.raises(TypeError, match="needs"):
         op(x[:, :32])
+
+
+def test_sizes_are_the_documented_ones() -> None:
+    """Bytes of packed weights, relative to the file's (docs/quantization.md)."""
+    ratios = {
+        kind: round(each.layout.num_bytes(16, 256) / (each.block_bytes * 4096 // each.columns), 2)
+        for kind, each in TYPES.items()
+    }
+    documented = {"Q2_K": 1.52, "Q3_K": 1.16, "Q4_K": 1.11, "Q5_K": 1.09, "Q6_K": 1.07}
+    assert ratios == dict.fromkeys(TYPES, 1.0) | documented
+    assert {kind: (each.columns, each.block_bytes) for kind, each in TYPES.items()} == {
+        kind: gguf.GGML_QUANT_SIZES[Kind[kind]] for kind in TYPES
+    }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

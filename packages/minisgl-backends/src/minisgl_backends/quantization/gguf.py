@@ -1,7 +1,7 @@
 """``--quantization gguf``: packed weights of GGUF files on CPUs.
 
-Each layer loads the file's blocks as they are and repacks them once for the C kernels, whose activations are quantized to 8 bits
-per block of 32. Prefills and decodes use the same arithmetic.
+Each layer loads the file's blocks as they are, and repacks them once for the C kernels. These quantize activations to 8 bits per
+block of 32. Prefills and decodes use the same arithmetic.
 """
 
 from __future__ import annotations
