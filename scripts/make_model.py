@@ -98,8 +98,10 @@ def main(name: str, folder: str) -> None:
     keys = SHAPES[name]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[keys["model_type"]]
     AutoConfig.for_model(**keys, architectures=[architecture]).save_pretrained(folder)
-    words = Tokenizer(WordLevel({f"t{index}": index for index in range(1000)}, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    # A word per token, so that each one streams as text, and an EOS token in the files, as in published checkpoints.
+    last = keys["vocab_size"] - 1
+    words = Tokenizer(WordLevel({f"t{index}": index for index in range(last + 1)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token=f"t{last}").save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     # So does nohup with SIGHUP, which servers under test should not ignore.
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order parallel runs so that files with slow tests begin: otherwise one process may end long after the others."""
+    if hasattr(config, "workerinput"):
+        num_slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+        items.sort(key=lambda item: -num_slow[item.path])
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,9 @@ from minisgl_core import LLM, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_TOKENS = 64
+NUM_TOKENS = 48
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
-LENGTHS = [1, 2, 3, 5, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 150, 230, 350, 500, 700, 900]
+LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 300, 100, 600]
 """Prompts end inside a page, at its end and after it, for both page sizes."""
 
 
@@ -59,8 +59,8 @@ def reference(smollm2_path: Path) -> Reference:
 @pytest.mark.parametrize(
     "options",
     [
-        {"page_size": 1, "cache": "naive", "disable_overlap": True, "num_pages": 4500, "max_prefill_length": 300},
-        {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 150},  # too few for all at once
+        {"page_size": 1, "cache": "naive", "disable_overlap": True, "num_pages": 2000, "max_prefill_length": 300},
+        {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 70},  # too few for all at once
     ],
 )
 def test_batched(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
@@ -68,8 +68,8 @@ def test_batched(prompts: list[list[int]], reference: Reference, options: dict[s
         outputs = llm.generate(prompts, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):
             reference.check(prompt, output.token_ids)
-        assert (sum(output.cached_tokens for output in outputs) > 500) == (options["cache"] == "radix")
-        assert (llm.stats.num_preemptions > 0) == (options["num_pages"] == 150)
+        assert (sum(output.cached_tokens for output in outputs) > 200) == (options["cache"] == "radix")
+        assert (llm.stats.num_preemptions > 0) == (options["num_pages"] == 70)
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def kill(llm: LLM, rank: int) -> None:
     ("model", "tp", "pp", "overlap", "victim"),
     [
         (tiny_folder.llama, 2, 2, True, 1),
-        (tiny_folder.qwen3_moe, 2, 2, False, 2),
+        pytest.param(tiny_folder.qwen3_moe, 2, 2, False, 2, marks=pytest.mark.nightly),
         (qwen2, 1, 2, False, 1),
         (qwen3, 1, 3, True, 1),
         (tiny_folder.qwen3_moe, 1, 3, False, 2),

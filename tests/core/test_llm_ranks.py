@@ -39,8 +39,15 @@ def one_thread_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp", [2, 4])
-@pytest.mark.parametrize("model", [tiny_folder.llama, tiny_folder.qwen3_moe])
+@pytest.mark.parametrize(
+    ("model", "tp"),
+    [
+        (tiny_folder.llama, 2),
+        (tiny_folder.qwen3_moe, 4),
+        pytest.param(tiny_folder.llama, 4, marks=pytest.mark.nightly),
+        pytest.param(tiny_folder.qwen3_moe, 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int) -> None:
     with new_llm(model(), 1) as alone:
         expected = [output.token_ids for output in alone.generate(PROMPTS, GREEDY)]

@@ -95,7 +95,9 @@ def new_loop(**options: Any) -> EngineLoop:
     if (num_rows := options.pop("num_rows", None)) is not None:
         options["max_running_requests"] = engine_options["max_running_requests"] = num_rows
     engine = built(**engine_options)
-    return make_loop(replace(engine, config=engine.config.with_flat(**options)), registry(), Hooks(), [])
+    return make_loop(
+        replace(engine, config=engine.config.with_flat(**{"max_step_ms": 0.0} | options)), registry(), Hooks(), []
+    )
 
 
 class TakesAPageATime(RadixPrefixCache):

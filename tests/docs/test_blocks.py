@@ -19,7 +19,7 @@ RUN_BY = {
     "packages/minisgl-core/README.md": "tests/docs/test_site.py",
     "docs/index.md": "tests/docs/test_site.py",
     "docs/plugins/index.md": "tests/docs/test_site.py",
-    "docs/plugins/attention.md": "tests/docs/test_attention_guide.py",
+    "docs/plugins/attention.md": "tests/docs/test_guides.py",
     "docs/plugins/model.md": "tests/docs/test_guides.py",
     "docs/plugins/moe.md": "tests/docs/test_guides.py",
     "docs/plugins/ops.md": "tests/docs/test_guides.py",

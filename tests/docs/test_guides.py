@@ -9,8 +9,10 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from pkgutil import resolve_name
+from xml.etree import ElementTree
 
 import pytest
 from click.testing import CliRunner
@@ -18,11 +20,11 @@ from click.testing import CliRunner
 from minisgl_core.cli.main import main
 from minisgl_core.plugins.kinds import KINDS
 
-DOCS = Path(__file__).parents[2] / "docs"
-CACHE = DOCS.parent / ".mypy_cache/guides"
-"""Of what mypy knows about torch, which takes it half a minute."""
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
 BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)
 NUM_TESTS = {
+    "attention": 20,
     "prefix_cache": 25,
     "model": 12,
     "moe": 50,
@@ -39,7 +41,8 @@ NUM_TESTS = {
     "commands": 2,
 }
 """By guide: the minimum number of tests that run."""
-NOT_FOR_THE_GUIDE = {
+NOT_FOR_THE_GUIDE: dict[str, str | tuple[str, ...]] = {
+    "attention": ("the backend does not apply RoPE", "the backend does not support CUDA graphs"),
     "prefix_cache": "the cache returns no runs",
     "router": "the router uses no events",
     "platform": "the platform does not support CUDA graphs",
@@ -49,9 +52,9 @@ NOT_FOR_THE_GUIDE = {
     ),
 }
 """By guide: the reasons for which tests may be skipped, where it leaves out what is optional."""
-SHIPPED = {"model": DOCS.parent / "packages/minisgl-models/src/minisgl_models/granite.py"}
+SHIPPED = {"model": ROOT / "packages/minisgl-models/src/minisgl_models/granite.py"}
 """By guide: the shipped file whose code it explains, where its example is one. The others' examples are plugins."""
-METADATA = "Metadata-Version: 2.1\nName: minisgl-guide\nVersion: 0.1.0\n"
+METADATA = "Metadata-Version: 2.1\nName: minisgl-guide-{}\nVersion: 0.1.0\n"
 
 
 def marked(text: str) -> dict[str, str]:
@@ -71,38 +74,73 @@ def code_of(text: str) -> str:
     return ast.dump(tree)
 
 
+def entry_points(code: str) -> Iterable[tuple[str, dict[str, str]]]:
+    """Groups of a pyproject.toml with their entry points."""
+    return tomllib.loads(code)["project"]["entry-points"].items()  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per guide, with the files that it shows, installed as pip would."""
+    path = tmp_path_factory.mktemp("guides")
+    for guide in NUM_TESTS:
+        (path / guide).mkdir()
+        blocks = marked((DOCS / f"plugins/{guide}.md").read_text())
+        [module, test, point] = blocks
+        for mark in (test,) if guide in SHIPPED else (module, test):
+            (path / guide / mark.removeprefix("file ")).write_text(blocks[mark])
+        if guide not in SHIPPED:
+            installed = path / guide / f"minisgl_guide_{guide}-0.1.0.dist-info"
+            installed.mkdir()
+            (installed / "METADATA").write_text(METADATA.format(guide))
+            [(group, points)] = entry_points(blocks[point])
+            (installed / "entry_points.txt").write_text(
+                f"[{group}]\n" + "".join(f"{n} = {points[n]}\n" for n in points)
+            )
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> dict[str, list[ElementTree.Element]]:
+    """Results of the guides' tests by guide, in JUnit's form. One process runs them all, as each would import torch."""
+    files = [str(file.relative_to(folder)) for file in sorted(folder.glob("*/test_*.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml=results.xml", *files]
+    path = os.pathsep.join([*(str(folder / guide) for guide in NUM_TESTS), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=500)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    print(done.stdout)
+    found: dict[str, list[ElementTree.Element]] = {guide: [] for guide in NUM_TESTS}
+    for case in ElementTree.parse(folder / "results.xml").iter("testcase"):
+        found[case.attrib["classname"].partition(".")[0]].append(case)
+    return found
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("guide", NUM_TESTS)
-def test_guide(guide: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guide(
+    guide: str, folder: Path, results: dict[str, list[ElementTree.Element]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (DOCS / f"plugins/{guide}.md").read_text()
     blocks = marked(text)
-    [module, test, point] = blocks
+    [module, _, point] = blocks
     if guide in SHIPPED:
         assert code_of(blocks[module]) == code_of(SHIPPED[guide].read_text())
-    for mark in (test,) if guide in SHIPPED else (module, test):
-        (tmp_path / mark.removeprefix("file ")).write_text(blocks[mark])
     kind = KINDS[point.removeprefix("entry point ")]
-    [(group, points)] = tomllib.loads(blocks[point])["project"]["entry-points"].items()
+    [(group, points)] = entry_points(blocks[point])
     assert group == kind.group
     [(name, value)] = points.items()
-    # As pip would install it.
-    if guide not in SHIPPED:
-        installed = tmp_path / "minisgl_guide-0.1.0.dist-info"
-        installed.mkdir()
-        (installed / "METADATA").write_text(METADATA)
-        (installed / "entry_points.txt").write_text(f"[{group}]\n{name} = {value}\n")
 
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", test.removeprefix("file ")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed
-    assert int(passed[1]) >= NUM_TESTS[guide], done.stdout
-    skipped = [line for line in done.stdout.splitlines() if line.startswith("SKIPPED")]
-    assert all(line.endswith(NOT_FOR_THE_GUIDE.get(guide, "none is")) for line in skipped), done.stdout
+    faults = [
+        ElementTree.tostring(fault, "unicode") for each in results[guide] for fault in each if fault.tag != "skipped"
+    ]
+    assert not faults, "\n".join(faults)
+    reasons = [str(skip.get("message")) for each in results[guide] for skip in each.iter("skipped")]
+    assert len(results[guide]) - len(reasons) >= NUM_TESTS[guide]
+    assert all(reason.endswith(NOT_FOR_THE_GUIDE.get(guide, "none is")) for reason in reasons), reasons
 
     assert not kind.flag or f"{kind.flag} {name}`" in text
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(folder / guide)
     provider, _, attribute = value.partition(":")
     provided = getattr(importlib.import_module(provider), attribute)
     assert not kind.contract or issubclass(provided, resolve_name(kind.contract))
@@ -141,8 +179,15 @@ class WideGranite(GraniteForCausalLM):
 """
     for name, code in files.items():
         (tmp_path / name).write_text(code)
-    command = [sys.executable, "-m", "mypy", "--strict", "--ignore-missing-imports", f"--cache-dir={CACHE}", *files]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    # The project's settings and cache: mypy would need half a minute to read torch again for others.
+    config = (ROOT / "pyproject.toml").read_text()
+    names = [name.removesuffix(".py") for name in files]
+    config += f"\n[[tool.mypy.overrides]]\nmodule = {names}\nstrict = true\nignore_missing_imports = true\n"
+    (tmp_path / "pyproject.toml").write_text(config)
+    paths = [str(tmp_path / name) for name in files]
+    command = [sys.executable, "-m", "mypy", f"--config-file={tmp_path}/pyproject.toml", *paths]
+    env = {**os.environ, "MYPYPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

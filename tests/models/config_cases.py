@@ -152,6 +152,7 @@ CHANGES: Mapping[str, Sequence[Patch]] = {
     "logits_scaling": values("logits_scaling", 3.0),
     "use_bidirectional_attention": values("use_bidirectional_attention", True),
     "v_head_dim": values("v_head_dim", 4),
+    "attention_sinks": values("attention_sinks", True),  # transformers has no such key: sinks come with gpt-oss
     "use_qk_norm": values("use_qk_norm", True, False),
     "layernorm_epsilon": values("layernorm_epsilon", 0.1),
     "quantization_config": values("quantization_config", {"quant_method": "unknown"}),
@@ -191,7 +192,11 @@ BY_KIND: Sequence[Patch] = [
 DENSE_LAYER: Mapping[str, Sequence[Patch]] = {"intermediate_size": [{"intermediate_size": 56, "mlp_only_layers": [0]}]}
 """A width that only dense layers have."""
 
-ALIASES: Mapping[str, str] = {"hidden_activation": "hidden_act", "num_local_experts": "num_experts"}
+ALIASES: Mapping[str, str] = {
+    "hidden_activation": "hidden_act",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+}
 """Keys that are read as another one, which messages name."""
 
 CASES: Mapping[str, Case] = {
@@ -276,3 +281,12 @@ CASES: Mapping[str, Case] = {
 
 WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
 """Architectures whose ``text_config`` another one of `CASES` reads."""
+
+BY_KIT: Mapping[str, str] = {
+    "test_logits_equal_the_reference": "logits",
+    "test_chunked_prefill_and_decode_equal_the_reference": "chunks",
+    "test_batched_sequences_are_independent": "batches",
+    "test_tensor_parallel_logits_equal_the_reference[2]": "2 ranks",
+    "test_pipeline_parallel_logits_equal_the_reference[1]": "2 stages",
+}
+"""Column of the table by the test of the model kit that shows it."""

@@ -185,3 +185,8 @@ def test_the_error_of_an_unknown_architecture_names_the_flag(tmp_path: Path) -> 
 def test_quantized_layers_are_refused(gpt2: str) -> None:
     with pytest.raises(InvalidValueError, match=r"--quantization.*must be none with --model-impl transformers"):
         new_llm(gpt2, quantization="fp8")
+
+
+def test_pipeline_stages_are_refused_by_their_flag(gpt2: str) -> None:
+    with pytest.raises(InvalidValueError, match=r"--pp=2 .*must be 1 with --model-impl transformers\. Use --tp, or"):
+        new_llm(gpt2, pp=2)

@@ -24,7 +24,7 @@ class Server:
 
     def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-        environ = {**os.environ, "OMP_NUM_THREADS": "2", "TMPDIR": self.sockets, **environ}
+        environ = {"OMP_NUM_THREADS": "2", **os.environ, "TMPDIR": self.sockets, **environ}
         self.log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
             [
@@ -125,7 +125,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, engine_tokenizer: Any) -> Path:
-    """A Llama with random weights that loads and runs in no time, with SmolLM2's tokenizer."""
+    """A Llama with two layers of random weights that loads and runs in no time, with SmolLM2's tokenizer."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -134,7 +134,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory, engine_tokenizer: 
         vocab_size=len(engine_tokenizer),
         hidden_size=32,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=16384,

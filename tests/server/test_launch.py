@@ -228,3 +228,10 @@ def test_disconnects_free_slots_and_a_full_queue_answers_429(start: Launch) -> N
             time.sleep(0.02)
         assert answer.status_code == 200
     assert server.stderr() == ""
+
+
+def test_compile_only_ends_without_serving(start: Launch) -> None:
+    server = start("--compile-only")
+    assert server.wait_ended() == 0
+    assert server.process.stdout.read() == "All kernels for these options are compiled.\n"
+    assert server.stderr() == ""

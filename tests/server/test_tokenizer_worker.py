@@ -45,7 +45,7 @@ class Rig:
         tool_parser: str = "auto",
         reasoning_parser: str | None = None,
         *,
-        has_router: bool = False,
+        num_replicas: int = 1,
     ) -> None:
         """Use a short context, except for tests with tools."""
         info = EngineInfo(
@@ -68,7 +68,7 @@ class Rig:
         self.api: list[Any] = []
         chats = ChatFormat(tokenizer, tool_parser, reasoning_parser)
         self.worker = TokenizerWorker(
-            tokenizer, info, 3, self.scheduler.append, self.send, chats, has_router=has_router
+            tokenizer, info, 3, self.scheduler.append, self.send, chats, num_replicas=num_replicas
         )
 
     def send(self, message: Any) -> None:
@@ -433,7 +433,7 @@ def test_structured_output_begins_after_reasoning(engine_tokenizer: Any) -> None
 
 def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) -> None:
     """It depends on whether text was sent; output of the lost engine that arrives later is dropped."""
-    rig = Rig(engine_tokenizer, has_router=True)
+    rig = Rig(engine_tokenizer, num_replicas=2)
     rig.submit("sent")
     rig.submit("waits")
     rig.submit("half a character", echo=True)
@@ -475,7 +475,7 @@ def test_requests_of_a_lost_engine_are_retried_or_fail(engine_tokenizer: Any) ->
 
 
 def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> None:
-    rig = Rig(engine_tokenizer, has_router=True)
+    rig = Rig(engine_tokenizer, num_replicas=2)
     rig.submit("a")
     rig.worker.handle(ReplicaLost(1, ["a"]))
     rig.worker.handle(Rejected(request_id="a", kind="queue_full", message="late", engine=1))
@@ -486,13 +486,27 @@ def test_another_engine_may_reject_a_retried_request(engine_tokenizer: Any) -> N
     assert rig.scheduler[-1] == Ended(["a"])
 
 
+def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
+    rig = Rig(engine_tokenizer, num_replicas=2)
+    for engine in (*range(0, 40, 2), 1):
+        rig.submit(str(engine))
+        rig.worker.handle(ReplicaLost(engine, [str(engine)]))
+    assert len(rig.worker._lost) == 2
+    for engine in (0, 38, 1, 3, -1):
+        rig.worker.handle(Rejected(request_id=str(engine), kind="internal", message="", engine=engine))
+    assert rig.take() == [], "the engines 0, 38 and 1 were lost, and the others have no such requests"
+    for engine, name in ((40, "0"), (3, "1"), (-1, "2")):
+        rig.worker.handle(Rejected(request_id=name, kind="internal", message="", engine=engine))
+    assert [each.request_id for each in rig.take()] == ["0", "1", "2"]
+
+
 def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:
     """The parts of an output that is returned at once are those that a stream returns."""
     text = 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f"}}])
     results = []
     for is_streamed in (True, False):
-        rig = Rig(engine_tokenizer, "hermes", has_router=True)
+        rig = Rig(engine_tokenizer, "hermes", num_replicas=2)
         chat = [{"role": "user", "content": "Hi"}]
         rig.submit(text=None, messages=chat, tools=tools, is_streamed=is_streamed)
         ids = engine_tokenizer(text)["input_ids"]

@@ -12,7 +12,7 @@ from minisgl_backends.grammar.llguidance_grammar import LlguidanceGrammar, Llgui
 from minisgl_core.contracts.structured_outputs import StructuralTag
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.testing.grammar_kit import EOS, GrammarTests
-from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.kit_runner import failures, iter_failures
 
 
 class _Of(LlguidanceGrammar):
@@ -143,9 +143,8 @@ def broken() -> list[type[LlguidanceGrammar]]:
 @pytest.mark.parametrize("provider", broken(), ids=lambda provider: provider.__name__)
 def test_the_kit_catches(provider: type[LlguidanceGrammar]) -> None:
     kit = type("Kit", (GrammarTests,), {"provider": provider})()
-    found = failures(kit)
-    assert found
-    assert all(isinstance(error, (AssertionError, pytest.fail.Exception)) for error in found.values()), found
+    name, error = next(iter_failures(kit))
+    assert isinstance(error, (AssertionError, pytest.fail.Exception)), name
 
 
 def test_the_wrapper_alone_is_right() -> None:

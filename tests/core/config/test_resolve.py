@@ -61,6 +61,7 @@ def choose(
     refused: Iterable[str] = (),
     preferred: dict[str, str] | None = None,
     model: ModelConfig = MODEL,
+    uncompiled: Iterable[str] = (),
     **options: Any,
 ) -> Resolved:
     def unsupported(kind: str, name: str, *spec: object) -> list[str]:
@@ -68,7 +69,14 @@ def choose(
 
     config = EngineConfig.from_flat(**options)
     return resolve(
-        config, hardware, model, INSTALLED.__getitem__, unsupported, (preferred or {}).get, ROLES.__getitem__
+        config,
+        hardware,
+        model,
+        INSTALLED.__getitem__,
+        unsupported,
+        (preferred or {}).get,
+        ROLES.__getitem__,
+        lambda name, spec: f"{name}'s kernels" if name in uncompiled else "",
     )
 
 
@@ -262,3 +270,25 @@ def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:
     assert choose(H200, kv_dtype="fp8").config.cache.kv_dtype == "fp8"
     with pytest.raises(InvalidValueError, match="one of auto, bfloat16, float16, float32, fp8, fp8_e4m3"):
         choose(H200, kv_dtype="int8")
+
+
+def attention(*uncompiled: str, refused: Iterable[str] = (), **options: Any) -> tuple[str, tuple[str, ...], str]:
+    resolved = choose(H200, refused, uncompiled=uncompiled, **options)
+    reason = next(choice.reason for choice in resolved.choices if choice.what == "attn")
+    return resolved.config.backends.attn, resolved.uncompiled, reason
+
+
+def test_auto_serves_with_what_is_compiled_and_names_what_is_not() -> None:
+    without_fa = {"refused": ["fa"]}
+    assert attention("fi")[:2] == ("fa,hopper", ()), "the best one is there already"
+    assert attention(**without_fa)[:2] == ("fi,hopper", ())
+    chosen, uncompiled, reason = attention("fi", **without_fa)
+    assert (chosen, uncompiled) == ("hopper", ("fi",))
+    assert "fi,hopper: fi's kernels must be compiled first" in reason
+    assert attention("fi", attn="fi", **without_fa)[:2] == ("fi", ()), "a named backend is waited for"
+    assert attention("fi", attn="auto,triton", **without_fa)[:2] == ("hopper,triton", ("fi",))
+
+
+def test_auto_compiles_if_nothing_else_works() -> None:
+    refused = ["fa", "hopper", "triton", "torch"]
+    assert attention("fi", refused=refused, preferred={"attention": "fi"})[:2] == ("fi", ())

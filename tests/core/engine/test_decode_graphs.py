@@ -156,8 +156,15 @@ def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
         engine.free_graphs()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("cache", ["radix", "naive"])
+@pytest.mark.parametrize(
+    ("cache", "overlap"),
+    [
+        ("radix", True),
+        ("naive", False),
+        pytest.param("radix", False, marks=pytest.mark.nightly),
+        pytest.param("naive", True, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize(
     "kinds", [*((kind,) * 6 for kind in SAMPLINGS), tuple(SAMPLINGS) * 2], ids=lambda kinds: " ".join(kinds[:2])
 )

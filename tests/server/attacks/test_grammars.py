@@ -67,7 +67,7 @@ def complete(url: str, form: dict[str, Any], **fields: Any) -> httpx.Response:
 
 def test_variants_of_forced_text(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """One after the other and in parallel; none is kept at more than its text's weight."""
-    patterns = [NESTED.replace("a", letter) + "x" * length for letter in "abcdef" for length in range(4)]
+    patterns = [NESTED.replace("a", letter) + "x" * length for letter in "abc" for length in range(4)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
         for answer in pool.map(lambda pattern: complete(attacked.url, {"regex": pattern}), patterns):
             assert answer.status_code == 200, answer.text
@@ -83,7 +83,7 @@ def test_grammars_that_are_expensive_to_apply(attacked: Any, withstands: Callabl
 
 def test_grammars_that_are_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """Variants of what takes minutes: each ends at its limit, and a harmless one beside them is served."""
-    variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in range(29, 37)]
+    variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in range(29, 33)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(complete, attacked.url, {"grammar": variant}) for variant in variants]
         harmless = complete(attacked.url, {"regex": "yes|no"})

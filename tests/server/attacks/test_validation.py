@@ -153,7 +153,7 @@ def test_a_zip_bomb_is_refused(
     encoding: str, window_bits: int, attacked: Any, withstands: Callable[[Any], Any]
 ) -> None:
     packer = zlib.compressobj(9, zlib.DEFLATED, window_bits)
-    bomb = b"".join(packer.compress(b" " * MIB) for _ in range(1000)) + packer.flush()
+    bomb = b"".join(packer.compress(b" " * MIB) for _ in range(300)) + packer.flush()
     with withstands(attacked):
         answer = post(attacked, COMPLETION, bomb, **{"Content-Encoding": encoding})
     assert answer.status_code == 413

@@ -39,7 +39,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_block_is_tested_or_says_why_not() -> None:
-    known = {f"test: {mark}" for mark in ("offline", "serve", "trace", "attention")}
+    known = {f"test: {mark}" for mark in ("offline", "serve", "trace", "route", "attention")}
     for match in BLOCK.finditer(GUIDE):
         assert match["mark"] in known or match["mark"].startswith("not tested: it needs"), match[0]
 
@@ -74,6 +74,20 @@ def test_trace(server: Any, folder: Path) -> None:
     assert [(each["time_scale"], each["num_failed"]) for each in runs] == [(0.4, 0), (0.8, 0)]
     assert runs[0]["num_answered"] == runs[1]["num_answered"] > 0
     assert run(show) == shown
+
+
+def test_route(folder: Path) -> None:
+    chats, make, replay = commands("route")
+    shown = run([*chats, "--num-requests", "40", "--output-len", "4"])
+    run([*make, "--num-requests", "40"])
+    for text in (shown, run(replay)):
+        assert [line.split("  ")[0] for line in text.splitlines()[1:5]] == [
+            "round-robin",
+            "least-loaded",
+            "prefix",
+            "one replica",
+        ]
+    assert (folder / "routers.json").exists()
 
 
 def test_attention() -> None:

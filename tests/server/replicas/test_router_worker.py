@@ -17,6 +17,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoSnapshot,
     Rejected,
     ReplicaDied,
     ReplicaLost,
@@ -139,8 +140,8 @@ def test_few_requests_wait_for_a_replica() -> None:
     assert [each.request_id for each in refused] == ["8", "9"], "EngineInfo.max_requests is 8"
     rig.send(Abort("3"))
     rig.submit("10", worker=1)
-    rig.send(ReplicaReady(0, 0))
-    assert rig.names(0) == ["0", "1", "2", "4", "5", "6", "7", "10"]
+    rig.send(ReplicaReady(0, 0), ReplicaReady(1, 1))
+    assert (rig.names(0), rig.names(1)) == (["0", "1", "2", "4"], ["5", "6", "7", "10"])
 
 
 def test_a_count_is_summed_even_if_a_replica_dies(rig: Rig) -> None:
@@ -167,6 +168,50 @@ def test_another_replica_answers_for_one_that_is_not_ready(rig: Rig) -> None:
     assert rig.engines[1][-1].replicas[1].is_ready
     rig.send(ReplicaDied(1, 1), SnapshotRequest(worker=0, replica=1))
     assert [each.is_ready for each in rig.engines[0][-1].replicas] == [True, False]
+
+
+def test_a_snapshot_is_answered_although_no_replica_is_ready(rig: Rig) -> None:
+    rig.send(SnapshotRequest(worker=1, query=1, replica=1), SnapshotRequest(worker=1, query=2, replica=0))
+    for engine in (1, 0):  # each dies before it answers
+        rig.engines[1 - engine].clear()
+        rig.send(ReplicaDied(engine, engine))
+        asked = [each.query for each in rig.engines[1 - engine] if isinstance(each, SnapshotRequest)]
+        assert asked == ([1] if engine else [])
+    answers = [each for each in rig.workers[1] if isinstance(each, NoSnapshot)]
+    assert sorted(each.query for each in answers) == [1, 2]
+    rig.send(SnapshotRequest(worker=0, query=3))
+    assert rig.workers[0][-1] == NoSnapshot(3)
+
+
+def test_requests_avoid_a_full_replica_while_another_has_room(rig: Rig) -> None:
+    """Each replica accepts 4, and the cache of replica 0 attracts all requests."""
+    for number in range(8):
+        rig.submit(str(number))
+    assert (rig.names(0), rig.names(1)) == (["0", "1", "2", "3"], ["4", "5", "6", "7"])
+    rig.submit("8")
+    assert "8" in rig.names(0) + rig.names(1), "a replica refuses it, since all are full"
+
+
+def test_requests_of_a_lost_replica_wait_for_room(rig: Rig) -> None:
+    for number in range(7):
+        rig.submit(str(number), [number] * 40)
+    lost = rig.names(0)
+    rig.send(ReplicaDied(0, 0))
+    for name in lost:
+        rig.submit(name)
+    assert rig.names(1) == ["1", "3", "5", "0"]
+    rig.send(Ended(["1"]))
+    assert rig.names(1)[4:] == ["2"]
+    rig.engines[1].clear()
+    rig.send(Abort("3"))
+    assert [each.request_id for each in rig.engines[1]] == ["3", "4"], "the engine has room once it has aborted"
+    rig.submit("7")
+    rig.submit("8")
+    rig.submit("9")
+    rig.submit("10")
+    assert [each.request_id for each in rig.workers[0] if isinstance(each, Rejected)] == ["10"], "8 are accepted"
+    rig.send(ReplicaReady(0, 2))
+    assert rig.names(2) == ["6", "7", "8", "9"]
 
 
 def test_events_follow_a_real_cache() -> None:

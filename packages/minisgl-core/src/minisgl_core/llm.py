@@ -136,7 +136,7 @@ class LLM:
         Raises:
             MinisglError: an option, the model or a provider is not valid; the message names it and the reason.
         """
-        config = EngineConfig.from_flat(model=model, **options)
+        config = EngineConfig.from_flat(model=model, **{"max_step_ms": 0.0} | options)
         template = read_chat_template(config.model.chat_template) if config.model.chat_template is not None else None
         registry = Registry.from_environment()
         hooks = Hooks(registry)

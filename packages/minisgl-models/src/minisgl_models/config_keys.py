@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
+from minisgl_core.config.keys import MAX_LAYERS, Keys
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
 
 _KINDS = ("full_attention", "sliding_attention")
+_NULL_IS_NONE = frozenset(
+    {
+        *("attn_logit_softcapping", "final_logit_softcapping", "head_dim", "hidden_activation", "num_key_value_heads"),
+        *("rope_theta", "sliding_window"),
+    }
+)
+"""Keys in which a null is no mistake: there is no such cap or window, or it follows from other keys."""
 
 
 def unsupported_keys(
@@ -41,28 +48,37 @@ def unsupported_keys(
     return reasons
 
 
-def number(raw: Mapping[str, Any], key: str) -> float:
-    """Return a key's value, which must be a finite number.
+def with_defaults(defaults: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the defaults of missing keys.
+
+    A key whose default is a number above 0, such as 1.0, takes such numbers; one whose default is a whole number takes whole
+    numbers of at least 0; and so on for flags and strings. `_NULL_IS_NONE` may be null.
+
+    Raises:
+        ModelFormatError: a value has another type than its key's default; the message names the key.
+    """
+    given = Keys(raw)
+    for key in defaults.keys() & raw.keys():
+        if raw[key] is None and key not in _NULL_IS_NONE:
+            raise given.error(key, "is null; remove the key, or set a value")
+        if isinstance(defaults[key], bool):
+            given.flag(key)
+        elif isinstance(defaults[key], int):
+            given.whole(key, 0, 0)
+        elif isinstance(defaults[key], float):
+            given.above(key, 0.0, 1.0)
+        else:
+            given.text(key)
+    return {**defaults, **raw}
+
+
+def whole_number(raw: Mapping[str, Any], key: str, least: int = 0, most: int = MAX_LAYERS) -> int:
+    """Return a key's value, which must be a whole number from `least` to `most`: a number of layers, experts or groups.
 
     Raises:
         ModelFormatError: it is not; the message names the key.
     """
-    value = raw.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise ModelFormatError(f"config: {key}={value!r} is not a number")
-    return value
-
-
-def whole_number(raw: Mapping[str, Any], key: str, least: int = 0) -> int:
-    """Return a key's value, which must be a whole number of at least `least`.
-
-    Raises:
-        ModelFormatError: it is not; the message names the key.
-    """
-    value = number(raw, key)
-    if value < least or value != int(value):
-        raise ModelFormatError(f"config: {key}={value!r} is not a whole number of at least {least}")
-    return int(value)
+    return Keys(raw).whole(key, least, most=most)
 
 
 def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:
@@ -78,15 +94,12 @@ def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_t
     Raises:
         ModelFormatError: an entry is not an object, or stands outside of both.
     """
-    parameters, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping) or not set(parameters) <= set(_KINDS):
+    parameters, scaling = Keys(raw).mapping("rope_parameters"), Keys(raw).mapping("rope_scaling")
+    if not set(parameters) <= set(_KINDS):
         raise ModelFormatError(
             f"config: rope_parameters={parameters!r} must have one entry per kind of layer, {' and '.join(_KINDS)}"
         )
-    full, sliding = (parameters.get(kind) or {} for kind in _KINDS)
-    for name, each in (("rope_parameters", full), ("rope_parameters", sliding), ("rope_scaling", scaling)):
-        if not isinstance(each, Mapping):
-            raise ModelFormatError(f"config: {name} has {each!r}, which is not an object with parameters")
+    full, sliding = (Keys(parameters, "config: rope_parameters").mapping(kind) for kind in _KINDS)
     return {
         "full_attention": {"rope_theta": full_theta, **full, **scaling},
         "sliding_attention": {"rope_theta": sliding_theta, **sliding},

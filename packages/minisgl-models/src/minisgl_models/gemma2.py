@@ -27,7 +27,7 @@ from minisgl_core.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 256000,
@@ -40,7 +40,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
+    "query_pre_attn_scalar": 256.0,
     "sliding_window": 4096,
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
@@ -165,8 +165,11 @@ class Gemma2ForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class; every other layer has a window."""
-        config = {**_DEFAULTS, **raw}
-        kinds = ["full_attention" if i % 2 else "sliding_attention" for i in range(int(config["num_hidden_layers"]))]
+        config = with_defaults(_DEFAULTS, raw)
+        kinds = [
+            "full_attention" if i % 2 else "sliding_attention"
+            for i in range(whole_number(config, "num_hidden_layers", 1))
+        ]
         activation = config["hidden_activation"] or _DEFAULTS["hidden_activation"]
         return {**config, "layer_types": config.get("layer_types") or kinds, "hidden_act": activation}
 

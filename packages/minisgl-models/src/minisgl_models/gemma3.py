@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
@@ -28,7 +29,12 @@ from minisgl_core.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
-from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys
+from minisgl_models.config_keys import (
+    rope_parameters_by_kind,
+    unsupported_keys,
+    whole_number,
+    with_defaults,
+)
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 262208,
@@ -41,7 +47,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "hidden_activation": "gelu_pytorch_tanh",
     "max_position_embeddings": 131072,
     "tie_word_embeddings": True,
-    "query_pre_attn_scalar": 256,
+    "query_pre_attn_scalar": 256.0,
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
@@ -190,9 +196,9 @@ class Gemma3ForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class, and the rotary embedding of each kind of layer."""
-        config = {**_DEFAULTS, **raw}
-        every = int(config["sliding_window_pattern"])
-        indices = range(1, int(config["num_hidden_layers"]) + 1)
+        config = with_defaults(_DEFAULTS, raw)
+        every = whole_number(config, "sliding_window_pattern", 1)
+        indices = range(1, whole_number(config, "num_hidden_layers", 1) + 1)
         kinds = ["sliding_attention" if i % every else "full_attention" for i in indices]
         thetas = config.get("rope_theta") or 1e6, config.get("rope_local_base_freq") or 1e4
         return {
@@ -222,7 +228,7 @@ class Gemma3ForCausalLM(Model):
             tied = self.model.embed_tokens if config.tie_embeddings else None
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
             self.vocab_shard = self.lm_head.shard
-        self._soft_cap: float | None = config.raw.get("final_logit_softcapping")
+        self._soft_cap: float | None = Keys(config.raw).optional("final_logit_softcapping")
 
     def forward(
         self,
@@ -255,7 +261,7 @@ class Gemma3ForConditionalGeneration(Model):
         """Return the text model's config, with the keys beside it that the engine reads."""
         shared = {key: raw[key] for key in _SHARED if key in raw}
         return Gemma3ForCausalLM.standard_config(
-            {**(raw.get("text_config") or {}), "tie_word_embeddings": True, **shared}
+            {**Keys(raw).mapping("text_config"), "tie_word_embeddings": True, **shared}
         )
 
     @classmethod

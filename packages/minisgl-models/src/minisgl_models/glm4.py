@@ -27,7 +27,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, with_defaults
 
 _DEFAULTS: Mapping[str, Any] = {
     "vocab_size": 151552,
@@ -165,7 +165,7 @@ class Glm4ForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class."""
-        return {**_DEFAULTS, **raw}
+        return with_defaults(_DEFAULTS, raw)
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -30,7 +30,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import number, unsupported_keys, whole_number
+from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaMLP
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -117,7 +117,7 @@ class Glm4MoeMoE(Layer):
             scoring="sigmoid",
             num_groups=whole_number(raw, "n_group", 1),
             topk_groups=whole_number(raw, "topk_group", 1),
-            scaling_factor=number(raw, "routed_scaling_factor"),
+            scaling_factor=raw["routed_scaling_factor"],
         )
         # The all-reduce of both is fused into the next layer's input_layernorm, or the final norm.
         self.experts = FusedMoE(
@@ -214,7 +214,7 @@ class Glm4MoeForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class; the first layers have no experts."""
-        keys = {**_DEFAULTS, **raw}
+        keys = with_defaults(_DEFAULTS, raw)
         first = list(range(whole_number(keys, "first_k_dense_replace")))
         return {**keys, "num_experts": keys["n_routed_experts"], "mlp_only_layers": first, "o_bias": False}
 

@@ -25,7 +25,7 @@ from minisgl_core.layers import (
     RotaryEmbedding,
     VocabParallelEmbedding,
 )
-from minisgl_models.config_keys import number, unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaAttention
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -84,7 +84,7 @@ class GptOssMLP(Layer):
             build,
             activation=moe.activation,
             bias=moe.has_bias,
-            swiglu_limit=number(config.raw, "swiglu_limit"),
+            swiglu_limit=config.raw["swiglu_limit"],
             reduce=False,
             interleaved=True,
         )
@@ -166,13 +166,14 @@ class GptOssForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class: windows in the even layers, and YaRN."""
-        keys = {**_DEFAULTS, **raw, "attention_sinks": True, "expert_activation": "swigluoai", "expert_bias": True}
+        keys = with_defaults(_DEFAULTS, raw)
+        keys |= {"attention_sinks": True, "expert_activation": "swigluoai", "expert_bias": True}
         keys["expert_swiglu_limit"] = keys["swiglu_limit"]
         if not (keys.get("rope_parameters") or keys.get("rope_scaling")):
             keys["rope_scaling"] = _ROPE
         if keys.get("layer_types") is None:
             kinds = ("sliding_attention", "full_attention")
-            keys["layer_types"] = [kinds[i % 2] for i in range(keys["num_hidden_layers"])]
+            keys["layer_types"] = [kinds[i % 2] for i in range(whole_number(keys, "num_hidden_layers", 1))]
         return keys
 
     @classmethod

@@ -27,7 +27,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, with_defaults
 
 _FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier")
 
@@ -150,7 +150,7 @@ class GraniteForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the factors that the config leaves out."""
-        return {**dict.fromkeys(_FACTORS, 1.0), **raw}
+        return with_defaults(dict.fromkeys(_FACTORS, 1.0), raw)
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -26,6 +26,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
+from minisgl_models.config_keys import unsupported_keys
 
 
 class LlamaAttention(Layer):
@@ -146,8 +147,8 @@ class LlamaForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config with experts."""
-        return [f"{cls.__name__} has no experts (num_experts in the config)"] if config.moe else []
+        """Refuse experts and sliding windows."""
+        return unsupported_keys(config, use_sliding_window=False)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

@@ -28,7 +28,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, with_defaults
 
 
 class Olmo2Attention(Layer):
@@ -142,7 +142,7 @@ class Olmo2ForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class that are not Llama's."""
-        return {"rms_norm_eps": 1e-5, **raw}
+        return with_defaults({"rms_norm_eps": 1e-5}, raw)
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:

@@ -15,7 +15,7 @@ from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, LMHead, RMSNorm, RotaryEmbedding, VocabParallelEmbedding
-from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys
+from minisgl_models.config_keys import rope_parameters_by_kind, unsupported_keys, whole_number, with_defaults
 from minisgl_models.olmo2 import Olmo2DecoderLayer
 
 _THETA = 500000.0
@@ -74,10 +74,10 @@ class Olmo3ForCausalLM(Model):
                 f"config: rope_theta={raw['rope_theta']!r} means other layers in transformers 4 than in 5; give it in "
                 "rope_parameters, for full_attention and for sliding_attention"
             )
-        config = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **raw}
+        config = with_defaults({"rms_norm_eps": 1e-5, "sliding_window": 4096}, raw)
         kinds = [
             "full_attention" if i % 4 == 3 else "sliding_attention"
-            for i in range(int(raw.get("num_hidden_layers", 32)))
+            for i in range(whole_number({"num_hidden_layers": 32, **raw}, "num_hidden_layers", 1))
         ]
         return {
             **config,

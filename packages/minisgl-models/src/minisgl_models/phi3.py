@@ -27,7 +27,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys
+from minisgl_models.config_keys import unsupported_keys, with_defaults
 
 
 class Phi3Attention(Layer):
@@ -144,7 +144,7 @@ class Phi3ForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add defaults, and give LongRoPE its name and its original context, which older checkpoints have elsewhere."""
-        config = {"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, **raw}
+        config = with_defaults({"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096}, raw)
         for name in ("rope_scaling", "rope_parameters"):
             rope = config.get(name)
             if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) in (

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.llama import LlamaForCausalLM
 
 
 class Qwen2ForCausalLM(LlamaForCausalLM):
     """`LlamaForCausalLM` with `ModelConfig.qkv_bias` and the sliding windows of `ModelConfig.sliding_windows`."""
+
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        """Refuse experts, biases of the MLP, and q, k and v without biases."""
+        return unsupported_keys(config, attention_bias=True, mlp_bias=False)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from minisgl_core.config.keys import Keys
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
@@ -26,7 +27,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
-from minisgl_models.config_keys import unsupported_keys, whole_number
+from minisgl_models.config_keys import unsupported_keys, whole_number, with_defaults
 from minisgl_models.llama import LlamaAttention, LlamaMLP
 
 _DEFAULTS: Mapping[str, Any] = {
@@ -64,7 +65,7 @@ class Qwen2MoeSparseMoeBlock(Layer):
             build,
             reduce=False,
         )
-        shared = replace(config, intermediate_size=whole_number(config.raw, "shared_expert_intermediate_size", 1))
+        shared = replace(config, intermediate_size=Keys(config.raw).positive("shared_expert_intermediate_size"))
         self.shared_expert = LlamaMLP(shared, build)
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, build)
 
@@ -151,11 +152,11 @@ class Qwen2MoeForCausalLM(Model):
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
         """Add the defaults of transformers' config class, and the windows of its layers."""
-        keys = {**_DEFAULTS, **raw}
+        keys = with_defaults(_DEFAULTS, raw)
         if keys.get("layer_types") is None and keys["use_sliding_window"]:
-            with_window = range(0, min(whole_number(keys, "max_window_layers"), keys["num_hidden_layers"]), 2)
+            with_window = range(0, whole_number(keys, "max_window_layers"), 2)
             kinds = ("full_attention", "sliding_attention")
-            keys["layer_types"] = [kinds[i in with_window] for i in range(keys["num_hidden_layers"])]
+            keys["layer_types"] = [kinds[i in with_window] for i in range(whole_number(keys, "num_hidden_layers", 1))]
         return {**keys, "attention_bias": keys["qkv_bias"], "o_bias": False}
 
     @classmethod

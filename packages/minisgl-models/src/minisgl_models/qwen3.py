@@ -26,6 +26,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
+from minisgl_models.config_keys import unsupported_keys
 
 
 class Qwen3Attention(Layer):
@@ -149,8 +150,8 @@ class Qwen3ForCausalLM(Model):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Refuse a config with experts."""
-        return [f"{cls.__name__} has no experts (num_experts in the config)"] if config.moe else []
+        """Refuse experts, and biases of the MLP."""
+        return unsupported_keys(config, mlp_bias=False)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

@@ -25,6 +25,7 @@ from minisgl_core.layers import (
     VocabParallelEmbedding,
     check_activation,
 )
+from minisgl_models.config_keys import unsupported_keys
 from minisgl_models.qwen3 import Qwen3Attention, Qwen3MLP
 
 _OTHER_EXPERT_KEYS: Mapping[str, Any] = {
@@ -140,14 +141,7 @@ class Qwen3MoeForCausalLM(Model):
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
         """Refuse a config without experts, or with experts that are not Qwen3's."""
-        if not config.moe:
-            return [f"{cls.__name__} needs experts (num_experts in the config)"]
-        others = {key: config.raw.get(key) for key in _OTHER_EXPERT_KEYS}
-        return [
-            f"{cls.__name__} has no experts with {key}={value!r}"
-            for key, value in others.items()
-            if value not in (None, _OTHER_EXPERT_KEYS[key])
-        ]
+        return unsupported_keys(config, experts=True, mlp_bias=False, **_OTHER_EXPERT_KEYS)
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)

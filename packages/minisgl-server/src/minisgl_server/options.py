@@ -89,6 +89,9 @@ class ServerOptions:
     trust_request_chat_template: bool = option(
         False, "Render chat templates of requests, each in a process with limits of time and memory."
     )
+    compile_only: bool = option(
+        False, "Compile all kernels for these options, such as for a container image, and exit without serving."
+    )
     log_level: str = option(
         "warning",
         "Lowest level of messages to log; info has one line per request.",

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_backends.attention.flashinfer_build import compile_prefill, is_compiled
 from minisgl_backends.attention.fused_store import FusedStoreAttention
 from minisgl_backends.attention.requirements import (
     dtypes_unsupported,
@@ -64,6 +65,16 @@ class FlashInferAttention(FusedStoreAttention):
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),
         ]
+
+    @classmethod
+    def uncompiled(cls, spec: AttentionSpec) -> str:
+        """Name the prefill's modules until `compile` has run. The decode's are not looked for, as ``auto`` does not use them."""
+        return "" if is_compiled(spec) else "FlashInfer's prefill"
+
+    @classmethod
+    def compile(cls, spec: AttentionSpec) -> None:
+        """Compile the prefill's modules."""
+        compile_prefill(cls, spec)
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         super().__init__(spec, pool, page_table)

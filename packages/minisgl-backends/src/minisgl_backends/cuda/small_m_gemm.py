@@ -6,6 +6,7 @@ Shape legend: M rows of x, N outputs, K inputs. A gated MLP's matrix has 2 * N r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 
@@ -90,10 +91,36 @@ class Variant:
 
 
 @cache
+def _cubin(variant: Variant) -> Future[bytes]:
+    return compile_async(variant.source())
+
+
+def compile_variants(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    gated: bool,
+    row_sizes: Sequence[int] = ROW_SIZES,
+    choose: Callable[[int, int, int, int], GemmTiling] = choose_tiling,
+) -> list[tuple[Variant, GemmTiling]]:
+    """Start compiling for a weight, which need not be loaded, and return the variants. Arguments as of `HopperSmallMGemm`."""
+    num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    variants = []
+    for rows in row_sizes:
+        tiling = choose(rows, len(weight), weight.shape[1], num_sms)
+        if rows % tiling.row_multiple:
+            continue
+        shape = tiling.outputs, tiling.cluster, tiling.splits, tiling.row_parts
+        variants.append((Variant(rows, *shape, gated, bias is not None), tiling))
+        _cubin(variants[-1][0])
+    return variants
+
+
+@cache
 def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
     """Return the kernel and the number of thread blocks that the device holds."""
     with torch.cuda.device(device):
-        cubin = compile_async(variant.source()).result()
+        cubin = _cubin(variant).result()
         sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
         kernel = Kernel(cubin, "small_m_gemm", num_threads=THREADS, **sizes)
         return kernel, kernel.max_resident_blocks()
@@ -141,20 +168,13 @@ class HopperSmallMGemm:
         """
         self._weight, self._bias, self._workspace, self._gated = weight, bias, workspace, gated
         self._num_outputs, self._num_inputs = len(weight) // (1 + gated), weight.shape[1]
-        num_sms = torch.cuda.get_device_properties(weight.device).multi_processor_count
         self._variants: dict[int, tuple[Variant, GemmTiling, TensorMap]] = {}
         maps: dict[int, TensorMap] = {}
-        for rows in row_sizes:
-            tiling = choose(rows, len(weight), self._num_inputs, num_sms)
-            if rows % tiling.row_multiple:
-                continue
-            shape = tiling.outputs, tiling.cluster, tiling.splits, tiling.row_parts
-            variant = Variant(rows, *shape, gated, bias is not None)
-            compile_async(variant.source())
+        for variant, tiling in compile_variants(weight, bias, gated=gated, row_sizes=row_sizes, choose=choose):
             box = tiling.outputs // (1 + gated) // tiling.row_parts
             if box not in maps:
                 maps[box] = TensorMap(weight, (box, DEPTH))
-            self._variants[rows] = variant, tiling, maps[box]
+            self._variants[variant.rows] = variant, tiling, maps[box]
 
     def takes(self, x: torch.Tensor) -> bool:
         """Return if the kernel supports x, with two dimensions."""

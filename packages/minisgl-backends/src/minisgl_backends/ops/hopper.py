@@ -38,6 +38,12 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         """Return True if GEMMs over `num_rows` tokens run in the small-M kernel, which launches with PDL."""
         return num_rows <= self._most_rows
 
+    def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+        """Start compiling, while weights are loaded."""
+        if self._small_m.fits(weight, bias, gated=gated):
+            row_sizes = self._row_sizes(weight, gated=gated)
+            self._small_m.compile_variants(weight, bias, gated=gated, row_sizes=row_sizes)
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
         return self._with_small_m_gemm(super().prepare_linear(weight, bias), weight, bias, gated=False)
@@ -50,13 +56,16 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         many = self._gated.HopperGatedGemm(weight)
         return lambda x: many(x) if x.dim() == 2 and many.takes(x) else few(x)
 
+    def _row_sizes(self, weight: torch.Tensor, *, gated: bool) -> list[int]:
+        max_rows = worthwhile_rows(*weight.shape, gated=gated)
+        return [rows for rows in self._small_m.ROW_SIZES if rows <= max_rows]
+
     def _with_small_m_gemm(
         self, other: LinearOp, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool
     ) -> LinearOp:
         if not self._small_m.fits(weight, bias, gated=gated):
             return other
-        max_rows = worthwhile_rows(*weight.shape, gated=gated)
-        self._most_rows = max(self._most_rows, max_rows)
-        row_sizes = [rows for rows in self._small_m.ROW_SIZES if rows <= max_rows]
+        row_sizes = self._row_sizes(weight, gated=gated)
+        self._most_rows = max(self._most_rows, *row_sizes)
         own = self._small_m.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

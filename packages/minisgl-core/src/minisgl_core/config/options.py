@@ -111,6 +111,12 @@ class SchedulerOptions:
     max_prefill_length: int | str = option(
         AUTO, "Most prompt tokens per step; longer prompts are computed in chunks.", low=1
     )
+    max_step_ms: float | str = option(
+        AUTO,
+        "Longest step in milliseconds while requests decode, which limits its prompt tokens; 0 for no limit. auto is 50 on a"
+        " GPU, 100 on a CPU, and 0 in LLM.",
+        low=0.0,
+    )
     max_queued_requests: int = option(
         4096, "Most waiting requests; further requests are refused with status 429.", low=1
     )

@@ -78,6 +78,8 @@ class Resolved:
 
     config: EngineConfig
     choices: tuple[Choice, ...]
+    uncompiled: tuple[str, ...] = ()
+    """Attention backends that ``auto`` would have selected, had they been compiled."""
 
 
 def resolve(
@@ -88,6 +90,7 @@ def resolve(
     unsupported: Unsupported,
     preferred: Callable[[str], str | None],
     ops_roles: Callable[[str], Iterable[str]],
+    uncompiled: Callable[[str, AttentionSpec], str] = lambda name, spec: "",
 ) -> Resolved:
     """Resolve all options that are ``auto``, and check those that are not.
 
@@ -101,6 +104,7 @@ def resolve(
         unsupported: function that returns the reasons why a provider does not support a spec.
         preferred: function that returns the provider of a kind that a plugin prefers; None if there is none.
         ops_roles: function that returns the roles of an ops provider.
+        uncompiled: function that returns what an attention backend would compile first; see `AttentionBackend.uncompiled`.
 
     Raises:
         ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
@@ -131,6 +135,7 @@ def resolve(
     attn_names = config.backends.attn.split(",")
     if not 1 <= len(attn_names) <= 2 or not all(attn_names):
         raise InvalidValueError("--attn", config.backends.attn, "one name, or two as 'prefill,decode'")
+    picker.uncompiled = lambda name: uncompiled(name, spec)
     picks = [picker.pick("attention", name, spec) for name in attn_names]
     attn = ",".join(value for value, _ in picks)
     choices.append(Choice("attn", attn, "; ".join(reason for _, reason in picks)))
@@ -183,6 +188,10 @@ def resolve(
     if prefill == AUTO:
         prefill = 1024 if hardware.torch_name == "cpu" else 8192
         choices.append(Choice("max_prefill_length", str(prefill), "prompt tokens in a step"))
+    max_step_ms = config.scheduler.max_step_ms
+    if max_step_ms == AUTO:
+        max_step_ms = 100.0 if hardware.torch_name == "cpu" else 50.0
+        choices.append(Choice("max_step_ms", f"{max_step_ms:g}", "limits prompt tokens while requests decode"))
 
     resolved = config.with_flat(
         dtype=dtype,
@@ -198,9 +207,10 @@ def resolve(
         grammar=grammar,
         disable_overlap=overlap,
         max_prefill_length=prefill,
+        max_step_ms=max_step_ms,
         platform=hardware.platform,
     )
-    return Resolved(resolved, tuple(choices))
+    return Resolved(resolved, tuple(choices), tuple(picker.to_compile))
 
 
 class _Picker:
@@ -214,6 +224,9 @@ class _Picker:
     ) -> None:
         self._platform, self._platforms = platform, platforms
         self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
+        self.uncompiled: Callable[[str], str] = lambda name: ""
+        self.to_compile: dict[str, None] = {}
+        """Attention backends that were passed over because they are not compiled."""
 
     def pick(self, kind: str, wanted: str, *spec: Any) -> tuple[str, str]:
         """Return the name of the selected provider, and the reason.
@@ -230,6 +243,7 @@ class _Picker:
         ordered = self._preferences(kind)
         hinted = self._preferred(kind)
         passed_over: list[str] = []
+        slow: tuple[str, str] | None = None
         for name in ([hinted] if hinted else []) + list(ordered):
             parts = name.split(",")
             if not installed.issuperset(parts):
@@ -239,8 +253,18 @@ class _Picker:
             reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
             if not reasons:
                 why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that works here"
-                return name, why + ("".join(f"; not {other}" for other in passed_over))
+                why += "".join(f"; not {other}" for other in passed_over)
+                lacking = {part: what for part in parts if kind == "attention" and (what := self.uncompiled(part))}
+                if not lacking:
+                    return name, why
+                if slow is None:
+                    slow = name, why
+                    self.to_compile |= dict.fromkeys(lacking)
+                reasons = [f"{what} must be compiled first" for what in lacking.values()]
             passed_over.append(f"{name}: {reasons[0]}")
+        if slow is not None:  # nothing else works here
+            self.to_compile.clear()
+            return slow
         detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
         raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
 

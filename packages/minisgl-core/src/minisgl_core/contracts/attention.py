@@ -263,6 +263,18 @@ class AttentionBackend(ABC):
         """
         return cls.capabilities.missing(spec)
 
+    @classmethod
+    def uncompiled(cls, spec: AttentionSpec) -> str:
+        """Return what takes long to compile before this backend serves `spec`; empty if nothing. Must not allocate memory.
+
+        Then ``auto`` selects another backend that is ready, and the launch calls `compile` in a background process.
+        """
+        return ""
+
+    @classmethod
+    def compile(cls, spec: AttentionSpec) -> None:
+        """Compile what `uncompiled` returns, so that later processes find it."""
+
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:
         """Initialise the backend.
 

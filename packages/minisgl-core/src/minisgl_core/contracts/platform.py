@@ -47,6 +47,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the work before the event is done."""
 
+    def query(self) -> bool:
+        """Return True if the work before the event is done."""
+
 
 class Platform(ABC):
     """Kind of device. Each instance is bound to one local rank."""
@@ -165,3 +168,7 @@ class Platform(ABC):
 class _PastEvent:
     def synchronize(self) -> None:
         """Return at once, as all calls are synchronous."""
+
+    def query(self) -> bool:
+        """Return True, likewise."""
+        return True

@@ -16,12 +16,20 @@ import torch
 
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.config.providers import check_providers
-from minisgl_core.config.resolve import Choice, Resolved, kv_torch_dtype, quantization_spec, resolve
+from minisgl_core.config.resolve import (
+    Choice,
+    Resolved,
+    attention_spec,
+    kv_torch_dtype,
+    quantization_spec,
+    resolve,
+)
+from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.communicator import Communicator
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops, roles_of
-from minisgl_core.contracts.platform import Hardware
+from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.engine.checkpoint import TRANSFORMERS, Checkpoint, default_sampling, open_checkpoint
 from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.engine_factory import EngineFactory
@@ -85,30 +93,10 @@ def build_engine(
         MinisglError: an option, the model or a provider is not supported.
     """
     phases = StartupTimer()
-    check_providers(config.flat(), registry)
-    preferred = _preferred(hooks)
-    platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
-    checkpoint = open_checkpoint(config, registry)
+    resolution = resolve_options(config, registry, hooks)
+    checkpoint, resolved, config = resolution.checkpoint, resolution.resolved, resolution.resolved.config
     sampling = default_sampling(checkpoint.source.generation_config)
-    is_transformers = checkpoint.provider == TRANSFORMERS
-    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
-    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
-        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
-    if is_transformers and checkpoint.config.quantization:
-        config = config.with_flat(quantization="none")
-
-    asker = _asker(config, registry)
-    resolved = resolve(
-        config,
-        hardware,
-        checkpoint.config,
-        registry.names,
-        asker,
-        lambda kind: preferred(kind, hardware),
-        lambda name: roles_of(registry.load("ops", name)),
-    )
-    config = resolved.config
-    rank, platform = placement.rank, platform_class(placement.local_rank)
+    rank, platform = placement.rank, resolution.platform_class(placement.local_rank)
     # The policy is used later, but an error should be raised before the weights load.
     registry.load("policy", config.scheduler.policy)
     phases.done("opened the checkpoint")
@@ -116,6 +104,8 @@ def build_engine(
         groups = join_groups(config, registry, placement, platform.device, joined)
         engine: Engine | None = None
         try:
+            if config.parallel.size > 1:
+                config = config.with_flat(attn=_attention_of_rank0(config.backends.attn, registry, groups))
             _check_same_providers(config, registry, groups, rank, checkpoint.provider)
             phases.done("joined the ranks")
             providers = [registry.load("ops", name) for name in config.backends.ops.split(",")]
@@ -154,8 +144,55 @@ def build_engine(
                 with suppress(Exception):  # the original error is the one to report
                     leave()
             raise
-    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, hardware, phases)
+    info = _info(checkpoint, resolved, sampling, pool.num_pages, max_seq_len, resolution.hardware, phases)
     return BuiltEngine(engine, config, checkpoint, pool.num_pages, max_seq_len, info)
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Resolved options, and what they were resolved for."""
+
+    checkpoint: Checkpoint
+    platform_class: type[Platform]
+    hardware: Hardware
+    resolved: Resolved
+
+    def attention_spec(self, device: torch.device) -> AttentionSpec:
+        """Return the requirements of a rank with this device on its attention backend."""
+        config = self.resolved.config
+        longest, page_size = int(config.model.max_seq_len_override or 0), int(config.cache.page_size)
+        return attention_spec(
+            config, self.checkpoint.config, longest, page_size, getattr(torch, config.model.dtype), device
+        )
+
+
+def resolve_options(config: EngineConfig, registry: Registry, hooks: Hooks) -> Resolution:
+    """Open the checkpoint and resolve all options for this machine.
+
+    Raises:
+        MinisglError: an option, the model or a provider is not supported.
+    """
+    check_providers(config.flat(), registry)
+    preferred = _preferred(hooks)
+    platform_class, hardware = pick_platform(config.backends.platform, registry, preferred)
+    checkpoint = open_checkpoint(config, registry)
+    is_transformers = checkpoint.provider == TRANSFORMERS
+    config = config.with_flat(model_impl=TRANSFORMERS if is_transformers else "minisgl")
+    if is_transformers and config.scheduler.cuda_graph_max_bs == AUTO:
+        config = config.with_flat(cuda_graph_max_bs=0)  # capture of transformers' modules has not been run on a GPU
+    if is_transformers and checkpoint.config.quantization:
+        config = config.with_flat(quantization="none")
+    resolved = resolve(
+        config,
+        hardware,
+        checkpoint.config,
+        registry.names,
+        _asker(config, registry),
+        lambda kind: preferred(kind, hardware),
+        lambda name: roles_of(registry.load("ops", name)),
+        lambda name, spec: str(registry.load("attention", name).uncompiled(spec)),
+    )
+    return Resolution(checkpoint, platform_class, hardware, resolved)
 
 
 def _preferred(hooks: Hooks) -> Preferred:
@@ -201,6 +238,14 @@ def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]
             return [str(error)]
 
     return unsupported
+
+
+def _attention_of_rank0(own: str, registry: Registry, groups: RankGroups) -> str:
+    """Return rank 0's attention backends if they are installed here: on another host, other ones may be compiled."""
+    attn = own
+    for group in groups.all:
+        attn = str(group.broadcast_object(attn))
+    return attn if set(attn.split(",")) <= set(registry.names("attention")) else own
 
 
 def _check_same_providers(
@@ -256,4 +301,5 @@ def _info(
         default_sampling=sampling,
         choices=[(choice.what, choice.value, choice.reason) for choice in (*impl, *resolved.choices, pool)],
         start_s=phases.seconds,
+        uncompiled=list(resolved.uncompiled),
     )

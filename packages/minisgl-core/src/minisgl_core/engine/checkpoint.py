@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from minisgl_core.config.hf import architecture_of, model_config
+from minisgl_core.config.keys import check_layer_counts
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
@@ -55,6 +56,7 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     path = locate_model(config.model)
     source = open_weights(path, registry, dummy=config.model.dummy_weight)
     provider, why = model_provider(config.model.model_impl, architecture_of(source.config), registry)
+    check_layer_counts(source.config)
     # Loaded first: an unknown architecture is a clearer error than a missing key of its config.
     model_class: type[Model] = registry.load("models", provider)
     try:
@@ -67,6 +69,9 @@ def open_checkpoint(config: EngineConfig, registry: Registry) -> Checkpoint:
     name = config.model.model or path.stem.split(".")[0]
     if reasons := registry.unsupported("models", provider, normalised):
         raise ProviderUnsupportedError("models", provider, reasons)
+    if provider == TRANSFORMERS and config.parallel.pp > 1:
+        remedy = "Use --tp, or an architecture with a model provider (minisgl plugins list)."
+        raise InvalidValueError("--pp", config.parallel.pp, "1 with --model-impl transformers", remedy)
     if provider == TRANSFORMERS and config.backends.quantization not in (AUTO, "none"):
         allowed = "none with --model-impl transformers, whose weights are in --dtype"
         raise InvalidValueError("--quantization", config.backends.quantization, allowed)

@@ -117,6 +117,10 @@ class PendingStep:
         self._prompt = _to_host(prompt, platform)
         self._done: Event = platform.record_event()
 
+    def is_done(self) -> bool:
+        """Return True if `result` does not wait."""
+        return self._done.query()
+
     def result(self) -> StepResult:
         """Wait for the device and return the result of the step."""
         self._done.synchronize()

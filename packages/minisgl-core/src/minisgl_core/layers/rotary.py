@@ -28,7 +28,7 @@ class RotaryEmbedding(Layer):
         """
         if rope.kind not in ROPE_KINDS:
             raise ModelFormatError(
-                f"config: the rotary embedding is of the kind {rope.kind}, which is not supported; "
+                f"config: the rotary embedding is of the kind {rope.kind} (rope_type), which is not supported; "
                 f"known are {', '.join(ROPE_KINDS)}"
             )
         angles, scale = _angles(rope, max_position, build.device)

@@ -314,6 +314,8 @@ class EngineInfo(msgspec.Struct, tag=True, kw_only=True):
     """Most bytes of text that one token stands for; 0 if that is unknown or unbounded."""
     start_s: dict[str, float] = msgspec.field(default_factory=dict)
     """Seconds of each phase of rank 0's start, by name, such as ``loaded the weights``."""
+    uncompiled: list[str] = msgspec.field(default_factory=list)
+    """Attention backends that ``auto`` would have selected, had they been compiled."""
     engine: int = 0
     """Number of the engine in the launch. A replica that is restarted is a new engine."""
     replica: int = 0
@@ -369,6 +371,12 @@ class ReplicaLost(msgspec.Struct, tag=True):
 
     engine: int
     request_ids: list[str]
+
+
+class NoSnapshot(msgspec.Struct, tag=True):
+    """Router to API server, through a tokenizer worker: no replica is ready to answer the `SnapshotRequest` with this `query`."""
+
+    query: int
 
 
 class CacheEvents(msgspec.Struct, tag=True):

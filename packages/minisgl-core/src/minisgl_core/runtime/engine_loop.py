@@ -27,8 +27,10 @@ be in several steps in flight, since every stage runs the steps in order.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.engine.step import PendingStep
@@ -37,8 +39,28 @@ from minisgl_core.protocol.batch_plan import BatchPlan, StepResult, TokenMasks
 from minisgl_core.protocol.messages import TokenOut
 from minisgl_core.scheduler.scheduler import ScheduledStep, Scheduler
 
+_LEAD_S = 2e-3
+"""Time before the end of a step at which the next one is scheduled, so that the device does not wait for it."""
+_POLL_S = 1e-3
+
 Outputs = list[tuple[int, TokenOut]]
 """(tokenizer worker, output) pairs."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that was launched, when, and when it was seen to be done; 0 if it was not."""
+
+    step: ScheduledStep
+    pending: PendingStep
+    launched_s: float
+    done_s: float
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of decodes and of prompt tokens."""
+        plan = self.step.plan
+        return plan.num_decodes, plan.num_tokens - plan.num_decodes
 
 
 class EngineLoop:
@@ -71,25 +93,49 @@ class EngineLoop:
         self._max_left = num_stages - 1 + overlap
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
-        self._in_flight: deque[tuple[ScheduledStep, PendingStep]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_done_s = 0.0
+        """When the last processed step was done, and the next one began if it was launched before."""
 
     @property
     def has_work(self) -> bool:
         """True if another `step` has something to do."""
         return bool(self._in_flight) or self.scheduler.has_work
 
+    def time_to_schedule(self) -> float:
+        """Return for how many seconds, at most 1 ms, the next `step` should be delayed.
+
+        With overlap, a step is launched while the step before it runs. It is scheduled as late as possible, so that requests
+        that arrive meanwhile do not wait for one more step.
+        """
+        if not self.overlap or self._is_pipeline or len(self._in_flight) != 1:
+            return 0.0
+        oldest = self._in_flight[0]
+        now = time.monotonic()
+        began_s = max(oldest.launched_s, self._last_done_s)
+        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - now
+        if left_s < _POLL_S / 2 or oldest.done_s:
+            return 0.0
+        if oldest.pending.is_done():  # it was shorter than predicted
+            oldest.done_s = now - _POLL_S
+            return 0.0
+        return min(left_s, _POLL_S)
+
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
         scheduled = self.scheduler.schedule()
+        launched_s = time.monotonic()
         begun = None if scheduled is None else self._begin(scheduled.plan)
         outputs = self.scheduler.collect_aborted()
         if scheduled is not None and begun is not None:
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(scheduled.plan.sample.masked) and not self._is_pipeline:
-                outputs += self._process(*self._in_flight.popleft())
-            self._in_flight.append((scheduled, self._finish(scheduled, begun)))
+                outputs += self._process(self._in_flight.popleft())
+            pending = self._finish(scheduled, begun)
+            done_s = time.monotonic() if pending.is_done() else 0.0
+            self._in_flight.append(_InFlight(scheduled, pending, launched_s, done_s))
         if self._in_flight and (scheduled is None or len(self._in_flight) > self._max_left):
-            outputs += self._process(*self._in_flight.popleft())
+            outputs += self._process(self._in_flight.popleft())
         return outputs
 
     def _begin(self, plan: BatchPlan) -> BegunStep:
@@ -106,10 +152,13 @@ class EngineLoop:
             self._send_plan(masks)
         return self.engine.finish(begun, masks)
 
-    def _process(self, step: ScheduledStep, pending: PendingStep) -> Outputs:
-        result = pending.result()
+    def _process(self, oldest: _InFlight) -> Outputs:
+        step, result = oldest.step, oldest.pending.result()
         if self._receive_result is not None:
             result = self._receive_result()
+        done_s = oldest.done_s or time.monotonic()
+        self.scheduler.step_times.observe(*oldest.sizes, max(0.0, done_s - max(oldest.launched_s, self._last_done_s)))
+        self._last_done_s = done_s
         outputs = self.scheduler.process(step, result)
         if self.hooks.batch_finished is not None:
             self.hooks.batch_finished(plan=step.plan, result=result, state=self.scheduler)

@@ -134,6 +134,7 @@ def make_loop(
         eos_ids=frozenset(built.checkpoint.config.eos_token_ids),
         vocab_size=built.checkpoint.config.vocab_size,
         num_micro_batches=1 if num_stages == 1 else num_stages + overlap,
+        max_step_s=float(config.scheduler.max_step_ms) / 1000 if num_stages == 1 else 0.0,
     )
     cache = registry.load("prefix_cache", config.cache.cache)(limits.page_size)
     policy = registry.load("policy", config.scheduler.policy)()
@@ -229,9 +230,7 @@ def _serve(
 ) -> None:
     monitor = Monitor(loop.scheduler, replica)
     while True:
-        # Take all messages that have arrived. Otherwise requests that end within one step would run one at a time.
-        messages = requests.drain() if loop.has_work else [requests.receive(), *requests.drain()]
-        for message in messages:
+        for message in _arrivals(requests, loop):
             if isinstance(message, Submit):
                 _submit(loop.scheduler, message, workers, engine)
             elif isinstance(message, Abort):
@@ -241,9 +240,22 @@ def _serve(
                 workers[message.worker].send(message)
             elif isinstance(message, SnapshotRequest):
                 workers[message.worker].send(monitor.state(message))
-            else:
+            elif isinstance(message, Stop):
                 return
         _deliver(loop.step(), workers, engine)
+
+
+def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
+    """Yield the messages to handle before the next step.
+
+    These are all that have arrived, otherwise requests that end within one step would run one at a time.
+    """
+    if not loop.has_work:
+        yield requests.receive()
+    yield from requests.drain()
+    while (wait_s := loop.time_to_schedule()) > 0:
+        if (message := requests.receive(max(wait_s, 1e-3))) is not None:
+            yield message
 
 
 def _submit(scheduler: Scheduler, submit: Submit, workers: list[Sender], engine: int) -> None:

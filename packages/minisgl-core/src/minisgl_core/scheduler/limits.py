@@ -25,6 +25,7 @@ class SchedulerLimits:
         vocab_size: exclusive upper bound of token ids.
         num_micro_batches: batches that share the decoding requests, so that all pipeline stages have work. Above 1, a request
             waits for its token before its next step.
+        max_step_s: longest step while requests decode, in seconds, which limits its prompt tokens; 0 for no limit.
     """
 
     max_running: int
@@ -36,6 +37,7 @@ class SchedulerLimits:
     eos_ids: frozenset[int]
     vocab_size: int
     num_micro_batches: int = 1
+    max_step_s: float = 0.0
 
     def check(self, submit: Submit) -> None:
         """Check a request.

@@ -30,6 +30,7 @@ from minisgl_core.scheduler.limits import SchedulerLimits
 from minisgl_core.scheduler.page_manager import PageManager
 from minisgl_core.scheduler.planner import Chunk, Planner
 from minisgl_core.scheduler.request import Request
+from minisgl_core.scheduler.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ class Scheduler:
         self.planner = Planner(limits.max_running, limits.vocab_size)
         self.policy = policy
         self.stats = SchedulerStats()
+        self.step_times = StepTimes(limits.max_step_s)
         self._waiting: list[Request] = []
         self._running: list[Request] = []
         self._compiling: list[tuple[Request, Constraint]] = []
@@ -191,7 +193,7 @@ class Scheduler:
         decodes = self._schedule_decodes()
         if decodes is None:
             return None
-        prefills = self._schedule_prefills()
+        prefills = self._schedule_prefills(len(decodes))
         chunks = decodes + prefills
         if not chunks:
             if self._compiling and not self._running and not self._aborted:
@@ -332,15 +334,18 @@ class Scheduler:
                 self.stats.num_aborted += 1
                 self._aborted.append((request.worker, self._finish(request, "abort", [])))
 
-    def _schedule_prefills(self) -> list[Chunk]:
-        budget = self.limits.max_prefill_tokens
+    def _schedule_prefills(self, num_decodes: int) -> list[Chunk]:
+        most = self.limits.max_prefill_tokens
+        budget = self.step_times.prompt_tokens(num_decodes, most)
+        # If the decodes limit the step, no further prompt begins once it is half full: the first one gets its token earlier.
+        unused = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for request in self._running:
             has_prompt_left = request.num_computed < request.length and not request.is_decoding
             if budget > 0 and has_prompt_left and request.wants_step:
                 budget -= self._add_chunk(request, budget, chunks)
-        if self._waiting and budget > 0 and self.rows.num_free > 0:
-            self._admit(budget, chunks)
+        if self._waiting and budget > unused and self.rows.num_free > 0:
+            self._admit(budget, unused, chunks)
         return chunks
 
     def _in_order(self, waiting: list[Request]) -> Sequence[Request]:
@@ -359,13 +364,14 @@ class Scheduler:
             )
         return cast(Sequence[Request], ordered)
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> None:
+    def _admit(self, budget: int, unused: int, chunks: list[Chunk]) -> None:
+        """Start waiting requests until `unused` tokens of the budget, or none, are left."""
         reserved = sum(self.pages.missing_pages(r, r.length + 1) for r in self._running if r.finish_reason is None)
         waiting = self._waiting
         if self._compiling:
             waiting = [each for each in waiting if each.constraint is None or each.constraint.has_begun]
         for request in self._in_order(waiting):
-            if budget <= 0 or self.rows.num_free == 0:
+            if budget <= unused or self.rows.num_free == 0:
                 return
             request.row = self.rows.allocate()
             self.pages.attach_cached(request)

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 
-def failures(kit: object) -> dict[str, BaseException]:
-    """Run all tests of a kit's instance, and return the errors of failed tests by name and arguments.
+def iter_failures(kit: object, prefix: str = "test_") -> Iterator[tuple[str, BaseException]]:
+    """Run the tests of a kit's instance whose names begin with `prefix`. Yield name and arguments, and error, of each failed one.
 
     It supports ``pytest.mark.parametrize`` and ``pytest.skip``, but no fixtures.
     """
     assert not isinstance(kit, type), f"pass an instance of {kit}, because all tests of a class fail without self"
-    errors: dict[str, BaseException] = {}
     for name in dir(kit):
-        if not name.startswith("test_"):
+        if not name.startswith(prefix):
             continue
         test = getattr(kit, name)
         if test is None:  # disabled by the subclass; pytest does not collect it either
@@ -28,8 +27,12 @@ def failures(kit: object) -> dict[str, BaseException]:
             except pytest.skip.Exception:
                 continue
             except (Exception, pytest.fail.Exception) as error:
-                errors[f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"] = error
-    return errors
+                yield f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})", error
+
+
+def failures(kit: object, prefix: str = "test_") -> dict[str, BaseException]:
+    """Return all that `iter_failures` yields."""
+    return dict(iter_failures(kit, prefix))
 
 
 def _arguments(test: Any) -> Iterator[dict[str, Any]]:

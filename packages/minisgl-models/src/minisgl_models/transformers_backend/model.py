@@ -16,7 +16,7 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.errors import InvalidValueError, ModelFormatError
+from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
 from minisgl_models.transformers_backend.lm_head import backbone_name, detach_backbone
@@ -81,12 +81,11 @@ class TransformersModel(Model):
         """Build the model; see `Model`.
 
         Raises:
-            InvalidValueError: the model cannot be split over so many ranks, or not by layers.
+            InvalidValueError: the model cannot be split over so many ranks.
             ModelFormatError: transformers cannot build it for paged attention.
         """
         super().__init__(config, build)
-        if build.layers is not None:
-            raise InvalidValueError("--model-impl", "transformers", "minisgl for a model split into pipeline stages")
+        assert build.layers is None, "open_checkpoint refuses --pp"
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
         check_tp_size(model, traced, build)

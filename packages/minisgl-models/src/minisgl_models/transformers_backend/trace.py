@@ -18,12 +18,22 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from minisgl_core.config.hf import architecture_of
+from minisgl_core.config.keys import MAX_CONTEXT, MAX_INT, MAX_LAYERS, Keys, check_layer_counts
 from minisgl_core.errors import ModelFormatError
 from minisgl_models.transformers_backend import falcon
 from minisgl_models.transformers_backend.attention_function import TRACE, check_keywords, set_handler, window_of
 from minisgl_models.transformers_backend.lm_head import detach_backbone
 
 _NUM_TOKENS = 5
+_FACTORS = ("partial_rotary_factor", "rope_theta")
+_SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "head_dim"), MAX_INT),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), MAX_INT),
+    "num_hidden_layers": MAX_LAYERS,
+    "max_position_embeddings": MAX_CONTEXT,
+}
+"""Largest sizes, by the names that transformers' config classes share; ``attribute_map`` has a class's own names."""
 BUILDING = Lock()
 """Held while transformers builds or initialises a model, because it changes torch's default dtype for all threads."""
 _MOST_POSITIONS = 1 << 20
@@ -78,8 +88,8 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
     Raises:
         ModelFormatError: transformers has no causal LM of that name; code of the checkpoint is never run.
     """
-    model_type, architecture = raw.get("model_type"), (raw.get("architectures") or [None])[0]
-    if model_type is None:
+    model_type, architecture = Keys(raw).text("model_type"), architecture_of(raw)
+    if not model_type:
         raise ModelFormatError(
             "config: model_type is missing; --model-impl transformers takes folders of transformers, no GGUF"
         )
@@ -91,7 +101,33 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
             " LMs of the installed transformers, and no code of a checkpoint"
         )
     plain = {key: value for key, value in raw.items() if key not in ("quantization_config", "auto_map")}
-    return CONFIG_MAPPING[model_type].from_dict(plain)
+    kind = CONFIG_MAPPING[model_type]
+    _check_values(plain, kind)
+    try:
+        return kind.from_dict(plain)
+    except Exception as error:
+        cause = " ".join(str(error).split())
+        raise ModelFormatError(f"config: transformers refuses it: {cause:.300}") from error
+
+
+def _check_values(raw: Mapping[str, Any], kind: Any) -> None:
+    """Refuse values that transformers accepts but cannot build a model of, and models of several modalities.
+
+    Raises:
+        ModelFormatError: names the key.
+    """
+    if nested := sorted(kind.sub_configs):
+        raise ModelFormatError(
+            f"--model-impl transformers runs text models only; the config of {raw['model_type']} has {', '.join(nested)}"
+        )
+    check_layer_counts(raw)
+    keys = Keys(raw)
+    for name, most in _SIZES.items():
+        for each in {name, kind.attribute_map.get(name, name)} & raw.keys():
+            keys.whole(each, 1, 1, most)
+    for key, value in raw.items():
+        if key in _FACTORS or isinstance(value, float):
+            keys.number(key, 1.0)
 
 
 def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> Any:
@@ -143,6 +179,8 @@ def _trace(raw: str) -> Traced:
                 else f"is that of {len(calls)} layers"
             )
             raise ModelFormatError(f"it has {layers} layers, and its attention {missing}")
+        if getattr(config, "max_position_embeddings", None) is None:
+            raise ModelFormatError("its config has no max_position_embeddings, which bounds the context")
         if len({call.module for call in calls}) < len(calls):
             raise ModelFormatError("a module attends several times per step")
         sizes = {(call.num_q_heads, call.num_kv_heads, call.head_dim, call.value_head_dim) for call in calls}
@@ -170,7 +208,8 @@ def _check_kind(model: Any) -> None:
 def _calls(model: Any) -> tuple[AttentionCall, ...]:
     names = {module: name for name, module in model.named_modules()}
     parameters = {id(each): name for name, each in model.named_parameters()}
-    longest = min(int(model.config.max_position_embeddings), _MOST_POSITIONS)
+    longest = min(getattr(model.config, "max_position_embeddings", None) or _MOST_POSITIONS, _MOST_POSITIONS)
+    windows: dict[torch.Tensor | None, int | None] = {None: None}  # by mask: layers share few masks
     calls: list[AttentionCall] = []
 
     def record(
@@ -184,7 +223,9 @@ def _calls(model: Any) -> tuple[AttentionCall, ...]:
         check_keywords(module, keywords)
         call = described(names[module], q, k, v, keywords)
         told = None if call.keyword_window is None or call.keyword_window >= longest else call.keyword_window
-        window = told if mask is None else window_of(mask, longest)
+        if mask is not None and mask not in windows:
+            windows[mask] = window_of(mask, longest)
+        window = told if mask is None else windows[mask]
         if told not in (None, window):
             raise ModelFormatError(f"{names[module]} has sliding_window={told}, and its mask {window or 'none'}")
         sinks = keywords.get("s_aux")

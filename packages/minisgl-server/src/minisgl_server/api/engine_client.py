@@ -14,6 +14,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Detokenize,
     EngineInfo,
+    NoSnapshot,
     Rejected,
     Stop,
     Text,
@@ -22,12 +23,20 @@ from minisgl_core.protocol.messages import (
     Tokens,
 )
 from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
-from minisgl_server.api.errors import ApiError, ClientGoneError, not_encodable, not_ready, rejected, shutting_down
+from minisgl_server.api.errors import (
+    ApiError,
+    ClientGoneError,
+    no_replica,
+    not_encodable,
+    not_ready,
+    rejected,
+    shutting_down,
+)
 
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | Stop
 
 
 class Generation:
@@ -214,7 +223,11 @@ class EngineClient:
         return counts
 
     async def state(self, since: int, with_tokens: bool = False, replica: int = 0) -> EngineSnapshot:
-        """Return a replica's state, with the steps after step `since`. Waits until the replica has answered."""
+        """Return a replica's state, with the steps after step `since`. Waits until the replica has answered.
+
+        Raises:
+            ApiError: 503, no replica is ready.
+        """
         answer: asyncio.Future[EngineSnapshot] = asyncio.get_running_loop().create_future()
         self._num_state_queries += 1
         query = self._num_state_queries
@@ -252,6 +265,10 @@ class EngineClient:
                     pending = self._pending_states.get(state.query)
                     if pending is not None and not pending.done():
                         pending.set_result(state)
+                case NoSnapshot(query):
+                    pending = self._pending_states.get(query)
+                    if pending is not None and not pending.done():
+                        pending.set_exception(no_replica())
                 case Stop():
                     self.info = None
                     self._fail_all(ApiError(500, "The engine has stopped.", code="engine_stopped"))

@@ -95,6 +95,11 @@ def not_ready() -> ApiError:
     return ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
 
 
+def no_replica() -> ApiError:
+    """Return the error of a question that only a replica can answer, while none is ready."""
+    return ApiError(503, "No replica is ready; each is starting again.", code="no_replica")
+
+
 def not_encodable() -> ApiError:
     """Return the error of a value that JSON can hold and our messages cannot."""
     return ApiError(400, "The request holds a value that is too large or no valid text.")

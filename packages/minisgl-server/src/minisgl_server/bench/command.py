@@ -11,6 +11,7 @@ from minisgl_core.config.options import EngineConfig
 from minisgl_server.bench.accuracy.command import accuracy
 from minisgl_server.bench.attention.command import attention
 from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
+from minisgl_server.bench.route.command import route
 from minisgl_server.bench.serve.command import serve
 from minisgl_server.bench.trace.command import trace
 
@@ -75,5 +76,6 @@ def offline(ctx: click.Context, /, values: dict[str, Any], sources: dict[str, st
 
 bench.add_command(accuracy)
 bench.add_command(attention)
+bench.add_command(route)
 bench.add_command(serve)
 bench.add_command(trace)

@@ -18,11 +18,12 @@ from minisgl_server.options import ServerOptions
 def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) -> None:
     """Serve a model over an OpenAI-compatible API."""
     from minisgl_core.text.chat import read_chat_template
-    from minisgl_server.launch.launcher import serve
+    from minisgl_server.launch.launcher import compile_only, serve
 
     config = EngineConfig.from_flat(**pick(values, EngineConfig))
     if config.model.chat_template is not None:
         read_chat_template(
             config.model.chat_template
         )  # the workers read it too; here a bad file fails before they start
-    serve(config, ServerOptions(**pick(values, ServerOptions)), registry)
+    options = ServerOptions(**pick(values, ServerOptions))
+    (compile_only if options.compile_only else serve)(config, options, registry)

@@ -19,22 +19,23 @@ import setproctitle
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
+from minisgl_core.engine.kernel_compiler import start_kernel_compiler
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
+from minisgl_core.utils.exit_status import describe_exit
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
-from minisgl_server.launch.replicas import Replicas
+from minisgl_server.launch.replicas import ROUTER, Replicas
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
 API = "api"
 RUN_API = "minisgl_server.api.server:run_api"
-ROUTER = "router"
 RUN_ROUTER = "minisgl_server.router.process:run_router"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
@@ -65,6 +66,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        compiler = None
         try:
             supervisor.start(API, RUN_API, options, digests, endpoints, listener)
             url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
@@ -77,13 +79,50 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
             if _wait_ready(supervisor, replicas, endpoints, signals):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
+                if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
+                    _print(f"{uncompiled} is compiled in the background for the next start.")
+                    compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
                 replicas.wait(lambda: False, signals)
                 _drain(supervisor, replicas, options, signals)
         except WorkerDiedError:
             _fail_requests(endpoints)
             raise
         finally:
+            if compiler is not None:
+                compiler.communicate()  # closes its standard input, which ends it
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
+
+
+def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
+    """Start an engine, which compiles the kernels that it uses, then compile those that ``auto`` would prefer.
+
+    Raises:
+        MinisglError: an option has an invalid value.
+        WorkerDiedError: a process failed.
+    """
+    check_providers(config.flat(), registry)
+    locate_model(config.model)
+    with IpcAddresses.create(1, 1) as endpoints, _Signals() as signals:
+        supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
+        try:
+            replicas = Replicas(config, registry, supervisor, endpoints)
+            replicas.start()
+            if replicas.wait_ready(signals) is None:
+                return
+            uncompiled = _uncompiled(supervisor)
+        finally:
+            supervisor.terminate()
+    if uncompiled and (
+        status := start_kernel_compiler(config, options.log_level, options.log_format, background=False).wait()
+    ):
+        raise WorkerDiedError(f"The process 'kernel compiler' {describe_exit(status)}.", "kernel compiler")
+    _print("All kernels for these options are compiled.")
+
+
+def _uncompiled(supervisor: Supervisor) -> str:
+    """Return the names of the attention backends to compile, or nothing."""
+    info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    return ", ".join(f"--attn {name}" for name in info.uncompiled)
 
 
 def _start_router(options: ServerOptions, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses) -> None:
@@ -129,22 +168,22 @@ def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddres
     if endpoints.num_replicas > 1:
         with Sender(endpoints.router_in) as router:
             router.send(info)
-        if not supervisor.wait_ready(ROUTER, wake=signals):
+        if not replicas.wait(lambda: ROUTER in supervisor.ready, signals):
             return False
-        replicas.announce()
     with ExitStack() as stack:
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
-        if not supervisor.wait_ready(*_tokenizers(endpoints), wake=signals):
+        if not replicas.wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
             return False
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
     with Sender(endpoints.api_in) as api:
         api.send(msgspec.structs.replace(info, max_token_bytes=most))
-        return supervisor.wait_ready(API, wake=signals)
+        return replicas.wait(lambda: API in supervisor.ready, signals)
 
 
 def _drain(supervisor: Supervisor, replicas: Replicas, options: ServerOptions, signals: _Signals) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()
+    replicas.drain()
     _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
     supervisor.end(API)
     limit_s = options.drain_timeout + DRAIN_SLACK_S

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import InvalidValueError, WorkerDiedError
+from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefusedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import EngineInfo, ReplicaDied, ReplicaReady
 from minisgl_core.runtime.executor_selection import make_executor
@@ -23,6 +23,8 @@ from minisgl_core.runtime.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
 
+ROUTER = "router"
+"""Name of the router's process."""
 RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 MAX_FAILED_STARTS = 3
 """Consecutive starts of a replica that may fail before it stays down."""
@@ -57,6 +59,7 @@ class Replicas:
         self._announced: set[int] = set()
         """Engines that the router knows."""
         self._num_failed = [0] * self._num
+        self._have_started = self._is_draining = False
 
     def start(self) -> None:
         """Start the ranks of all replicas, and return without waiting for them."""
@@ -64,16 +67,27 @@ class Replicas:
             self._start(replica)
 
     def wait_ready(self, wake: Any) -> EngineInfo | None:
-        """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it."""
-        names = [name for replica in self._engines for name in self._names(replica)]
-        if not self._supervisor.wait_ready(*names, wake=wake):
+        """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it.
+
+        Raises:
+            WorkerDiedError: as `wait`; or a replica failed `MAX_FAILED_STARTS` times, or with an error that the user can correct.
+        """
+        names = {name for replica in self._engines for name in self._names(replica)}
+        if not self.wait(lambda: names <= self._supervisor.ready.keys(), wake):
             return None
+        self._have_started = True
         info = self._supervisor.ready[self._names(0)[0]].engine
         assert info is not None, "rank 0 describes the engine"
         return msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
 
-    def announce(self) -> None:
-        """Tell the router which engines have become ready since the last call."""
+    def drain(self) -> None:
+        """Restart no replica from now on."""
+        self._is_draining = True
+
+    def _announce(self) -> None:
+        """Tell the router, once it is ready, which engines have become ready since the last call."""
+        if ROUTER not in self._supervisor.ready:
+            return
         for replica, engine in self._engines.items():
             if engine not in self._announced and self._supervisor.ready.keys() >= set(self._names(replica)):
                 self._announced.add(engine)
@@ -88,8 +102,7 @@ class Replicas:
         """
 
         def announce_and_check() -> bool:
-            if self._num > 1:
-                self.announce()
+            self._announce()
             return until()
 
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
@@ -111,11 +124,15 @@ class Replicas:
             self._tell_router(ReplicaDied(replica, engine))
         else:
             self._num_failed[replica] += 1
-        if self._num_failed[replica] < MAX_FAILED_STARTS:
+        has_failed = self._num_failed[replica] == MAX_FAILED_STARTS
+        if not self._have_started and (has_failed or isinstance(error, WorkerRefusedError)):
+            raise error
+        if not has_failed and not self._is_draining:
             logger.error("%s Replica %d is restarted.", error, replica)
             self._start(replica)
             return
-        logger.error("%s Replica %d failed %d times to start, and stays down.", error, replica, MAX_FAILED_STARTS)
+        why = "the server is stopping" if self._is_draining else f"it failed {MAX_FAILED_STARTS} times to start"
+        logger.error("%s Replica %d stays down, because %s.", error, replica, why)
         del self._engines[replica]
         if not self._engines:
             raise error

@@ -34,28 +34,56 @@ def make() -> CacheEventHooks | None:
 
 
 class CacheEventHooks:
-    """Hooks of one engine.
+    """Hooks of one engine."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    @hookimpl
+    def engine_started(self, info: EngineInfo) -> None:
+        """Connect to the router."""
+        self._changes = CacheChanges(info)
+        self._sender = Sender(self._address, max_messages=MAX_UNSENT)
+
+    @hookimpl
+    def pages_cached(self, namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
+        """Note the new blocks."""
+        self._changes.pages_cached(namespace, token_ids, pages, num_present)
+
+    @hookimpl
+    def pages_evicted(self, pages: PageIds) -> None:
+        """Note the blocks that are no longer whole."""
+        self._changes.pages_evicted(pages)
+
+    @hookimpl
+    def batch_finished(self) -> None:
+        """Send the changes of the step."""
+        event = self._changes.take()
+        if event is not None:
+            with suppress(zmq.Again):  # the router is far behind, and does without these events
+                self._sender.send(event, wait=False)
+
+    @hookimpl
+    def engine_stopped(self) -> None:
+        """Disconnect."""
+        self._sender.close()
+
+
+class CacheChanges:
+    """Blocks that the prefix cache of one engine has taken and evicted since the last call of `take`.
 
     A block is cached while its last page is, since a cache evicts the pages of a prefix from its end. `_page_keys` has the key of
     the block that ends with each page; 0 for other pages.
     """
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._sender: Sender | None = None
-        self._changes: dict[int, bool] = {}
-        """By key: True if the block was inserted last, False if it was evicted."""
-
-    @hookimpl
-    def engine_started(self, info: EngineInfo) -> None:
-        """Connect to the router."""
+    def __init__(self, info: EngineInfo) -> None:
         self._engine = info.engine
         self._block_size = block_size_for(info.page_size)
         self._pages_per_block = self._block_size // info.page_size
         self._page_keys: BlockKeys = np.zeros(info.num_pages, np.uint64)
-        self._sender = Sender(self._address, max_messages=MAX_UNSENT)
+        self._changes: dict[int, bool] = {}
+        """By key: True if the block was inserted last, False if it was evicted."""
 
-    @hookimpl
     def pages_cached(self, namespace: CacheNamespace, token_ids: TokenIds, pages: PageIds, num_present: int) -> None:
         """Note the new blocks."""
         keys = block_keys(token_ids, self._block_size, namespace)[num_present // self._pages_per_block :]
@@ -63,27 +91,17 @@ class CacheEventHooks:
         self._page_keys[last_pages[len(last_pages) - len(keys) :]] = keys
         self._changes.update(dict.fromkeys(keys.tolist(), True))
 
-    @hookimpl
     def pages_evicted(self, pages: PageIds) -> None:
         """Note the blocks that are no longer whole."""
         keys = self._page_keys[pages]
         self._page_keys[pages] = 0
         self._changes.update(dict.fromkeys(keys[keys != 0].tolist(), False))
 
-    @hookimpl
-    def batch_finished(self) -> None:
-        """Send the changes of the step."""
-        if not self._changes or self._sender is None:
-            return
+    def take(self) -> CacheEvents | None:
+        """Return the changes; None if there are none."""
+        if not self._changes:
+            return None
         inserted = [key for key, is_cached in self._changes.items() if is_cached]
         evicted = [key for key, is_cached in self._changes.items() if not is_cached]
         self._changes.clear()
-        event = CacheEvents(self._engine, np.array(inserted, np.uint64), np.array(evicted, np.uint64))
-        with suppress(zmq.Again):  # the router is far behind, and does without these events
-            self._sender.send(event, wait=False)
-
-    @hookimpl
-    def engine_stopped(self) -> None:
-        """Disconnect."""
-        if self._sender is not None:
-            self._sender.close()
+        return CacheEvents(self._engine, np.array(inserted, np.uint64), np.array(evicted, np.uint64))

@@ -18,6 +18,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoSnapshot,
     Rejected,
     ReplicaDied,
     ReplicaLost,
@@ -83,7 +84,8 @@ class _Counting:
 class RouterWorker:
     """Logic of the router, without its sockets.
 
-    Requests that come while no replica is ready wait for one. At most as many wait as all replicas accept together.
+    While a replica is not ready, requests wait if no other one has room. Together, all requests are at most as many as all
+    replicas accept.
 
     Args:
         router: makes the decisions.
@@ -103,13 +105,16 @@ class RouterWorker:
     ) -> None:
         self._router, self._connect, self._to_workers, self._routed = router, connect, to_workers, routed
         self._block_size = block_size_for(info.page_size)
-        self._max_held = info.max_requests
+        self._max_requests = info.max_requests
+        self._max_per_replica = info.max_requests // router.spec.num_replicas
         self.replicas = [Replica(number) for number in range(router.spec.num_replicas)]
         self._requests: dict[str, _Routed] = {}
         self._held: dict[str, Submit] = {}
         """Requests that wait for a replica, in order."""
         self._counting: dict[int, _Counting] = {}
         self._last_count = 0
+        self._asked: dict[int, tuple[Replica, SnapshotRequest]] = {}
+        """By `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
 
     def handle(
         self, message: Submit | Abort | Ended | Count | SnapshotRequest | CacheEvents | ReplicaReady | ReplicaDied
@@ -120,8 +125,10 @@ class RouterWorker:
                 self._submit(message)
             case Abort(request_id):
                 self._held.pop(request_id, None)
-                if (routed := self._release(request_id)) is not None and routed.replica.send is not None:
+                routed = self._requests.get(request_id)
+                if routed is not None and routed.replica.send is not None:
                     routed.replica.send(message)
+                self._release(request_id)
             case Ended(request_ids):
                 for request_id in request_ids:
                     self._release(request_id)
@@ -134,23 +141,32 @@ class RouterWorker:
             case Count():
                 self._count(message)
             case SnapshotRequest():
-                message.replicas = [each.state() for each in self.replicas]
-                ready = self._ready()
-                asked = next((each for each in ready if each.replica == message.replica), ready[0] if ready else None)
-                if asked is not None and asked.send is not None:
-                    asked.send(message)
+                self._ask(message)
 
     def _ready(self) -> list[Replica]:
         return [each for each in self.replicas if each.send is not None]
 
-    def _submit(self, submit: Submit) -> None:
-        ready = self._ready()
-        if not ready:
-            self._hold(submit)
+    def _ask(self, message: SnapshotRequest) -> None:
+        """Have a replica answer: the one that is asked, or another one that is ready, or else the router."""
+        message.replicas = [each.state() for each in self.replicas]
+        asked = min(self._ready(), key=lambda each: each.replica != message.replica, default=None)
+        if asked is None or asked.send is None:
+            self._to_workers[message.worker](NoSnapshot(message.query))
             return
+        self._asked[message.replica] = asked, message
+        asked.send(message)
+
+    def _submit(self, submit: Submit) -> None:
+        """Route a request to a replica that has room for it, or have it wait for one that is not ready."""
+        able = [each for each in self.replicas if each.send is not None and each.num_requests < self._max_per_replica]
+        if not able:
+            able = self._ready()
+            if len(able) < len(self.replicas):
+                self._hold(submit)
+                return
         namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
         prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
-        replica = self.replicas[self._router.route(prompt, ready)]
+        replica = self.replicas[self._router.route(prompt, able)]
         assert replica.send is not None, f"the router chose replica {replica.replica}, which is not ready"
         replica.send(submit)
         self._requests[submit.request_id] = _Routed(replica, submit.worker, len(submit.token_ids))
@@ -160,11 +176,11 @@ class RouterWorker:
         self._routed(replica.replica)
 
     def _hold(self, submit: Submit) -> None:
-        """Have a request wait for a replica, or refuse it if too many wait."""
-        if len(self._held) < self._max_held:
+        """Have a request wait for a replica, or refuse it if there are as many requests as all replicas accept together."""
+        if len(self._held) + len(self._requests) < self._max_requests:
             self._held[submit.request_id] = submit
             return
-        message = f"no replica is ready, and {len(self._held)} requests are waiting already; try again later"
+        message = f"no replica has room, and {len(self._held)} requests are waiting already; try again later"
         # No engine sent this, so the loss of an engine does not discard it.
         reply = Rejected(request_id=submit.request_id, kind="queue_full", message=message, engine=-1)
         self._to_workers[submit.worker](reply)
@@ -175,6 +191,8 @@ class RouterWorker:
         if routed is not None:
             routed.replica.num_requests -= 1
             routed.replica.num_prompt_tokens -= routed.num_tokens
+            if self._held and routed.replica.send is not None:
+                self._submit(self._held.pop(next(iter(self._held))))
         return routed
 
     def _apply(self, events: CacheEvents) -> None:
@@ -207,6 +225,9 @@ class RouterWorker:
         logger.warning("replica %d was lost with %d requests", replica.replica, sum(map(len, lost)))
         for query in list(self._counting):
             self._answered(query, replica.replica)
+        for asked, message in list(self._asked.values()):
+            if asked is replica:
+                self._ask(message)  # it may have had no time to answer; a second answer is ignored
 
     def _count(self, message: Count) -> None:
         """Begin a count by asking all replicas, or add the answer of one."""

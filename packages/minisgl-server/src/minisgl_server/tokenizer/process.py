@@ -12,6 +12,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Detokenize,
     EngineInfo,
+    NoSnapshot,
     Ready,
     Rejected,
     ReplicaLost,
@@ -39,6 +40,7 @@ Incoming = (
     | Count
     | SnapshotRequest
     | EngineSnapshot
+    | NoSnapshot
     | ReplicaLost
     | Stop
 )
@@ -65,7 +67,7 @@ def run_tokenizer_worker(
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
         worker = TokenizerWorker(
-            tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas > 1
+            tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas
         )
         report(
             Ready(

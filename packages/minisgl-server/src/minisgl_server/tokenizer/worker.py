@@ -25,6 +25,7 @@ from minisgl_core.protocol.messages import (
     Detokenize,
     Ended,
     EngineInfo,
+    NoSnapshot,
     Rejected,
     ReplicaLost,
     Submit,
@@ -56,10 +57,10 @@ class TokenizerWorker:
         info: limits of the engine.
         index: number of this worker.
         to_scheduler: sends `Submit`, `Abort`, `Ended`, `Count` and `SnapshotRequest`, to the router if there is one.
-        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count` and `EngineSnapshot`.
+        to_api: sends `TextBatch`, `Tokens`, `Rejected`, `Count`, `EngineSnapshot` and `NoSnapshot`.
         chat_format: chat template and parsers; by default those of the tokenizer's template, without a reasoning parser.
         registry: has the grammar provider.
-        has_router: there are several replicas behind a router. It is told when requests end, and requests of a replica that
+        num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
     """
 
@@ -72,7 +73,7 @@ class TokenizerWorker:
         to_api: Send,
         chat_format: ChatFormat | None = None,
         registry: Registry | None = None,
-        has_router: bool = False,
+        num_replicas: int = 1,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
@@ -82,10 +83,11 @@ class TokenizerWorker:
         self._to_api = to_api
         self._token_bytes = TokenBytes(tokenizer)
         self._requests: dict[str, RequestOutput] = {}
-        self._has_router = has_router
+        self._num_replicas, self._has_router = num_replicas, num_replicas > 1
         self._retries: dict[str, tuple[Submit, Callable[[str], RequestOutput]]] = {}
         """By request that has sent nothing: its message, and what makes its output anew. Empty without a router."""
-        self._lost_engines: set[int] = set()
+        self._lost: dict[int, int] = {}
+        """Number of the last engine of each replica that was lost; those before it were lost too."""
 
     @property
     def num_requests(self) -> int:
@@ -102,6 +104,7 @@ class TokenizerWorker:
         | Count
         | SnapshotRequest
         | EngineSnapshot
+        | NoSnapshot
         | ReplicaLost,
         encoded: Future[EncodedPrompt] | None = None,
     ) -> None:
@@ -115,15 +118,15 @@ class TokenizerWorker:
                 if self._forget(request_id):
                     self._to_scheduler(message)
             case TokenBatch(outputs, engine):
-                if engine not in self._lost_engines:
+                if not self._was_lost(engine):
                     self._send([text for out in outputs if (text := self._push(out)) is not None])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
-                if message.engine not in self._lost_engines and self._forget(message.request_id):
+                if not self._was_lost(message.engine) and self._forget(message.request_id):
                     self._to_api(message)
                     self._report_ended([message.request_id])
             case ReplicaLost(engine, request_ids):
-                self._lost_engines.add(engine)
+                self._lost[engine % self._num_replicas] = engine
                 for request_id in request_ids:
                     self._retry(request_id)
             case Count(counts=counts):
@@ -134,6 +137,8 @@ class TokenizerWorker:
                 self._to_scheduler(message)
             case EngineSnapshot():
                 self._add_previews(message)
+                self._to_api(message)
+            case NoSnapshot():
                 self._to_api(message)
 
     def encode(self, message: Tokenize) -> EncodedPrompt:
@@ -245,6 +250,10 @@ class TokenizerWorker:
         """Tell the router that requests have ended."""
         if self._has_router and request_ids:
             self._to_scheduler(Ended(request_ids))
+
+    def _was_lost(self, engine: int) -> bool:
+        """Return True if an engine has ended; False for -1, which is none."""
+        return 0 <= engine <= self._lost.get(engine % self._num_replicas, -1)
 
     def _retry(self, request_id: str) -> None:
         """Submit a request of a lost engine again, or end it with an error if the client may have some of its output."""

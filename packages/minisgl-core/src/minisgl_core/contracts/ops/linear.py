@@ -22,6 +22,9 @@ class LinearOps(OpsProvider):
     of the weight. The function does not modify its input.
     """
 
+    def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
+        """Start work that needs only the shape of a weight, such as compiling. The weight is loaded later, and then prepared."""
+
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return ``x -> x @ weight.T + bias``.
 

@@ -1,0 +1,123 @@
+"""Typed lookups in a ``config.json``, whose errors name the key, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+import re
+import reprlib
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_core.errors import ModelFormatError
+
+MAX_LAYERS = 1024
+"""Most layers of a model. Lists with an entry per layer are made before the tensors of a checkpoint are seen."""
+MAX_CONTEXT = 2**24
+"""Longest context in tokens. RoPE's tables have an entry per position."""
+MAX_INT = 2**31 - 1
+_LAYER_COUNT = re.compile(r"(n|num)_(\w+_)?layers?|\w+_layers|first_k_dense_replace")
+
+
+class Keys:
+    """Keys of a config. A null counts as a missing key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str = "config") -> None:
+        """Take a config; `where` names it in messages."""
+        self._raw, self._where = raw, where
+
+    def replaced(self, key: str, value: Any) -> Keys:
+        """Return these keys with another value of one of them."""
+        return Keys({**self._raw, key: value}, self._where)
+
+    def error(self, key: str, fault: str) -> ModelFormatError:
+        """Return the error that a value is wrong; `fault` is a predicate, such as "is not a number"."""
+        return ModelFormatError(f"{self._where}: {key}={reprlib.repr(self._raw.get(key))} {fault}")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a value of any type."""
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a finite number."""
+        value = self.get(key, default)
+        if value is None:
+            raise ModelFormatError(f"{self._where}: {key} is missing")
+        if not is_number(value):
+            raise self.error(key, "is not a number")
+        return float(value)
+
+    def above(self, key: str, bound: float, default: float | None = None) -> float:
+        """Return a number above `bound`."""
+        value = self.number(key, default)
+        if value <= bound:
+            raise ModelFormatError(f"{self._where}: {key}={value:g} is not above {bound:g}")
+        return value
+
+    def optional(self, key: str) -> float | None:
+        """Return a number above 0; None if the key is missing, or 0."""
+        return self.above(key, 0.0) if self.number(key, 0.0) else None
+
+    def whole(self, key: str, least: int = 0, default: int | None = None, most: int = MAX_INT) -> int:
+        """Return a whole number from `least` to `most`."""
+        value = self.number(key, default)
+        if not value.is_integer() or not least <= value <= most:
+            bound = f" and at most {most}" if value > most else ""
+            raise ModelFormatError(
+                f"{self._where}: {key}={value:.10g} is not a whole number of at least {least}{bound}"
+            )
+        return int(value)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """Return a whole number of at least 1."""
+        return self.whole(key, 1, default)
+
+    def numbers(self, key: str, count: int, is_needed: bool = False) -> tuple[float, ...]:
+        """Return a list of `count` numbers above 0; empty if the key is missing and not needed."""
+        values = self.get(key, ())
+        if not isinstance(values, (list, tuple)) or any(not is_number(each) or each <= 0 for each in values):
+            raise ModelFormatError(f"{self._where}: {key} is not a list of numbers above 0")
+        if len(values) != count and (values or is_needed):
+            raise ModelFormatError(f"{self._where}: {key} has {len(values)} entries, not {count}")
+        return tuple(map(float, values))
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return True or False."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, "is neither true nor false")
+        return value
+
+    def text(self, key: str, default: str = "") -> str:
+        """Return a string."""
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, "is not a string")
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """Return an object; empty if the key is missing."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, "is not an object with parameters")
+        return value
+
+
+def is_number(value: Any) -> bool:
+    """Return True if a value is a finite number, and no boolean."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return abs(value) < 2**1000 and math.isfinite(value)
+
+
+def check_layer_counts(raw: Mapping[str, Any]) -> None:
+    """Refuse numbers of layers beyond `MAX_LAYERS`, also in the configs of a multimodal model.
+
+    Raises:
+        ModelFormatError: names the key.
+    """
+    for key, value in raw.items():
+        if isinstance(value, Mapping):
+            check_layer_counts(value)
+        elif _LAYER_COUNT.fullmatch(key) and isinstance(value, (int, float)) and not value <= MAX_LAYERS:
+            raise Keys(raw).error(key, f"is not at most {MAX_LAYERS}")

@@ -1,0 +1,87 @@
+"""Process that compiles the kernels which ``auto`` would have selected, for the next start.
+
+The parent writes its options to the process's standard input and keeps that open. When it closes, also because the parent was
+killed, the process ends itself and the compilers that it runs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import MinisglError
+from minisgl_core.plugins.hooks import Hooks
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils import logs
+
+logger = logging.getLogger(__name__)
+
+_BACKGROUND_JOBS = 2
+"""Compilers that run at a time in the background."""
+
+
+def start_kernel_compiler(
+    config: EngineConfig, log_level: str, log_format: str, *, background: bool
+) -> subprocess.Popen[bytes]:
+    """Start the process; closing its standard input ends it.
+
+    Args:
+        config: options of the user.
+        log_level: see `minisgl_core.utils.logs`.
+        log_format: likewise.
+        background: run with the lowest priority and few compilers at a time.
+    """
+    env = {"FLASHINFER_LOGGING_LEVEL": "warning"} | os.environ
+    if background:
+        env |= {"MAX_JOBS": str(_BACKGROUND_JOBS), "FLASHINFER_NVCC_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, env=env, start_new_session=True)
+    assert process.stdin is not None
+    options = {"config": config.flat(), "log": (log_level, log_format), "background": background}
+    process.stdin.write(json.dumps(options).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def compile_kernels(config: EngineConfig) -> None:
+    """Compile the kernels that ``auto`` would have selected for these options, had they been compiled.
+
+    Raises:
+        MinisglError: the options are invalid, or the kernels cannot be compiled.
+    """
+    from minisgl_core.engine.build import resolve_options
+
+    registry = Registry.from_environment()
+    resolution = resolve_options(config, registry, Hooks(registry))
+    device = resolution.platform_class(0).device
+    for name in resolution.resolved.uncompiled:
+        registry.load("attention", name).compile(resolution.attention_spec(device))
+
+
+def main() -> None:
+    """Compile for the options on standard input."""
+    options: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    logs.configure("kernel compiler", *options["log"])
+    if options["background"]:
+        os.nice(19)
+    try:
+        compile_kernels(EngineConfig.from_flat(**options["config"]))
+    except MinisglError as error:
+        sys.exit(f"minisgl: kernels are not compiled: {error}")
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):  # not sys.stdin, whose lock would be held when the interpreter ends
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Simulation of replicas behind the real router, in virtual time."""

@@ -1,0 +1,101 @@
+"""Command ``minisgl bench route``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from minisgl_server.bench.flags import OutputFile, given_flags, refuse_flags
+from minisgl_server.bench.route.step_time import StepTime
+
+MAX_SCHEDULERS, MAX_REPLICAS = 32, 1000
+CHAT_FLAGS = (
+    "--num-turns",
+    "--num-prefixes",
+    "--shared-prefix-tokens",
+    "--input-len",
+    "--output-len",
+    "--request-rate",
+    "--turn-delay",
+)
+
+STEP_TIME = {
+    "weights_ms": "Least time of a step: the weights are read.",
+    "token_us": "GEMM time per token.",
+    "request_us": "Further time per decoding request.",
+    "kv_token_ns": "Time per token of KV that a decode reads.",
+    "pair_ns": "Time per prompt token and token of its context.",
+}
+"""Help of the options that are fields of `StepTime`."""
+
+
+def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of `STEP_TIME`."""
+    for name, text in reversed(STEP_TIME.items()):
+        default, flag = getattr(StepTime(), name), f"--{name.replace('_', '-')}"
+        command = click.option(flag, type=click.FloatRange(0), default=default, show_default=True, help=text)(command)
+    return command
+
+
+@click.command()
+@click.option("--trace", type=click.Path(), metavar="FILE", help="Replay a trace in the Qwen-Bailian format.")
+@click.option("--time-scale", type=click.FloatRange(0), default=1.0, show_default=True, help="Factor on its times.")
+@click.option("--num-requests", type=click.IntRange(1), default=2000, show_default=True, help="Requests to run.")
+@click.option("--num-turns", type=click.IntRange(1), default=5, show_default=True, help="Requests per chat.")
+@click.option("--num-prefixes", type=click.IntRange(1), default=16, show_default=True, help="System prompts.")
+@click.option("--shared-prefix-tokens", type=click.IntRange(0), default=1024, show_default=True, help="Their tokens.")
+@click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of a message.")
+@click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of an output.")
+@click.option(
+    "--request-rate",
+    type=click.FloatRange(0, min_open=True),
+    default=16.0,
+    show_default=True,
+    help="Requests per second.",
+)
+@click.option(
+    "--turn-delay", type=click.FloatRange(0), default=30.0, show_default=True, help="Mean seconds between turns."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--replicas", type=click.IntRange(1, MAX_REPLICAS), default=4, show_default=True)
+@click.option(
+    "--replica-model",
+    type=click.Choice(["scheduler", "simple"]),
+    help=f"scheduler runs the scheduler and the radix cache; it is the default, for up to {MAX_SCHEDULERS} replicas. simple has a"
+    " set of block keys as its cache and takes decode steps together.",
+)
+@click.option("--router", "routers", multiple=True, help="May be given several times.  [default: all that are shipped]")
+@click.option("--router-overload-requests", type=click.IntRange(0), default=16, show_default=True)
+@click.option("--router-overload-ratio", type=click.FloatRange(1), default=1.5, show_default=True)
+@click.option("--num-pages", type=click.IntRange(1), help="Pages per replica.")
+@click.option(
+    "--working-set",
+    type=click.FloatRange(0, min_open=True),
+    help="Choose --num-pages so that the distinct pages of all requests are this fraction of all pages.  [default: 0.667]",
+)
+@click.option("--page-size", type=click.IntRange(1), default=16, show_default=True, help="Tokens per page.")
+@click.option("--max-running-requests", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--max-prefill-length", type=click.IntRange(1), default=8192, show_default=True)
+@with_step_time
+@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
+@click.pass_context
+def route(ctx: click.Context, /, **values: Any) -> None:
+    """Simulate routers with replicas in virtual time, on a trace or on chats with shared system prompts.
+
+    The router is the real one. The GEMMs of a step take the longer of --weights-ms and --token-us times its tokens. The times of
+    decodes and attention are added. The defaults are for Qwen3-14B on one H200.
+    """
+    from minisgl_server.bench.route.run import run_route
+
+    given = given_flags(ctx)
+    if values["trace"] is not None:
+        refuse_flags(given, {"left out with --trace": (*CHAT_FLAGS, "--seed")})
+    else:
+        refuse_flags(given, {"used with --trace": ("--time-scale",)})
+    if values["num_pages"] is not None:
+        refuse_flags(given, {"left out with --num-pages": ("--working-set",)})
+    if "--num-requests" not in given and values["trace"] is not None:
+        values["num_requests"] = None
+    run_route(**values)

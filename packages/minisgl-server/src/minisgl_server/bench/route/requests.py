@@ -1,0 +1,148 @@
+"""Requests of a simulation: those of a trace, with tokens, and generated chats."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest
+
+VOCAB_SIZE = 2**31 - 1
+_NUM_SHARED_IDS = 2**30
+"""Token ids below are those of blocks with a hash; the others belong to one request."""
+
+TokenIds = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """Request with tokens.
+
+    Attributes:
+        number: index in the trace.
+        arrival_s: arrival time.
+        sequence: prompt and output, int32.
+        num_prompt: tokens of the prompt.
+    """
+
+    number: int
+    arrival_s: float
+    sequence: TokenIds
+    num_prompt: int
+
+    @property
+    def prompt(self) -> TokenIds:
+        """Tokens of the prompt, read-only as those of a message."""
+        view = self.sequence[: self.num_prompt].view()
+        view.flags.writeable = False
+        return view
+
+    @property
+    def output(self) -> TokenIds:
+        """Tokens that the engine generates."""
+        return self.sequence[self.num_prompt :]
+
+
+def simulated_requests(trace: Sequence[TraceRequest], time_scale: float = 1.0) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a trace with tokens, which are derived from the hashes of their blocks.
+
+    A trace does not have the outputs. If a later turn continues a request, its blocks after the prompt are the output of that
+    request. Other outputs are unique.
+
+    Args:
+        trace: requests in order of time.
+        time_scale: factor on their times.
+    """
+    next_turns: dict[int, TraceRequest] = {}
+    for request in trace:
+        next_turns.setdefault(request.parent_chat_id, request)
+    for number, request in enumerate(trace):
+        num_prompt, size = request.input_length, request.input_length + request.output_length
+        whole = num_prompt // BLOCK_TOKENS
+        later = next_turns.get(request.chat_id)
+        continued = later is not None and later.hash_ids[:whole] == request.hash_ids[:whole]
+        hashes = later.hash_ids[: later.input_length // BLOCK_TOKENS] if later and continued else request.hash_ids
+        known = _block_tokens(hashes)[: size if continued else num_prompt]
+        own = _NUM_SHARED_IDS + (number * 4096 + np.arange(size - len(known))) % _NUM_SHARED_IDS
+        sequence = np.concatenate((known, own)).astype(np.int32)
+        yield SimulatedRequest(number, (request.timestamp - trace[0].timestamp) * time_scale, sequence, num_prompt)
+
+
+def _block_tokens(hashes: Sequence[int]) -> npt.NDArray[np.int64]:
+    blocks = np.array(hashes, np.int64)[:, None] * BLOCK_TOKENS + np.arange(BLOCK_TOKENS)
+    return (blocks % _NUM_SHARED_IDS).ravel()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """Chats of several turns that start with one of a few system prompts.
+
+    Attributes:
+        num_requests: number of requests.
+        num_turns: requests per chat.
+        num_prefixes: number of system prompts.
+        shared_prefix_tokens: tokens of a system prompt.
+        input_len: mean tokens of a user's message; lengths are uniform from half to one and a half of it.
+        output_len: mean tokens of an output, likewise.
+        request_rate: mean requests per second; chats begin as a Poisson process.
+        turn_delay: mean seconds from one turn to the next; they are exponential.
+        seed: seed of the random numbers.
+    """
+
+    num_requests: int
+    num_turns: int
+    num_prefixes: int
+    shared_prefix_tokens: int
+    input_len: int
+    output_len: int
+    request_rate: float
+    turn_delay: float
+    seed: int
+
+    def requests(self) -> list[TraceRequest]:
+        """Return the requests in order of time."""
+        rng, fresh = np.random.default_rng(self.seed), itertools.count()
+
+        def blocks(num_tokens: int) -> list[int]:
+            return list(itertools.islice(fresh, num_tokens // BLOCK_TOKENS))
+
+        def length(mean: int) -> int:
+            return int(rng.integers(max(1, mean // 2), mean + mean // 2 + 1))
+
+        prefixes = [blocks(self.shared_prefix_tokens) for _ in range(self.num_prefixes)]
+        found: list[TraceRequest] = []
+        begin_s = 0.0
+        while len(found) < self.num_requests:
+            begin_s += float(rng.exponential(self.num_turns / self.request_rate))
+            now_s, hashes, num_tokens, parent = begin_s, prefixes[int(rng.integers(self.num_prefixes))], 0, -1
+            num_tokens = len(hashes) * BLOCK_TOKENS
+            for turn in range(1, min(self.num_turns, self.num_requests - len(found)) + 1):
+                num_tokens += length(self.input_len)
+                hashes = hashes + blocks(-(-num_tokens // BLOCK_TOKENS) * BLOCK_TOKENS - len(hashes) * BLOCK_TOKENS)
+                num_output = length(self.output_len)
+                found.append(
+                    TraceRequest(
+                        chat_id=len(found),
+                        parent_chat_id=parent,
+                        timestamp=now_s,
+                        input_length=num_tokens,
+                        output_length=num_output,
+                        turn=turn,
+                        hash_ids=hashes,
+                    )
+                )
+                parent, hashes = found[-1].chat_id, hashes[: num_tokens // BLOCK_TOKENS]
+                num_tokens += num_output
+                now_s += float(rng.exponential(self.turn_delay))
+        return sorted(found, key=lambda request: request.timestamp)
+
+
+def num_distinct_pages(trace: Sequence[TraceRequest]) -> int:
+    """Return the distinct whole blocks of all prompts, and the blocks of the outputs that no later prompt has."""
+    continued = {request.parent_chat_id for request in trace}
+    prompts = {block for each in trace for block in each.hash_ids[: each.input_length // BLOCK_TOKENS]}
+    return len(prompts) + sum(-(-each.output_length // BLOCK_TOKENS) for each in trace if each.chat_id not in continued)

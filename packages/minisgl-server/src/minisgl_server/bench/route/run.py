@@ -1,0 +1,160 @@
+"""Run of ``minisgl bench route``: the simulations of all routers, and their table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from minisgl_core.cli.table import print_table
+from minisgl_core.contracts.router import block_size_for
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.plugins.registry import Registry
+from minisgl_server.bench.route.command import MAX_SCHEDULERS
+from minisgl_server.bench.route.requests import Chats, num_distinct_pages, simulated_requests
+from minisgl_server.bench.route.scheduler_replica import Shape
+from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
+from minisgl_server.bench.route.step_time import StepTime
+from minisgl_server.bench.trace.format import BLOCK_TOKENS, TraceRequest, read_trace
+
+ROUTERS = ("round-robin", "least-loaded", "prefix")
+WORKING_SET = 0.667
+TITLES = (
+    "router",
+    "hit rate",
+    "TTFT ms p50",
+    "p99",
+    "TPOT ms p50",
+    "output tok/s",
+    "most/mean load",
+    "decision us p50",
+    "p99",
+    "router busy",
+    "table MiB",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    name: str
+    setup: Setup
+
+
+def run_route(**values: Any) -> None:
+    """Simulate the routers, print the table, and write the JSON file; `values` are the flags of the command.
+
+    Raises:
+        MinisglError: a flag has an invalid value.
+    """
+    trace = _trace(values)
+    shape = _shape(values, trace)
+    fitting = [each for each in trace if each.input_length + each.output_length <= shape.num_tokens]
+    if not fitting:
+        raise InvalidValueError("--num-pages", shape.num_pages, "enough for one of the requests")
+    results = []
+    for run in _runs(values, shape):
+        requests = simulated_requests(fitting, values["time_scale"])
+        results.append((run.name, simulate(run.setup, requests, len(fitting))))
+    print_table(TITLES, [_row(name, outcome) for name, outcome in results])
+    pages = num_distinct_pages(fitting) * BLOCK_TOKENS / (values["replicas"] * shape.num_tokens)
+    click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
+    click.echo(
+        f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
+    )
+    click.echo("Decision and busy are times of this machine; all else is simulated.")
+    if values["json_file"]:
+        rows = [_as_json(name, outcome) for name, outcome in results]
+        Path(values["json_file"]).write_text(json.dumps({"options": values, "results": rows}, indent=1) + "\n")
+
+
+def _trace(values: dict[str, Any]) -> list[TraceRequest]:
+    if values["trace"] is not None:
+        return read_trace(Path(values["trace"]), values["num_requests"])
+    names = [name for name in Chats.__dataclass_fields__ if name in values]
+    return Chats(**{name: values[name] for name in names}).requests()
+
+
+def _shape(values: dict[str, Any], trace: Sequence[TraceRequest]) -> Shape:
+    page_size, num_pages = values["page_size"], values["num_pages"]
+    if num_pages is None:
+        num_tokens = num_distinct_pages(trace) * BLOCK_TOKENS / (values["working_set"] or WORKING_SET)
+        num_pages = max(1, round(num_tokens / (values["replicas"] * page_size)))
+    return Shape(
+        num_pages=num_pages,
+        page_size=page_size,
+        max_running=values["max_running_requests"],
+        max_prefill_tokens=values["max_prefill_length"],
+    )
+
+
+def _runs(values: dict[str, Any], shape: Shape) -> list[_Run]:
+    """Return a run per router, and one of a single replica that is as large and as fast as all of them."""
+    num, registry = values["replicas"], Registry.from_environment()
+    model = values["replica_model"] or ("scheduler" if num <= MAX_SCHEDULERS else "simple")
+    if model == "scheduler" and num > MAX_SCHEDULERS:
+        raise InvalidValueError("--replicas", num, f"at most {MAX_SCHEDULERS} with --replica-model scheduler")
+    if model == "simple" and block_size_for(shape.page_size) != shape.page_size:
+        raise InvalidValueError(
+            "--page-size", shape.page_size, "a block of the router with --replica-model simple: 16 or more"
+        )
+    times = {name: values[name] for name in StepTime.__dataclass_fields__ if name in values}
+    setup = Setup(
+        num_replicas=num,
+        shape=shape,
+        step_time=StepTime(**times),
+        router=registry.load("router", "round-robin"),
+        overload=(values["router_overload_requests"], values["router_overload_ratio"]),
+        cache=registry.load("prefix_cache", "radix") if model == "scheduler" else None,
+    )
+    runs = [_Run(name, replace(setup, router=registry.load("router", name))) for name in values["routers"] or ROUTERS]
+    if num > 1:
+        whole = Shape(
+            num_pages=num * shape.num_pages,
+            page_size=shape.page_size,
+            max_running=num * shape.max_running,
+            max_prefill_tokens=num * shape.max_prefill_tokens,
+        )
+        fast = StepTime(**times, speed=float(num))
+        runs.append(_Run("one replica", replace(setup, num_replicas=1, shape=whole, step_time=fast)))
+    return runs
+
+
+def _row(name: str, outcome: Outcome) -> tuple[str, ...]:
+    shown = _as_json(name, outcome)
+    size = shown["router_stats"].get("table_bytes")
+    return (
+        name,
+        f"{shown['hit_rate']:.4f}",
+        f"{shown['ttft_ms'][0]:,.1f}",
+        f"{shown['ttft_ms'][1]:,.1f}",
+        f"{shown['tpot_ms'][0]:.1f}",
+        f"{shown['output_tokens_per_s']:,.0f}",
+        f"{shown['most_to_mean_load']:.2f}",
+        f"{shown['decision_us'][0]:.0f}",
+        f"{shown['decision_us'][1]:.0f}",
+        f"{shown['router_busy']:.2%}",
+        "" if size is None else f"{size / 2**20:.1f}",
+    )
+
+
+def _as_json(name: str, outcome: Outcome) -> dict[str, Any]:
+    busy_s = float(outcome.decision_s.sum()) + outcome.event_s
+    return {
+        "router": name,
+        "num_requests": outcome.num_requests,
+        "hit_rate": outcome.hit_rate,
+        "ttft_ms": [float(value) * 1e3 for value in np.percentile(outcome.ttft_s, [50, 99])],
+        "tpot_ms": [float(value) * 1e3 for value in np.percentile(outcome.tpot_s, [50, 99])],
+        "output_tokens_per_s": outcome.num_output_tokens / outcome.end_s,
+        "simulated_s": outcome.end_s,
+        "most_to_mean_load": max(outcome.num_routed) * len(outcome.num_routed) / outcome.num_requests,
+        "decision_us": [float(value) * 1e6 for value in np.percentile(outcome.decision_s, [50, 99])],
+        "router_busy": busy_s / outcome.end_s,
+        "router_stats": outcome.stats,
+        "wall_s": outcome.wall_s,
+    }

@@ -1,0 +1,55 @@
+"""The process that compiles kernels in the background: it ends with its parent, and so do the compilers that it runs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.engine.kernel_compiler import start_kernel_compiler
+
+SLOW = """
+import subprocess, sys
+from minisgl_core.engine import kernel_compiler
+kernel_compiler.compile_kernels = lambda config: subprocess.run(["sleep", "600"])
+sys.argv = ["kernel_compiler"]
+kernel_compiler.main()
+"""
+
+
+def test_nothing_is_compiled_where_auto_has_what_it_prefers() -> None:
+    process = start_kernel_compiler(EngineConfig.from_flat(attn="torch"), "warning", "text", background=True)
+    assert process.wait(timeout=120) == 0
+    process.communicate()
+
+
+def test_an_error_is_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = EngineConfig.from_flat(model=str(tmp_path / "absent"))
+    process = start_kernel_compiler(config, "warning", "text", background=False)
+    assert process.wait(timeout=120) == 1
+    process.communicate()
+    text = capfd.readouterr().err
+    assert "minisgl: kernels are not compiled" in text
+    assert "Traceback" not in text
+
+
+def test_it_ends_with_its_parent_and_ends_its_compilers() -> None:
+    options = b'{"config": {}, "log": ["warning", "text"], "background": true}\n'
+    process = subprocess.Popen([sys.executable, "-c", SLOW], stdin=subprocess.PIPE, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write(options)
+    process.stdin.flush()
+    child = psutil.Process(process.pid)
+    compilers: list[psutil.Process] = []
+    while not compilers:
+        assert process.poll() is None
+        compilers = child.children()
+    assert child.nice() == compilers[0].nice() == 19
+    process.communicate()
+    assert process.returncode == -9
+    psutil.wait_procs(compilers, timeout=30)
+    assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers)

@@ -1,0 +1,143 @@
+"""Estimates of step durations, and the limits of prompt tokens that follow from them."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+import tiny
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minisgl_core.engine.step import PendingStep
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.scheduler.planner import Chunk
+from minisgl_core.scheduler.step_times import LEAST_CHUNK, StepTimes
+
+
+def device_s(num_decodes: int, num_prompt_tokens: int) -> float:
+    """Return the time of a step on a device with constant costs."""
+    return (0.008 + 1e-5 * num_decodes if num_decodes else 0.0) + 45e-6 * num_prompt_tokens
+
+
+def measured(max_step_s: float = 0.05) -> StepTimes:
+    times = StepTimes(max_step_s)
+    for num_decodes in range(33):
+        times.observe(num_decodes, 0, device_s(num_decodes, 0))
+        times.observe(num_decodes, 500, device_s(num_decodes, 500))
+    return times
+
+
+@given(st.integers(1, 32), st.integers(0, 8192))
+def test_steps_like_those_before_are_predicted(num_decodes: int, num_prompt_tokens: int) -> None:
+    predicted = measured().predict(num_decodes, num_prompt_tokens)
+    assert predicted == pytest.approx(device_s(num_decodes, num_prompt_tokens), rel=0.02)
+
+
+@given(st.integers(1, 32), st.integers(1, 8192), st.floats(0.01, 1.0))
+def test_a_step_takes_at_most_the_limit_or_twice_its_decodes(num_decodes: int, most: int, max_step_s: float) -> None:
+    tokens = measured(max_step_s).prompt_tokens(num_decodes, most)
+    assert 1 <= tokens <= most
+    longest = max(max_step_s, 2 * device_s(num_decodes, 0), device_s(num_decodes, LEAST_CHUNK))
+    assert device_s(num_decodes, tokens) <= 1.02 * longest
+    assert tokens == most or device_s(num_decodes, tokens + 2) >= 0.98 * max_step_s, "the time is used"
+
+
+def test_without_decodes_or_a_limit_steps_are_full() -> None:
+    assert measured().prompt_tokens(0, 8192) == 8192
+    assert measured(max_step_s=0.0).prompt_tokens(5, 8192) == 8192
+
+
+def test_a_slow_first_step_is_forgotten() -> None:
+    times = StepTimes(0.05)
+    assert times.predict(4, 100) == 0, "unknown"
+    assert times.prompt_tokens(4, 8192) == LEAST_CHUNK
+    times.observe(0, 20, 5.0)
+    times.observe(4, 0, 5.0)
+    for _ in range(2):
+        times.observe(4, 0, device_s(4, 0))
+        times.observe(4, LEAST_CHUNK, device_s(4, LEAST_CHUNK))
+    assert times.predict(4, 100) == pytest.approx(device_s(4, 100), rel=0.02)
+
+
+def greedy(num_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+
+
+def prompt(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(seed).integers(3, tiny.VOCAB_SIZE, length).tolist())
+
+
+class Constant(StepTimes):
+    """A decode takes 8 ms and a prompt token 0.1 ms, whatever is observed."""
+
+    def __init__(self, max_step_s: float) -> None:
+        super().__init__(max_step_s)
+        for group in range(32):
+            self._decode_s[group].append(0.008)
+        self._token_s.append(1e-4)
+
+    def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
+        pass
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_step_with_decodes_is_not_longer_than_the_limit(overlap: bool) -> None:
+    loop = tiny.new_loop(
+        page_size=4,
+        num_pages=400,
+        max_prefill_length=1000,
+        cache="naive",
+        disable_overlap=not overlap,
+        max_seq_len_override=512,
+    )
+    loop.scheduler.step_times = Constant(max_step_s=0.01805)
+    steps: list[tuple[int, list[tuple[str, int]]]] = []
+
+    def record(chunks: list[Chunk], num_decodes: int) -> None:
+        steps.append((num_decodes, [(each.request.request_id, each.num_new) for each in chunks[num_decodes:]]))
+
+    loop.scheduler.step_planned = record
+    lengths = {"a": 60, "b": 30, "c": 80, "d": 250}
+    tiny.submit(loop, "stream", prompt(9, 5), greedy(20))
+    collected: dict[str, tiny.Collected] = {}
+    while "stream" not in collected:
+        tiny.step(loop, collected)
+    for seed, (name, length) in enumerate(lengths.items()):
+        tiny.submit(loop, name, prompt(seed, length), greedy(3))
+    tiny.run(loop, collected)
+    with_prompts = [chunks for num_decodes, chunks in steps if num_decodes and chunks]
+    assert with_prompts == [
+        [("a", 60)],  # more than half of 100 tokens: no further prompt begins
+        [("b", 30), ("c", 70)],
+        [("c", 10), ("d", 90)],
+        [("d", 100)],
+        [("d", 60)],
+    ]
+    for seed, (name, length) in enumerate(lengths.items()):
+        assert tuple(collected[name].tokens) == tiny.greedy(prompt(seed, length), 3)
+
+
+def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
+    loop.scheduler.step_times = Constant(max_step_s=0.0)
+    assert loop.time_to_schedule() == 0, "nothing runs"
+    tiny.submit(loop, "a", prompt(1, 5), greedy(20))
+    loop.step()
+    loop.step()
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert loop.time_to_schedule() == 0, "the step is done"
+    monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
+    loop._last_done_s, loop._in_flight[0].done_s = now, 0.0
+    assert 0 < loop.time_to_schedule() <= 1e-3
+    now += 0.005
+    assert 0 < loop.time_to_schedule() <= 1e-3
+    now += 0.001
+    assert loop.time_to_schedule() == 0, "the next step must be launched before this one ends"
+    sequential = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=True)
+    sequential.scheduler.step_times = Constant(max_step_s=0.0)
+    tiny.submit(sequential, "a", prompt(1, 5), greedy(20))
+    sequential.step()
+    assert sequential.time_to_schedule() == 0

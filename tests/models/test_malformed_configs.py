@@ -1,0 +1,168 @@
+"""Configs with values of wrong types, and nonsense: every architecture, every key of its config class, many values.
+
+Either the model is built, or the error is ours.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from config_cases import CASES, WITHOUT_EFFECT
+from test_architectures import build
+from test_config_keys import named, own_keys, raw_config, registry
+from transformers import CONFIG_MAPPING
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.contracts.model import Model
+from minisgl_core.engine.checkpoint import open_checkpoint
+from minisgl_core.errors import MinisglError, ModelFormatError
+
+NONSENSE: tuple[Any, ...] = ("x", ["x"], {"x": 1}, math.nan, math.inf, 10**400)
+"""No key with an effect may have these."""
+ODD: tuple[Any, ...] = (None, True, False, 0, -1, 1.5, "", [], {}, [1], [[]], {"full_attention": 1}, 1e300)
+"""Some keys may have some of these."""
+UNKNOWN_INSIDE = {"x"}
+"""A key that nobody knows, in the RoPE settings. transformers ignores it, too."""
+ROPE = {
+    "original_max_position_embeddings": 16,
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [1.0] * 4,
+}
+ROPE_KEYS = {
+    "yarn": ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings", "attention_factor"),
+    "linear": ("factor", "rope_theta", "partial_rotary_factor", "rope_type"),
+}
+
+
+def reason(provider: type[Model], raw: Mapping[str, Any]) -> str | None:
+    """Return the error's message; None if the model is built."""
+    try:
+        build(provider, raw)
+    except MinisglError as error:
+        return str(error)
+    except Exception as error:
+        raise AssertionError(f"{type(error).__name__} escapes: {error}") from error
+    return None
+
+
+def check(provider: type[Model], raw: Mapping[str, Any], keys: set[str], value: Any) -> str:
+    """Say what is wrong with the outcome for a bad value; nothing if it is right. One of `NONSENSE` must be refused."""
+    try:
+        message = reason(provider, raw)
+    except AssertionError as error:
+        return str(error)
+    if message is None:
+        return "is accepted" if any(value is each for each in NONSENSE) and not keys & UNKNOWN_INSIDE else ""
+    return "" if any(key in message for key in keys) else f"the key is not named: {message}"
+
+
+@pytest.mark.parametrize("architecture", CASES)
+def test_bad_values_of_every_key(architecture: str) -> None:
+    case, provider, faults = CASES[architecture], registry().load("models", architecture), {}
+    base = {"architectures": [architecture], **raw_config(case, {})}
+    own = own_keys(case)
+    assert reason(provider, base) is None
+    unread = WITHOUT_EFFECT | case.without_effect
+    for key, value in product({*own, *case.base} - {"architectures"}, (*NONSENSE, *ODD)):
+        strict = None if key in unread else value
+        if fault := check(provider, {**base, key: value}, named({key: value}), strict):
+            faults[f"{key}={value!r:.40}"] = fault
+    assert not faults, json.dumps(faults, indent=1)
+
+
+@pytest.mark.parametrize("kind", ROPE_KEYS)
+def test_bad_values_of_rope_settings(kind: str) -> None:
+    faults = {}
+    for architecture, wrap in (
+        ("LlamaForCausalLM", None),
+        ("Phi3ForCausalLM", None),
+        ("Olmo3ForCausalLM", "full_attention"),
+    ):
+        provider = registry().load("models", architecture)
+        base = {"architectures": [architecture], **raw_config(CASES[architecture], {})}
+        for key, value in product(ROPE_KEYS[kind], (*NONSENSE, *ODD)):
+            settings = {**ROPE, "rope_type": kind, key: value}
+            raw = {**base, "rope_parameters": {wrap: settings} if wrap else settings}
+            if fault := check(provider, raw, {key, "rope_type"}, None):
+                faults[f"{architecture} {key}={value!r:.40}"] = fault
+    assert not faults, json.dumps(faults, indent=1)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (["x"], "text_config=['x'] is not an object"),
+        ({"hidden_size": "x"}, "hidden_size='x' is not a number"),
+        (
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers=1000000000 is not a whole number of at least 1 and at most 1024",
+        ),
+        ({"sliding_window_pattern": 0}, "sliding_window_pattern=0 is not a whole number of at least 1"),
+        ({"query_pre_attn_scalar": -1}, "query_pre_attn_scalar=-1 is not above 0"),
+    ],
+)
+def test_the_text_config_of_a_multimodal_model(value: Any, message: str) -> None:
+    provider = registry().load("models", "Gemma3ForConditionalGeneration")
+    found = reason(provider, {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": value})
+    assert message in str(found)
+
+
+def written(folder: Path, architecture: str, raw: Mapping[str, Any]) -> EngineConfig:
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture], **raw}))
+    return EngineConfig.from_flat(model=str(folder), platform="cpu", model_impl="auto", dummy_weight=True)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "raw"),
+    [(architecture, raw_config(case, {})) for architecture, case in CASES.items()]
+    + [
+        ("BloomForCausalLM", {"model_type": "bloom", "n_layer": 2}),
+        ("StableLmForCausalLM", {"model_type": "stablelm"}),
+        ("Gemma3ForConditionalGeneration", {"text_config": {"num_hidden_layers": 2}}),
+        ("MllamaForConditionalGeneration", {"model_type": "mllama", "text_config": {"num_hidden_layers": 2}}),
+    ],
+)
+def test_billions_of_layers_are_refused_before_lists_of_them(
+    architecture: str, raw: dict[str, Any], tmp_path: Path
+) -> None:
+    key = next((key for key in ("n_layer", "text_config") if key in raw), "num_hidden_layers")
+    many = {**raw, key: {"num_hidden_layers": 3 * 10**9} if key == "text_config" else 3 * 10**9}
+    with pytest.raises(ModelFormatError, match=r"(num_hidden_layers|n_layer)=3000000000 is not at most 1024"):
+        open_checkpoint(written(tmp_path, architecture, many), registry())
+
+
+BY_TRANSFORMERS = {
+    "bloom": "BloomForCausalLM",
+    "falcon": "FalconForCausalLM",
+    "gpt2": "GPT2LMHeadModel",
+    "smollm3": "SmolLM3ForCausalLM",
+    "stablelm": "StableLmForCausalLM",
+}
+
+
+@pytest.mark.parametrize("model_type", BY_TRANSFORMERS)
+def test_bad_values_through_transformers(model_type: str) -> None:
+    """Its own validation names keys of the wrong type; sizes are checked before a model is built of them."""
+    kind, provider, faults = CONFIG_MAPPING[model_type], registry().load("models", "transformers"), {}
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {kind.attribute_map.get(key, key): value for key, value in sizes.items()}
+    base = {"architectures": [BY_TRANSFORMERS[model_type]], "model_type": model_type, **sizes}
+    others = ("max_position_embeddings", "num_key_value_heads", "rope_parameters", "is_encoder_decoder")
+    for key, value in product((*sizes, *others, "architectures", "model_type"), (*NONSENSE, 0, -1, [], {})):
+        bad = {**base, kind.attribute_map.get(key, key): value}
+        fault = check(provider, bad, {key}, value if key in sizes else None)
+        if fault and (key in sizes or "escapes" in fault):
+            faults[f"{key}={value!r:.40}"] = fault
+    assert not faults, json.dumps(faults, indent=1)

@@ -1,0 +1,146 @@
+"""Two replicas of two stages: processes that are killed before the launch is ready, while it serves, and while it drains."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from threading import Semaphore
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+Launch = Callable[..., Any]
+FLAGS = ("--dtype", "float32", "--num-pages", "1100", "--attn", "torch", "--replicas", "2", "--pp", "2")
+ROUTING = ("--router", "least-loaded", "--drain-timeout", "200")
+
+
+def wait_for(condition: Callable[[], Any], limit_s: float = 100) -> Any:
+    deadline = time.monotonic() + limit_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def child(server: Any, name: str) -> psutil.Process | None:
+    with suppress(psutil.Error, IndexError):  # a child that ends, or has no title yet
+        return server.children().get(name)  # type: ignore[no-any-return]
+    return None
+
+
+@pytest.fixture(scope="module")
+def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
+    """A rank is killed before the launch is ready; it is restarted, as it is later."""
+    server = launch_shared("--model", str(tiny_checkpoint), *FLAGS, *ROUTING, OMP_NUM_THREADS="1")
+    wait_for(lambda: child(server, "replica 1 rank 1")).kill()
+    return server.wait_started()
+
+
+def state(server: Any) -> httpx.Response:
+    return httpx.get(f"{server.url}/engine/state", timeout=60)
+
+
+def wait_all_ready(server: Any) -> None:
+    wait_for(lambda: all(each["is_ready"] for each in state(server).json().get("replicas", [{"is_ready": False}])))
+
+
+class Stream:
+    """A streamed completion that reports its first event."""
+
+    def __init__(self, server: Any, number: int, max_tokens: int) -> None:
+        self._url, self.started, self.events = f"{server.url}/v1/completions", Semaphore(0), []
+        body = {"prompt": f"{number} bottles", "max_tokens": max_tokens, "temperature": 0}
+        self._body = body | {"ignore_eos": True, "stream": True}
+
+    def lines(self) -> Iterator[str]:
+        with httpx.stream("POST", self._url, json=self._body, timeout=200) as answer:
+            for line in filter(None, answer.iter_lines()):
+                yield line.removeprefix("data: ")
+
+    def run(self) -> list[Any]:
+        for data in self.lines():
+            self.events.append(data if data == "[DONE]" else json.loads(data))
+            self.started.release()
+        self.started.release()
+        return self.events
+
+
+def run_streams(server: Any, num: int, max_tokens: int, then: Callable[[], None]) -> list[list[Any]]:
+    """The events of streams; `then` is called once all have sent something."""
+    streams = [Stream(server, number, max_tokens) for number in range(num)]
+    with ThreadPoolExecutor(num) as pool:
+        ended = [pool.submit(each.run) for each in streams]
+        for each in streams:
+            each.started.acquire()
+        then()
+        return [each.result() for each in ended]
+
+
+def num_errors(events: list[Any]) -> int:
+    return sum("error" in event for event in events)
+
+
+def test_a_rank_that_dies_before_the_launch_is_ready_is_restarted(server: Any) -> None:
+    assert "'replica 1 rank 1' was killed by SIGKILL" in server.stderr()
+    assert "Replica 1 is restarted." in server.stderr()
+    assert all(num_errors(events) == 0 for events in run_streams(server, 2, 3, lambda: None))
+
+
+def test_a_killed_rank_gives_one_error_per_lost_stream(server: Any) -> None:
+    victim = child(server, "replica 0 rank 1")
+    assert victim is not None
+    ended = run_streams(server, 6, 1000, victim.kill)
+    assert sorted(map(num_errors, ended)) == [0, 0, 0, 1, 1, 1]
+    for events in ended:
+        if num_errors(events):
+            assert events[-1]["error"]["code"] == "replica_lost"
+            assert len(events) > 1
+        else:
+            assert events[-1] == "[DONE]"
+            assert events[-2]["choices"][0]["finish_reason"] == "length"
+
+
+def test_the_state_is_refused_while_no_replica_is_ready(server: Any) -> None:
+    wait_all_ready(server)
+    victims = [child(server, f"replica {replica} rank 0") for replica in range(2)]
+    for victim in victims:
+        assert victim is not None
+        victim.kill()
+    answer = wait_for(lambda: (answer := state(server)).status_code == 503 and answer)
+    assert answer.json()["error"]["code"] == "no_replica"
+
+
+def test_a_drain_restarts_no_replica(server: Any) -> None:
+    """The replica that is killed loses its streams; the others finish."""
+    wait_all_ready(server)
+    before = server.stderr().count("is restarted")
+
+    def drain_and_kill() -> None:
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{server.url}/ready", timeout=60).status_code == 503)
+        victim = child(server, "replica 1 rank 0")
+        assert victim is not None
+        victim.kill()
+
+    ended = run_streams(server, 4, 1000, drain_and_kill)
+    assert sorted(map(num_errors, ended)) == [0, 0, 1, 1]
+    assert server.wait_ended() == 0
+    assert server.stderr().count("is restarted") == before
+    assert "Replica 1 stays down, because the server is stopping." in server.stderr()
+
+
+def test_an_error_that_would_repeat_ends_the_launch(launch: Launch, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 10}')
+    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    server = launch("--model", str(tmp_path), "--replicas", "2")
+    assert server.wait_ended() == 2, "which the user can put right"
+    assert "NoSuchModel" in server.stderr()
+    assert "restarted" not in server.stderr()
