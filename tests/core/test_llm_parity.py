@@ -64,7 +64,7 @@ def reference(smollm2_path: Path) -> Reference:
     ],
 )
 def test_batched(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
-    with LLM(dtype="float32", **options) as llm:
+    with LLM(dtype="float32", quantization="none", **options) as llm:
         outputs = llm.generate(prompts, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):
             reference.check(prompt, output.token_ids)
@@ -80,6 +80,6 @@ def test_batched(prompts: list[list[int]], reference: Reference, options: dict[s
     ],
 )
 def test_alone(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
-    with LLM(dtype="float32", **options) as llm:
+    with LLM(dtype="float32", quantization="none", **options) as llm:
         for prompt in prompts:
             reference.check(prompt, llm.generate(prompt, GREEDY)[0].token_ids)

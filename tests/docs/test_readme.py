@@ -17,7 +17,7 @@ from minisgl_core.plugins.registry import Registry
 from serve_once import ask, program, served
 
 ROOT = Path(__file__).parents[2]
-EXACT = ("--dtype", "float32", "--num-pages", "600")
+EXACT = ("--dtype", "float32", "--quantization", "none", "--num-pages", "600")
 """The model's first word is a near-tie, which rounding may turn; and a test needs no more than a little memory."""
 README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)

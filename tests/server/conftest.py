@@ -81,6 +81,7 @@ class Server:
 def server(smollm2_path: Path) -> Iterator[Server]:
     """The embedded trained model; shared by all tests, so nothing may break it."""
     flags = ["--dtype", "float32", "--num-tokenizers", "2", "--num-pages", "1200", "--max-running-requests", "32"]
+    flags += ["--quantization", "none"]  # transformers dequantizes the weights, too
     made = Server(*flags, "--tool-call-parser", "hermes")
     yield made.wait_started()
     made.close()

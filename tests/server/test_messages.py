@@ -300,7 +300,18 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
 @pytest.fixture(scope="module")
 def locked(launch_shared: Callable[..., Any]) -> Any:
     """A server with a key, that takes what comes before a tag for reasoning content."""
-    flags = ["--dtype", "float32", "--num-pages", "600", "--reasoning-parser", "deepseek_r1", "--api-key", "secret"]
+    flags = [
+        "--dtype",
+        "float32",
+        "--quantization",
+        "none",
+        "--num-pages",
+        "600",
+        "--reasoning-parser",
+        "deepseek_r1",
+        "--api-key",
+        "secret",
+    ]
     return launch_shared(*flags, "--max-body-size", "20000").wait_started()
 
 

@@ -320,7 +320,9 @@ def test_the_context_length_error_is_the_known_sentence(
 def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
     """A server whose outputs begin with reasoning content, and which renders requests' templates."""
     flags = ["--reasoning-parser", "deepseek_r1", "--trust-request-chat-template", "--num-pages", "600"]
-    server = launch_shared("--dtype", "float32", "--max-running-requests", "8", *flags).wait_started()
+    server = launch_shared(
+        "--dtype", "float32", "--quantization", "none", "--max-running-requests", "8", *flags
+    ).wait_started()
     with httpx.Client(base_url=server.url, timeout=250) as made:
         yield made
 

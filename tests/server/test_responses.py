@@ -364,7 +364,7 @@ def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
 @pytest.fixture(scope="module")
 def small(launch_shared: Callable[..., Any]) -> Iterator[openai.OpenAI]:
     """A server that keeps few responses, and takes what comes before a tag for reasoning content."""
-    flags = ["--dtype", "float32", "--num-pages", "600", "--reasoning-parser", "deepseek_r1"]
+    flags = ["--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--reasoning-parser", "deepseek_r1"]
     flags += ["--response-store-size", "9000"]
     made = launch_shared(*flags, "--tool-call-parser", "hermes").wait_started()
     with openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, timeout=250) as client:

@@ -43,7 +43,7 @@ INSTALLED = {
     "ops": {"torch", "native", "onednn", "triton", "hopper", "mynorm"},
     "communicator": {"torch"},
     "moe": {"torch"},
-    "quantization": {"fp8", "int4", "none"},
+    "quantization": {"fp8", "gguf", "int4", "none"},
     "platform": {"cpu", "cuda"},
 }
 
@@ -270,14 +270,19 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
     resolved = choose(H200, ["int4"], model=fp8)
     assert resolved.config.backends.quantization == "fp8"
     for hardware in (LAPTOP, H200):
-        assert choose(hardware, model=replace(MODEL, quantization="awq")).config.backends.quantization == "int4"
-    for hardware, refused in ((LAPTOP, ["int4"]), (H200, ["int4", "fp8"])):
+        awq = replace(MODEL, quantization="awq")
+        assert choose(hardware, ["gguf"], model=awq).config.backends.quantization == "int4"
+    for hardware, refused in ((LAPTOP, ["gguf", "int4"]), (H200, ["int4", "fp8"])):
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
         reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
         assert "the checkpoint's weights are fp8, and are dequantized to --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
+    packed = replace(MODEL, quantization="gguf")
+    assert choose(LAPTOP, model=packed).config.backends.quantization == "gguf"
+    assert choose(LAPTOP, model=packed, quantization="none").config.backends.quantization == "none"
+    assert choose(H200, model=packed).config.backends.quantization == "none"
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))
     assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
     assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"

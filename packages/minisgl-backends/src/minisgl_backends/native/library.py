@@ -22,7 +22,7 @@ from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
 from minisgl_core.errors import MinisglError
 
 _LOG = logging.getLogger(__name__)
-_SOURCES = ("common.h", "tiles.h", "kernels.c", "prefill.c", "gemm.c")
+_SOURCES = ("common.h", "tiles.h", "kernels.c", "prefill.c", "gemm.c", "packed.h", "repack.c", "packed_gemm.c")
 _DEFINES = {torch.bfloat16: ["-DBF16"], torch.float32: []}
 _FLAGS = ["-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-fPIC", "-shared"]
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -38,6 +38,9 @@ _ARGUMENTS = {
     "prefill": "ppipppippppipiiiiififppppii",
     "linear": "pppppiii",
     "gated": "ppppiii",
+    "repack": "ppiiiiiii",
+    "dequantize_rows": "pppiii",
+    "packed_linear": "pipipppiiiii",
 }
 """Argument types by function: p for a pointer (an address, None for null), i for int64, f for float."""
 

@@ -171,7 +171,7 @@ class BackendOptions:
     )
     quantization: str = option(
         AUTO,
-        "Quantization of the weights: int4, fp8, or none; auto uses that of the checkpoint, or none.",
+        "Quantization of the weights: fp8, gguf, int4, or none, which dequantizes; auto keeps the checkpoint's if it can.",
         kind="quantization",
     )
     communicator: str = option(

@@ -40,7 +40,7 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
     ("quantization", "cuda"): ("int4", "fp8", "none"),
-    ("quantization", "cpu"): ("int4", "none"),
+    ("quantization", "cpu"): ("gguf", "int4", "none"),
     ("communicator", "cuda"): ("oneshot", "torch"),
     ("communicator", "cpu"): ("torch",),
     ("grammar", "cuda"): ("llguidance",),
@@ -163,9 +163,10 @@ def resolve(
         moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
         choices.append(Choice("moe", moe, why))
     quantization = config.backends.quantization
-    if quantization == AUTO and model.quantization and model.moe is not None:
-        quantization = "none"
-        why = _of_checkpoint(model, quantization, "experts use fp8 only with --quantization fp8")
+    on_gpu = model.quantization == "gguf" and device.type != "cpu"
+    if quantization == AUTO and model.quantization and (model.moe is not None or on_gpu):
+        quantization, experts = "none", "experts use fp8 only with --quantization fp8"
+        why = _of_checkpoint(model, quantization, "packed GGUF weights are for CPUs" if on_gpu else experts)
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
         quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))

@@ -1,4 +1,7 @@
-"""Reader of the ``quantization_config`` in a checkpoint's ``config.json``."""
+"""Reader of the ``quantization_config`` in a checkpoint's ``config.json``.
+
+The weights source of GGUF files writes one: ``quant_method`` is gguf, and ``types`` maps the names of modules to GGML's types.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 from minisgl_core.errors import ModelFormatError
 
 _COMPRESSED = "compressed-tensors"
+_GGUF = "gguf"
 
 
 class CheckpointQuantization:
@@ -40,6 +44,10 @@ class CheckpointQuantization:
             raise ModelFormatError("config: quantization_config has no quant_method")
         self.config, self.method = config, str(config["quant_method"])
         self._groups: list[tuple[_Modules, Mapping[str, Any]]] = []
+        if self.method == _GGUF and not isinstance(config.get("types"), Mapping):
+            raise ModelFormatError(
+                "config: quantization_config.types must map the modules of a GGUF file to GGML's types"
+            )
         if self.method != _COMPRESSED:
             # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
             excluded = _excluded(config) if self.method == "gptq" else []
@@ -70,6 +78,9 @@ class CheckpointQuantization:
         """
         if self._ignored.have(name):
             return None
+        if self.method == _GGUF:
+            kind = self.config["types"].get(name)
+            return None if kind is None else {"type": kind}
         if self.method != _COMPRESSED:
             return self.config
         return next((weights for targets, weights in self._groups if targets.are_all or targets.have(name)), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -111,6 +111,24 @@ class LinearMethod(ABC):
         A row of the output depends on that row of the input only. The operation holds the tensors that it needs, packed or not,
         but no dequantized copy of a quantized weight.
         """
+
+
+class EmbeddingOp(Protocol):
+    """Operations of a token embedding, which may also be the LM head."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T``."""
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows `ids`, int32 or int64 [T], in the model's dtype: [T, in_features]."""
+
+
+class EmbeddingMethod(LinearMethod):
+    """Weights of a token embedding or an LM head."""
+
+    @abstractmethod
+    def prepare(self) -> EmbeddingOp:
+        """Return the operations; see `LinearMethod.prepare`."""
 
 
 class PlainLinear(LinearMethod):

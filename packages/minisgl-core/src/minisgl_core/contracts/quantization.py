@@ -1,8 +1,8 @@
 """Contract of quantization providers: how the weights of linear layers and experts are stored, loaded and multiplied.
 
 A provider returns one method object per layer (`minisgl_core.contracts.layer_methods`), which declares the checkpoint's tensors
-of that layer: the weight, or packed weights, scales and zero points. Embeddings, the LM head, norms and routers are not
-quantized. `Quantization` itself is the provider ``none``.
+of that layer: the weight, or packed weights, scales and zero points. Norms and routers are not quantized. Embeddings and the
+LM head are if `Quantization.embedding` says so. `Quantization` itself is the provider ``none``.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import (
+    EmbeddingMethod,
     ExpertsMethod,
     ExpertsSpec,
     InterleavedExperts,
@@ -70,6 +71,13 @@ class Quantization:
         are dequantized while they are read.
         """
         return PlainLinear(spec, self.ops)
+
+    def embedding(self, spec: LinearSpec) -> EmbeddingMethod | None:
+        """Return the method of the token embedding or the LM head; None, the default, for a weight in the model's dtype.
+
+        A tied LM head multiplies by the embedding's weight. Rows are sharded by vocabulary, and there is no bias.
+        """
+        return None
 
     def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
         """Return the method of one layer's experts, before loading.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
+from minisgl_core.contracts.layer_methods import EmbeddingMethod, EmbeddingOp, LinearMethod, LinearPart, LinearSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import VocabShard
 from minisgl_core.contracts.shard import sharded_target
@@ -21,19 +22,46 @@ class VocabParallelEmbedding(Layer):
         self._communicator = build.communicator if build.tp_size > 1 else None
         self._gather_rows = build.ops.step.gather_rows
         self.weight = empty_parameter(self._shard.size, hidden_size, build=build, zero=self._shard.is_padded)
+        self._quantization, self._columns = build.quantization, Shard.whole(hidden_size)
+        self._method: EmbeddingMethod | None = None
+        self._packed: EmbeddingOp | None = None
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the embeddings, [T, hidden_size], of input_ids, int32 or int64 [T]."""
         if self._communicator is None:
-            return self._gather_rows(self.weight, input_ids)
+            return self._rows(input_ids)
         local = input_ids - self._shard.start
         elsewhere = (local < 0) | (local >= self._shard.size)
-        rows = self._gather_rows(self.weight, local.masked_fill_(elsewhere, 0))
+        rows = self._rows(local.masked_fill_(elsewhere, 0))
         return self._communicator.all_reduce(rows.masked_fill_(elsewhere[:, None], 0))
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
-        """Yield this rank's rows."""
-        yield f"{name}.weight", sharded_target(self.weight, self._shard)
+        """Yield this rank's rows. If the quantization packs them, `weight` is dropped."""
+        if self._method is None and self._quantization is not None:
+            spec = self._quantization.spec
+            parts = (LinearPart(name, self._shard),)
+            self._method = self._quantization.embedding(
+                LinearSpec(name, parts, self._columns, False, False, spec.dtype, spec.device)
+            )
+        if self._method is None:
+            yield f"{name}.weight", sharded_target(self.weight, self._shard)
+            return
+        vars(self).pop("weight", None)
+        yield from self._method.targets()
+
+    def packed(self) -> EmbeddingOp | None:
+        """Return the operations of a packed weight, prepared by the first call; None for a weight in the model's dtype."""
+        if self._method is not None:
+            method, self._method, self._quantization = self._method, None, None
+            self._packed = method.prepare()
+        return self._packed
+
+    def prepare(self) -> None:
+        """Prepare a packed weight."""
+        self.packed()
+
+    def _rows(self, ids: torch.Tensor) -> torch.Tensor:
+        return self._gather_rows(self.weight, ids) if self._packed is None else self._packed.rows(ids)
 
 
 class LMHead(MergedColumnParallelLinear):
@@ -50,16 +78,21 @@ class LMHead(MergedColumnParallelLinear):
     ) -> None:
         """Describe the weight. If `tied` is given, its weight is used, and nothing is allocated or loaded."""
         super().__init__(hidden_size, [vocab_size], build)
-        self._tied, self._ops = tied, build.ops
+        self._tied, self._ops, self._packing = tied, build.ops, build.quantization
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield this rank's rows, or nothing if the weight is tied to the embedding."""
         return iter(()) if self._tied else super().weight_targets(name, packed)
 
+    def _make_method(self, spec: LinearSpec) -> LinearMethod:
+        packed = None if self._packing is None else self._packing.embedding(spec)
+        return packed or super()._make_method(spec)
+
     def prepare(self) -> None:
         """Prepare the GEMM with the loaded weight, or with the embedding's weight if that is tied."""
         if self._tied is None:
             super().prepare()
         else:
-            self._apply = self._ops.linear.prepare_linear(self._tied.weight.detach(), None)
+            packed = self._tied.packed()
+            self._apply = packed or self._ops.linear.prepare_linear(self._tied.weight.detach(), None)

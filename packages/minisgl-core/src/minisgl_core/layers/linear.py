@@ -51,11 +51,13 @@ class ReplicatedLinear(Layer):
         if self._method is None:
             spec = self._quantization.spec
             parts = tuple(self._named_parts(name, packed))
-            self._method = self._quantization.linear(
-                LinearSpec(name, parts, self._columns, self._has_bias, self._is_gated, spec.dtype, spec.device)
-            )
+            layer = LinearSpec(name, parts, self._columns, self._has_bias, self._is_gated, spec.dtype, spec.device)
+            self._method = self._make_method(layer)
         yield from self._method.targets()
         yield from super().weight_targets(name, packed)
+
+    def _make_method(self, spec: LinearSpec) -> LinearMethod:
+        return self._quantization.linear(spec)
 
     def _named_parts(self, name: str, packed: PackedModules) -> Sequence[LinearPart]:
         """Return each part with the name of its module, or all as rows of one module if the checkpoint has them fused."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -80,6 +80,7 @@ class GgufWeights(WeightSource):
             "bos_token_id": self._metadata.get("tokenizer.ggml.bos_token_id"),
             "eos_token_id": self._metadata.get("tokenizer.ggml.eos_token_id"),
             "dtype": "bfloat16",
+            "quantization_config": self._quantization(),
         }
         try:
             config |= self._architecture.config(self._key, {k: v for k, v in config.items() if v is not None})
@@ -101,6 +102,16 @@ class GgufWeights(WeightSource):
     def eos_token_id(self) -> int | None:
         """EOS id in the metadata."""
         return self._metadata.get("tokenizer.ggml.eos_token_id")
+
+    def _quantization(self) -> dict[str, Any] | None:
+        """Return the GGML type of each quantized linear module and embedding, or None."""
+        types = {}
+        for name, tensor in self._tensors.items():
+            block, stem, suffix = parts.groups() if (parts := _NAME.fullmatch(name)) else (None, "", "")
+            target = self._architecture.names.get(stem, "{}")
+            if suffix == "weight" and len(tensor.shape) == 2 and tensor.is_quantized and "{}" not in target:
+                types[(f"model.layers.{block}." if block else "") + target] = tensor.kind.name
+        return {"quant_method": "gguf", "types": types} if types else None
 
     def _rope(self) -> dict[str, Any]:
         """Return the RoPE settings as a ``config.json`` has them. As in llama.cpp, a factor without a type is linear.
@@ -161,6 +172,10 @@ class GgufWeights(WeightSource):
 
     def tensors(self, config: ModelConfig) -> Iterator[tuple[str, LazyTensor]]:
         """Yield the tensors in file order, under Hugging Face's names; stacked experts are yielded one by one."""
+        return self.stored_tensors(config, ())
+
+    def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
+        """Yield `tensors`; but ``X.qweight``, the file's blocks as int8 [rows, bytes per row], if that is wanted."""
         for name, tensor in self._tensors.items():
             if name in _OF_ROPE:
                 continue
@@ -182,6 +197,8 @@ class GgufWeights(WeightSource):
                     yield target + ("_bias" if suffix == "bias" else ""), Experts(*others)
             elif stem == "attn_sinks":
                 yield target, Part(tensor)
+            elif suffix == "weight" and tensor.is_quantized and f"{target}.qweight" in wanted:
+                yield f"{target}.qweight", self._view(stem, tensor.packed(), config)
             else:
                 yield f"{target}.{suffix}", self._view(stem, tensor, config)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ _TORCH_DTYPES = {
     gguf.GGMLQuantizationType.F32: torch.float32,
     gguf.GGMLQuantizationType.F16: torch.float16,
     gguf.GGMLQuantizationType.BF16: torch.bfloat16,
+    gguf.GGMLQuantizationType.I8: torch.int8,
 }
 
 
@@ -102,6 +103,15 @@ class GgufTensor:
         if shape[-1] % block or offset + num_rows * row_bytes > len(data):
             raise ModelFormatError(f"tensor {name}: its {known.name} data is truncated")
         return cls(name, shape, known, data[offset : offset + num_rows * row_bytes].reshape(num_rows, row_bytes))
+
+    @property
+    def is_quantized(self) -> bool:
+        """Return True if the values are in quantized blocks."""
+        return self.kind not in _TORCH_DTYPES
+
+    def packed(self) -> GgufTensor:
+        """Return the tensor's bytes as an int8 tensor [..., bytes per row]."""
+        return replace(self, shape=(*self.shape[:-1], self.rows.shape[1]), kind=gguf.GGMLQuantizationType.I8)
 
     def read(self, rows: slice, columns: slice = slice(None)) -> torch.Tensor:
         """Dequantize a slice; row indices count over all leading dimensions. Only the quantization blocks in it are read.

@@ -1,0 +1,197 @@
+"""Packed weights of GGUF files on CPUs, against the gguf package's dequantization in float64."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf import GGMLQuantizationType as Kind
+
+from minisgl_backends.native import library
+from minisgl_backends.quantization.gguf import Gguf
+from minisgl_backends.quantization.gguf_types import TYPES
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.quantization import QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.errors import ModelFormatError
+from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint, PackedModule, fill
+from minisgl_core.testing.quantization_kit import QuantizationTests
+
+CPU = torch.device("cpu")
+SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
+"""Places of the float16 numbers in a block; 0 and 2 in other types."""
+
+if reasons := library.unsupported(CPU, torch.float32):
+    pytest.skip("; ".join(reasons), allow_module_level=True)
+
+
+class Everything(dict[str, str]):
+    """GGML's type of all modules."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def get(self, key: object, default: object = None) -> str:  # type: ignore[override]
+        return self.kind
+
+
+def checkpoint(kind: str) -> PackedCheckpoint:
+    def pack(weight: torch.Tensor) -> Packed:
+        if weight.shape[1] % 32:  # such a tensor is not quantized
+            return {"weight": weight}, weight
+        blocks = gguf.quantize(weight.numpy(), Kind[kind])
+        return {"qweight": torch.from_numpy(blocks.view(np.int8))}, torch.from_numpy(
+            gguf.dequantize(blocks, Kind[kind])
+        )
+
+    return PackedCheckpoint({"quant_method": "gguf", "types": Everything(kind)}, pack)
+
+
+class TestGguf(QuantizationTests):
+    provider = Gguf
+    checkpoints = tuple(map(checkpoint, ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")))
+    loss: ClassVar[float] = 0.01
+
+    def test_expert_weights_have_no_second_copy(self) -> None:
+        """Experts are dequantized."""
+
+
+def random_blocks(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return random bytes with small scales, and the values that they stand for."""
+    width, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
+    rng = np.random.default_rng(rows)
+    blocks = rng.integers(0, 256, (rows, columns // width, size), dtype=np.uint8)
+    for place in SCALES.get(kind, (0, 2)):
+        scales = (rng.standard_normal((rows, columns // width, 1)) / 100).astype(np.float16)
+        blocks[..., place : place + 2] = scales.view(np.uint8)
+    flat = blocks.reshape(rows, -1)
+    return torch.from_numpy(flat.view(np.int8)), torch.from_numpy(gguf.dequantize(flat, Kind[kind]))
+
+
+def module(kind: str, rows: int, columns: int) -> PackedModule:
+    blocks, weight = random_blocks(kind, rows, columns)
+    return PackedModule({"qweight": blocks}, weight)
+
+
+def provider(types: dict[str, str], dtype: torch.dtype = torch.float32) -> Gguf:
+    stored = CheckpointQuantization({"quant_method": "gguf", "types": types})
+    return Gguf(QuantizationSpec(dtype, CPU, checkpoint=stored), Ops.of(CPU, dtype))
+
+
+def layer(modules: dict[str, PackedModule], gated: bool = False) -> LinearSpec:
+    parts = tuple(LinearPart(name, Shard.whole(len(each.weight))) for name, each in modules.items())
+    columns = next(iter(modules.values())).weight.shape[1]
+    return LinearSpec("m", parts, Shard.whole(columns), False, gated, torch.float32, CPU)
+
+
+def in_8_bits(x: torch.Tensor) -> torch.Tensor:
+    """Quantize with a scale per 32 values, in float32 as the kernels do, and dequantize in float64."""
+    blocks = x.unflatten(-1, (-1, 32))
+    largest = blocks.abs().amax(-1, keepdim=True)
+    most = torch.full_like(largest, 127)  # torch divides a number by a tensor with two roundings
+    return ((blocks * (most / largest)).round().double() * (largest / most)).flatten(-2)
+
+
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_type(kind: str) -> None:
+    """A GEMM and the rows of an embedding. Scales of superblocks are rounded to float16, those of others are the file's."""
+    most = 4e-4 if kind.endswith("K") else 1e-6
+    modules = {"m": module(kind, 83, 768)}
+    method = provider({"m": kind}).embedding(layer(modules))
+    assert method is not None
+    fill(method.targets(), modules)
+    op, weight, x = method.prepare(), modules["m"].weight, torch.randn(37, 768)
+    assert relative(op(x), in_8_bits(x) @ weight.double().T) < most
+    ids = torch.tensor([82, 0, 17, 17], dtype=torch.int32)
+    assert relative(op.rows(ids), weight[ids].double()) < most
+    with pytest.raises(IndexError, match="0 to 82"):
+        op.rows(torch.tensor([83]))
+    with pytest.raises(TypeError, match="needs"):
+        op(x[:, :32])
+
+
+def test_sizes_are_the_documented_ones() -> None:
+    """Bytes of packed weights, relative to the file's (docs/quantization.md)."""
+    ratios = {
+        kind: round(each.layout.num_bytes(16, 256) / (each.block_bytes * 4096 // each.columns), 2)
+        for kind, each in TYPES.items()
+    }
+    documented = {"Q2_K": 1.52, "Q3_K": 1.16, "Q4_K": 1.11, "Q5_K": 1.09, "Q6_K": 1.07}
+    assert ratios == dict.fromkeys(TYPES, 1.0) | documented
+    assert {kind: (each.columns, each.block_bytes) for kind, each in TYPES.items()} == {
+        kind: gguf.GGML_QUANT_SIZES[Kind[kind]] for kind in TYPES
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_row_does_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> None:
+    """Bit for bit, in batches of all sizes up to those of prefills."""
+    modules = {"m": module(kind, 50, 2048)}
+    spec = layer(modules)
+    method = provider({"m": kind}, dtype).linear(LinearSpec("m", spec.parts, spec.columns, False, False, dtype, CPU))
+    fill(method.targets(), modules)
+    op, x = method.prepare(), torch.randn(150, 2048).to(dtype)
+    whole = op(x)
+    for size in (1, 2, 3, 5, 16, 33):
+        for start in (0, 7, 117):
+            assert torch.equal(op(x[start : start + size]), whole[start : start + size])
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("rows", [48, 40])
+def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
+    """The types of q, k and v, or of gate and up, may differ, and rows of a part need not fill tiles."""
+    for kinds in (("Q4_K", "Q6_K"), ("Q4_1", "Q4_K"), ("Q4_0", "Q4_0")):
+        modules = {f"m.{index}": module(kind, rows, 256) for index, kind in enumerate(kinds)}
+        method = provider(dict(zip(modules, kinds, strict=True))).linear(layer(modules, is_gated))
+        fill(method.targets(), modules)
+        x = torch.randn(5, 256)
+        first, second = (in_8_bits(x) @ each.weight.double().T for each in modules.values())
+        expected = F.silu(first) * second if is_gated else torch.cat((first, second), -1)
+        assert relative(method.prepare()(x), expected) < 1e-3
+
+
+def test_what_is_dequantized(caplog: pytest.LogCaptureFixture) -> None:
+    """A type without kernel, and columns that ranks would split within a block. A module that is not in `types` is plain."""
+    modules = {"m": module("Q4_K", 16, 512)}
+    whole = layer(modules)
+    half = LinearSpec("m", whole.parts, Shard(0, 128, 128, 512), False, False, torch.float32, CPU)
+    for kind, spec, message in (
+        ("IQ4_XS", whole, "type IQ4_XS has no kernel"),
+        ("Q4_K", half, "Q4_K has blocks of 256 columns"),
+    ):
+        assert [name for name, _ in provider({"m": kind}).linear(spec).targets()] == ["m.weight"]
+        assert message in caplog.text
+    assert provider({}).embedding(whole) is None
+
+
+def test_what_it_refuses() -> None:
+    spec = QuantizationSpec(torch.float32, CPU)
+    assert "not a GGUF file" in Gguf.unsupported(spec)[0]
+    with pytest.raises(ModelFormatError, match="types must map"):
+        CheckpointQuantization({"quant_method": "gguf"})
+
+
+def test_greedy_tokens_do_not_depend_on_the_batch(smollm2_path: Path, engine_tokenizer: Any) -> None:
+    """Prompts of one length, so that their attention is computed alike, are generated alone and together."""
+    text = "The capital of France is Paris, and water boils at one hundred degrees; the lighthouse was built in 1871 at the cape."
+    ids = engine_tokenizer(text)["input_ids"]
+    prompts = [ids[start : start + 5] for start in range(6)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(str(smollm2_path), num_pages=64, cache="naive", quantization="gguf") as llm:
+        together = [output.token_ids for output in llm.generate(prompts, greedy)]
+        assert [llm.generate([prompt], greedy)[0].token_ids for prompt in prompts] == together
+        assert "Paris" in llm.generate(["The capital of France is"], greedy)[0].text
