@@ -74,7 +74,7 @@ def test_openai_client(url: str) -> None:
     [code] = blocks("server")
     code, count = re.subn(r"http://127\.0\.0\.1:\d+", "URL", code)
     assert count == 1
-    assert "Paris" in run_python(code.replace("URL", url))
+    assert "Berlin" in run_python(code.replace("URL", url))
 
 
 @pytest.fixture(scope="module")

@@ -135,7 +135,7 @@ def test_the_start_as_a_server(url: str) -> None:
     assert curl[1].startswith(f"http://127.0.0.1:{launch[3]}/")
     curl[1] = curl[1].replace(f"http://127.0.0.1:{launch[3]}", url)
     done = subprocess.run([*curl, "-s"], capture_output=True, text=True, timeout=120)
-    assert "Paris" in done.stdout
+    assert "Berlin" in done.stdout
 
 
 @pytest.mark.parametrize("command", commands("index.md", "inspect") + commands(CORE, "list"), ids=" ".join)

@@ -216,7 +216,7 @@ def test_what_needs_one_host_is_not_chosen_for_groups_over_several() -> None:
         installed = {**INSTALLED, "communicator": {"oneshot", "torch"}}
         two_gpus = replace(H200, num_devices=2)
         functions = installed.__getitem__, unsupported, {}.get, ROLES.__getitem__
-        resolved = resolve(config, two_gpus, MODEL, *functions, placement)
+        resolved = resolve(config, two_gpus, MODEL, *functions, placement=placement)
         reasons = {choice.what: choice.reason for choice in resolved.choices}
         return resolved.config.backends.communicator, reasons["placement"]
 

@@ -148,7 +148,7 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
         rows += [("replicas", str(options.replicas), f"behind the router {options.router}")]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"{name:<{widths[0]}}  {value:<{widths[1]}}  {reason}".rstrip() for name, value, reason in rows]
-    question = {"role": "user", "content": "What is the capital of France?"}
+    question = {"role": "user", "content": "What is the capital of Germany?"}
     body: dict[str, Any]
     path, body = "chat/completions", {"messages": [question], "max_tokens": 32, "temperature": 0}
     if not any(ready.has_chat_template for ready in supervisor.ready.values()):
