@@ -250,7 +250,8 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
 class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
     """Scheduler to tokenizer worker: output of one step for the worker's requests.
 
-    A request that got nothing but one more token is in `request_ids`. Its first and its last token are always in `outputs`.
+    A request whose only output is one token, without log-probabilities, is in `request_ids`; all others are in `outputs`. The
+    first and the last token of a request are always in `outputs`.
     """
 
     outputs: list[TokenOut]

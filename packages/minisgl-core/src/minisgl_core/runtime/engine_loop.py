@@ -14,8 +14,8 @@ If grammars restrict the tokens of step n + 1, its token masks depend on step n'
 Step n + 1 is planned before the host knows step n's tokens, which the step reads on the device. So a request that ends with a
 stop token runs one step too many, whose token is dropped. The request keeps its pages until that step has been processed.
 
-With P pipeline stages, up to P steps are in flight, and one more with overlap. Each takes an even part of the decoding requests,
-and stage 1 computes step n while stage 0 computes step n + 1 (arXiv 1811.06965):
+With P pipeline stages, up to P steps are in flight, and one more with overlap. Each has a micro-batch, an equal part of the
+decoding requests, and stage 1 computes step n while stage 0 computes step n + 1 (arXiv 1811.06965):
 
     host     | schedule, launch 1 | schedule, launch 2 | wait 1, process 1 | schedule, launch 3 | wait 2, ...
     stage 0           |----- step 1 -----|----- step 2 -----|             |----- step 3 -----| ...
@@ -42,14 +42,15 @@ from minisgl_core.scheduler.scheduler import Scheduler
 _LEAD_S = 2e-3
 """Time before the end of a step at which the next one is scheduled, so that the device does not wait for it."""
 _POLL_S = 1e-3
+"""Longest wait of `time_to_schedule` before the step in flight is checked again."""
 
 Outputs = list[tuple[int, TokenBatch]]
-"""(tokenizer worker, output) pairs."""
+"""(index of the tokenizer worker, outputs for it) pairs."""
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """A step that was launched, when, and when it was seen to be done; 0 if it was not."""
+    """Launched step, the time of its launch, and the time when it was seen to be done, 0 before that."""
 
     plan: BatchPlan
     pending: PendingStep
@@ -94,7 +95,7 @@ class EngineLoop:
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
         self._last_done_s = 0.0
-        """When the last processed step was done, and the next one began if it was launched before."""
+        """Time when the last processed step was done. The next step began then if it had been launched before."""
 
     @property
     def has_work(self) -> bool:

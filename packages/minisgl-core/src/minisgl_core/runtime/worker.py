@@ -60,13 +60,13 @@ def run_worker(
     hooks = Hooks(registry if rank == 0 else None)
     placement = placements[rank]
     if rank > 0:
-        with Receiver[FromRank0](placement.address, FromRank0) as inbox:
+        with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
             built = build_engine(config, registry, hooks, placement)
             report(Ready(process=f"scheduler rank {rank}"))
             if config.parallel.pp == 1:
-                follow(built, inbox)
+                follow(built, from_rank0)
             else:
-                follow_stage(built, inbox, placement.address, placements[0].address)
+                follow_stage(built, from_rank0, placement.address, placements[0].address)
         return
     with ExitStack() as stack:
         requests = stack.enter_context(Receiver[Incoming](endpoints.scheduler_in, Incoming))
@@ -140,8 +140,8 @@ def make_loop(
     policy = registry.load("policy", config.scheduler.policy)()
     send_plan = (lambda plan: send_all(followers, plan)) if followers else None
     receive_result = None if results is None else (lambda: _next_result(results))
-    guard = GrammarChecker(built.config.backends.grammar)
-    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size, guard)
+    checker = GrammarChecker(built.config.backends.grammar)
+    grammars = Grammars(lambda: load_grammar(built, registry), limits.vocab_size, checker)
     scheduler = Scheduler(limits, cache, policy, hooks, grammars)
     return EngineLoop(
         scheduler,
@@ -172,7 +172,7 @@ def load_grammar(built: BuiltEngine, registry: Registry) -> Grammar:
     return provider(checkpoint.source.tokenizer(), checkpoint.config.vocab_size, checkpoint.config.eos_token_ids)
 
 
-def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
+def follow(built: BuiltEngine, from_rank0: Receiver[FromRank0]) -> None:
     """Run the plans of rank 0 in order, until it stops.
 
     The result of a step is awaited before the second step after it is launched, so that a rank does not run ahead without
@@ -180,13 +180,13 @@ def follow(built: BuiltEngine, inbox: Receiver[FromRank0]) -> None:
     """
     pending = None
     with in_use(built.engine):
-        while (launched := _launch_next(built.engine, inbox)) is not None:
+        while (launched := _launch_next(built.engine, from_rank0)) is not None:
             if pending is not None:
                 pending.result()
             pending = launched
 
 
-def follow_stage(built: BuiltEngine, inbox: Receiver[FromRank0], own_address: str, rank0_address: str) -> None:
+def follow_stage(built: BuiltEngine, from_rank0: Receiver[FromRank0], own_address: str, rank0_address: str) -> None:
     """Run the plans of rank 0 on a rank of a pipeline, until rank 0 stops.
 
     A thread waits for each result, so that the next step is launched meanwhile. The first rank of the last stage sends the
@@ -207,7 +207,7 @@ def follow_stage(built: BuiltEngine, inbox: Receiver[FromRank0], own_address: st
 
         waiting: Future[None] | None = None
         with in_use(built.engine):
-            while (launched := _launch_next(built.engine, inbox)) is not None:
+            while (launched := _launch_next(built.engine, from_rank0)) is not None:
                 before, waiting = waiting, waiter.submit(wait, launched)
                 if before is not None:
                     before.result()
@@ -215,13 +215,13 @@ def follow_stage(built: BuiltEngine, inbox: Receiver[FromRank0], own_address: st
                 waiting.result()
 
 
-def _launch_next(engine: Engine, inbox: Receiver[FromRank0]) -> PendingStep | None:
+def _launch_next(engine: Engine, from_rank0: Receiver[FromRank0]) -> PendingStep | None:
     """Launch the next step of rank 0; return None if it stops."""
-    plan = inbox.receive()
+    plan = from_rank0.receive()
     if not isinstance(plan, BatchPlan):
         return None
     begun = engine.begin(plan)
-    masks = inbox.receive() if len(plan.sample.masked) else None
+    masks = from_rank0.receive() if len(plan.sample.masked) else None
     return engine.finish(begun, masks) if isinstance(masks, TokenMasks | None) else None
 
 
@@ -248,7 +248,8 @@ def _serve(
 def _arrivals(requests: Receiver[Incoming], loop: EngineLoop) -> Iterator[Incoming | None]:
     """Yield the messages to handle before the next step.
 
-    These are all that have arrived, otherwise requests that end within one step would run one at a time.
+    This yields all messages that have arrived, otherwise requests that end within one step would run one at a time. Then it
+    waits for more until `EngineLoop.time_to_schedule` is 0.
     """
     if not loop.has_work:
         yield requests.receive()

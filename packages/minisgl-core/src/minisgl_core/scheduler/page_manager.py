@@ -38,7 +38,7 @@ class PageManager:
         self.cache = cache
         self._running, self._hooks = running, hooks
         self._table_writes: list[tuple[Int32, Int32, Int32]] = []
-        """Rows, columns and pages; those of one request, or one of each decode."""
+        """(rows, columns, pages) of the writes that no plan has yet: several pages of one request, or one page of each decode."""
 
     @property
     def num_available(self) -> int:

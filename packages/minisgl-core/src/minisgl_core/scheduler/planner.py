@@ -28,7 +28,7 @@ class Chunk:
 
 
 class Planner:
-    """Builder of plans. It keeps the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
+    """Builder of plans, with the sampling parameters of all page-table rows in arrays, so that a step only indexes them."""
 
     def __init__(self, num_rows: int, vocab_size: int, running: RunningRequests) -> None:
         """Allocate arrays for `num_rows` page-table rows of requests, besides row 0."""
@@ -60,7 +60,7 @@ class Planner:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
         running, num_decodes = self._running, len(decodes)
         rows, starts = decodes, running.num_computed[decodes]
-        # A resumed request gives its token id, because its new row has not sampled that token.
+        # The host knows the token if no step in flight samples it: that of a resumed request, or any in a pipeline.
         token_ids = np.where(running.num_pending[decodes] > 0, np.int32(FROM_DEVICE), running.last_token[decodes])
         num_new, samples = np.ones(num_decodes, np.int32), np.ones(num_decodes, np.bool_)
         if chunks:

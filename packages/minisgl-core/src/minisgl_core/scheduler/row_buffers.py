@@ -7,13 +7,14 @@ import numpy as np
 from minisgl_core.scheduler.int32_buffer import Int32, Int32Buffer
 
 _PERIOD = 64
+"""Calls of `append` after which every row has been checked once."""
 
 
 class RowBuffers:
     """Buffers that can append a value to many rows at once.
 
-    New values wait in one array for all rows. Each `append` looks at a part of the rows, and moves the recent values to the row's
-    buffer if there are many:
+    `append` writes to one array that has the recent values of all rows. Each call also checks some of the rows, in turn, and
+    moves the recent values of a row to its `Int32Buffer` if there are many:
 
         row    |<------- its Int32Buffer ------->|<- its recent values ->|
                |<-------------------- lengths[row] --------------------->|
@@ -30,14 +31,14 @@ class RowBuffers:
         self._turn = 0
 
     def append(self, rows: Int32, values: Int32) -> None:
-        """Append one value to each of the rows, which differ."""
+        """Append one value to each of the rows, which must be distinct."""
         self._recent[rows, self._num_recent[rows]] = values
         self._num_recent[rows] += 1
         self.lengths[rows] += 1
-        # A row has less than a period's values after its turn, so it has less than two before the next turn.
+        # A row has fewer than _PERIOD recent values after its check, so fewer than 2 * _PERIOD before the next one.
         self._turn = (self._turn + 1) % _PERIOD
-        for place in np.flatnonzero(self._num_recent[self._turn :: _PERIOD] >= _PERIOD).tolist():
-            self._flush(self._turn + place * _PERIOD)
+        for index in np.flatnonzero(self._num_recent[self._turn :: _PERIOD] >= _PERIOD).tolist():
+            self._flush(self._turn + index * _PERIOD)
 
     def extend(self, row: int, values: Int32) -> None:
         """Append values to one row."""
@@ -49,18 +50,17 @@ class RowBuffers:
         self[row].truncate(size)
         self.lengths[row] = size
 
-    def give(self, row: int, buffer: Int32Buffer) -> None:
-        """Make `buffer` that of a row, which has no values."""
+    def set_buffer(self, row: int, buffer: Int32Buffer) -> None:
+        """Use `buffer` for a row that has no values."""
         self._buffers[row], self.lengths[row] = buffer, len(buffer)
 
-    def take(self, row: int) -> Int32Buffer:
-        """Return the buffer of a row, which then has no values."""
-        buffer = self[row]
-        self.give(row, Int32Buffer(np.empty(0, np.int32)))
-        return buffer
+    def clear(self, row: int) -> None:
+        """Remove the values of a row. A buffer given to `set_buffer` keeps all of them."""
+        self._flush(row)
+        self.set_buffer(row, Int32Buffer(np.empty(0, np.int32)))
 
     def __getitem__(self, row: int) -> Int32Buffer:
-        """Return the buffer with all values of a row, to be read until the next change."""
+        """Return the buffer with all values of a row, valid until the next change."""
         self._flush(row)
         return self._buffers[row]
 

@@ -1,7 +1,7 @@
 """State of the running requests in arrays, which are indexed by the row of the page table.
 
 A step of decodes changes the same few numbers of every request. In arrays, this takes a few operations per step instead of a
-walk over the requests.
+loop over the requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ Bools = npt.NDArray[np.bool_]
 
 
 class RunningRequests:
-    """Requests with a row, and the arrays of their state, each [R]. All numbers of row 0 and of free rows are 0.
+    """Requests with a row, and the arrays of their state, each [R].
+
+    The state of row 0 and of free rows is 0. Only `last_token`, `worker` and `request_id` keep the values of the last request.
 
     Attributes:
         tokens, pages, num_prompt, num_computed, num_pending, num_inflight: as in `Request`.
         max_length: as in `Request`; 0 once the request has ended.
         last_token: last token known to the host.
-        is_plain: True if nothing depends on a token of the output but its end: there are no grammar and no log-probabilities.
+        is_plain: True for a request without a grammar and without log-probabilities, so that its new tokens need no further work.
         worker, request_id: as in `Request`.
     """
 
@@ -47,8 +49,8 @@ class RunningRequests:
         self._rows: Int32 | None = None
 
     def assign(self, request: Request, row: int) -> None:
-        """Give a waiting request a row, without admitting it yet."""
-        self.tokens.give(row, request.tokens)
+        """Assign a row to a waiting request, which `admit` or `remove` must follow."""
+        self.tokens.set_buffer(row, request.tokens)
         request.row = row
         self.num_prompt[row], self.max_length[row] = request.num_prompt, request.max_length
         self.last_token[row] = request.tokens.view[-1]
@@ -56,19 +58,19 @@ class RunningRequests:
         self.is_plain[row] = request.constraint is None and request.sampling.logprobs is None
 
     def admit(self, request: Request) -> None:
-        """Count a request with a row as running, after those that run already."""
+        """Append a request with a row to the running requests."""
         self._requests[request.row] = request
         self._rows = None
         self._num_stopping[list(request.stop_ids)] += 1
 
     def remove(self, request: Request) -> None:
-        """Take the row of a request away. It keeps its tokens."""
+        """Clear the row of a request, which keeps its tokens."""
         row = request.row
         if self._requests.pop(row, None) is not None:
             self._rows = None
             self._num_stopping[list(request.stop_ids)] -= 1
-        self.tokens.take(row)
-        self.pages.take(row)
+        self.tokens.clear(row)
+        self.pages.clear(row)
         for array in (self.num_prompt, self.num_computed, self.num_pending, self.num_inflight, self.max_length):
             array[row] = 0
         self.is_plain[row] = False
@@ -97,8 +99,8 @@ class RunningRequests:
         lengths: Int32 = self.tokens.lengths + self.num_pending
         return lengths
 
-    def wanted(self) -> tuple[Int32, Int32]:
-        """Return the rows that want a decode, and those that want to compute more of the tokens that they have."""
+    def schedulable(self) -> tuple[Int32, Int32]:
+        """Return the rows that can decode, and those that have more tokens to prefill."""
         lengths, rows = self.lengths, self.rows
         num_left = lengths - self.num_computed
         wants_step = lengths < self.max_length
@@ -107,30 +109,30 @@ class RunningRequests:
         return rows[decodes[rows]], rows[prefills[rows]]
 
     def launch(self, rows: Int32, sampled: Int32, decodes: Int32) -> None:
-        """Count a step: its rows, those that it samples for, and those that it decodes."""
+        """Update the counts for a launched step: all of its rows, those that sample a token, and those that decode."""
         self.num_inflight[rows] += 1
         self.num_pending[sampled] += 1
         self.num_computed[decodes] += 1
 
-    def landed(self, rows: Int32, sampled: Int32) -> None:
-        """Undo the counts of a step that is processed."""
+    def complete(self, rows: Int32, sampled: Int32) -> None:
+        """Update the counts for a step that is processed."""
         self.num_inflight[rows] -= 1
         self.num_pending[sampled] -= 1
 
     def add_tokens(self, rows: Int32, token_ids: Int32) -> Bools:
-        """Append a sampled token to each row. Return True where that is all, because the request is plain and goes on.
+        """Append a sampled token to each row. Return True for each row that needs no further work for it.
 
-        It is False for the first token of a request.
+        This holds for tokens of plain requests, apart from the first token of a request and tokens that may be its last.
         """
         self.tokens.append(rows, token_ids)
         self.last_token[rows] = token_ids
         lengths = self.tokens.lengths[rows]
-        goes_on = (lengths < self.max_length[rows]) & (self._num_stopping[token_ids] == 0)
-        is_all: Bools = goes_on & self.is_plain[rows] & (lengths > self.num_prompt[rows] + 1)
-        return is_all
+        continues = (lengths < self.max_length[rows]) & (self._num_stopping[token_ids] == 0)
+        needs_nothing: Bools = continues & self.is_plain[rows] & (lengths > self.num_prompt[rows] + 1)
+        return needs_nothing
 
     def end(self, request: Request) -> None:
-        """Have a request run no further step. Its row is taken away by `remove`."""
+        """Exclude a request from further steps. `remove` clears its row."""
         self.max_length[request.row] = 0
 
     def is_live(self, rows: Int32) -> Bools:
@@ -138,10 +140,10 @@ class RunningRequests:
         is_live: Bools = self.max_length[rows] > 0
         return is_live
 
-    def done(self, rows: Int32) -> list[Request]:
-        """Return those of the rows' requests that have ended and are in no step in flight."""
-        is_done = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt[rows] > 0)
-        return [self._requests[row] for row in rows[is_done].tolist()]
+    def removable(self, rows: Int32) -> list[Request]:
+        """Return the requests among the rows that have ended and are in no step in flight."""
+        is_removable = (self.num_inflight[rows] + self.max_length[rows] == 0) & (self.num_prompt[rows] > 0)
+        return [self._requests[row] for row in rows[is_removable].tolist()]
 
     def check(self) -> None:
         """Verify that free rows have no state, and that the arrays agree with the requests. For tests."""
@@ -152,10 +154,12 @@ class RunningRequests:
             if row in self._requests:
                 request = self._requests[row]
                 assert request.row == row, "a request has another row"
-                assert (request.finish_reason is None) == (self.max_length[row] > 0), "an end was not noted"
+                assert (request.finish_reason is None) == (self.max_length[row] > 0), (
+                    "max_length does not tell if a request has ended"
+                )
             else:
                 assert not any(array[row] for array in (*numbers, self.tokens.lengths, self.pages.lengths))
         num_stopping = np.zeros_like(self._num_stopping)
         for request in self._requests.values():
             num_stopping[list(request.stop_ids)] += 1
-        assert (num_stopping == self._num_stopping).all(), "a stop token is missing"
+        assert (num_stopping == self._num_stopping).all(), "the counts of stop tokens are wrong"

@@ -51,7 +51,9 @@ def _queue_key(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    """Owner of all requests. Calls of `schedule` and `process` alternate; see `minisgl_core.runtime.engine_loop`.
+    """Scheduler of all requests: `schedule` plans steps, `process` takes their results in order.
+
+    See `minisgl_core.runtime.engine_loop` for the calls.
 
     Attributes:
         step_planned: function called with each step's plan; None for no call.
@@ -194,11 +196,11 @@ class Scheduler:
         """Plan the next step. Return None if nothing can run before `process` has handled the steps in flight."""
         if self._compiling:
             self._take_compiled()
-        wanted = self._schedule_decodes()
-        if wanted is None:
+        scheduled = self._schedule_decodes()
+        if scheduled is None:
             return None
-        decodes, rows = wanted
-        prefills = self._schedule_prefills(len(decodes), rows)
+        decodes, prefill_rows = scheduled
+        prefills = self._schedule_prefills(len(decodes), prefill_rows)
         if not len(decodes) and not prefills:
             if self._compiling and not self._running and not self._aborted:
                 wait_for_any([constraint for _, constraint in self._compiling], _COMPILE_WAIT_S)
@@ -232,18 +234,18 @@ class Scheduler:
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs.extend(entries)
         sampled = plan.rows[plan.sample.index]
-        running.landed(plan.rows, sampled)
+        running.complete(plan.rows, sampled)
         live = np.flatnonzero(running.is_live(sampled))
         rows, tokens = sampled[live], result.tokens[live]
-        is_plain = running.add_tokens(rows, tokens)
+        has_only_token = running.add_tokens(rows, tokens)
         self.stats.num_output_tokens += len(rows)
         outputs = []
-        for place in np.flatnonzero(~is_plain).tolist():
-            request = running[int(rows[place])]
-            logprobs = result.logprobs[live[place]] if result.logprobs else None
-            outputs.append((request.worker, self._output(request, int(tokens[place]), logprobs)))
-        batches = self._batches(outputs, rows[is_plain], tokens[is_plain])
-        for request in running.done(plan.rows):
+        for index in np.flatnonzero(~has_only_token).tolist():
+            request = running[int(rows[index])]
+            logprobs = result.logprobs[live[index]] if result.logprobs else None
+            outputs.append((request.worker, self._output(request, int(tokens[index]), logprobs)))
+        batches = self._batches(outputs, rows[has_only_token], tokens[has_only_token])
+        for request in running.removable(plan.rows):
             self._release(request)
         return batches
 
@@ -259,13 +261,13 @@ class Scheduler:
     def _batches(
         self, outputs: list[tuple[int, TokenOut]], rows: Int32, tokens: npt.NDArray[np.integer[Any]]
     ) -> list[tuple[int, TokenBatch]]:
-        """Return the message for each tokenizer worker, from outputs and from tokens of rows with nothing but a token."""
+        """Return the message for each tokenizer worker, from outputs and from the tokens of rows that have no other output."""
         batches: dict[int, TokenBatch] = {}
         workers = self._running.worker[rows]
         for worker in np.flatnonzero(np.bincount(workers)).tolist():
-            mine = workers == worker
-            request_ids = self._running.request_id[rows[mine]].tolist()
-            batches[worker] = TokenBatch([], request_ids=request_ids, token_ids=tokens[mine].astype(np.int32))
+            is_own = workers == worker
+            request_ids = self._running.request_id[rows[is_own]].tolist()
+            batches[worker] = TokenBatch([], request_ids=request_ids, token_ids=tokens[is_own].astype(np.int32))
         for worker, output in outputs:
             batches.setdefault(worker, TokenBatch([])).outputs.append(output)
         return list(batches.items())
@@ -273,7 +275,7 @@ class Scheduler:
     # Decodes.
 
     def _schedule_decodes(self) -> tuple[Int32, Int32] | None:
-        """Return the rows that decode, after giving them pages, and the rows that want to compute more of their prompts."""
+        """Return the rows that decode, after giving them pages, and the rows that have more tokens to prefill."""
         running, pages = self._running, self.pages
         decodes, prefills = self._next_rows()
         while len(without_page := pages.decodes_without_page(decodes)) > pages.num_available:
@@ -286,7 +288,7 @@ class Scheduler:
 
     def _next_rows(self) -> tuple[Int32, Int32]:
         """Return the rows that decode in the next step, and those of prefills."""
-        decodes, prefills = self._running.wanted()
+        decodes, prefills = self._running.schedulable()
         if self.limits.num_micro_batches > 1:
             # An even part of the requests, so that the other batches in flight get as many.
             most = -(-len(decodes) // self.limits.num_micro_batches)
@@ -313,8 +315,8 @@ class Scheduler:
                 f"{self.pages.allocator.capacity} pages are not free, and the prefix cache "
                 f"{type(self.pages.cache).__qualname__} cannot evict them"
             )
-        wanted = self._running.wanted()
-        if not any(map(len, wanted)) or self._running.num_inflight.any():
+        schedulable = self._running.schedulable()
+        if not any(map(len, schedulable)) or self._running.num_inflight.any():
             return None
         assert len(self._running) > 1, "a single running request must fit in the pool"
         self._preempt(max(self._running.all(), key=_queue_key))
@@ -335,7 +337,8 @@ class Scheduler:
     def _schedule_prefills(self, num_decodes: int, rows: Int32) -> list[Chunk]:
         most = self.limits.max_prefill_tokens
         budget = self.step_times.prompt_tokens(num_decodes, most)
-        # If the decodes limit the step, no further prompt begins once it is half full: the first one gets its token earlier.
+        # If `max_step_s` limits the prompt tokens, no further prompt begins once half of them are used: the next step then has
+        # more room for it, and the prompts that have begun get their first tokens earlier.
         unused = 0 if budget == most else budget // 2
         chunks: list[Chunk] = []
         for row in rows.tolist():
@@ -403,7 +406,7 @@ class Scheduler:
         self.pages.share(request)
         return num_new
 
-    # Ends.
+    # End of requests.
 
     def _output(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> TokenOut:
         """Return the output of a request that got a token, and end the request if the token is its last."""

@@ -10,10 +10,11 @@ from collections import defaultdict, deque
 from statistics import median
 
 _NUM_KEPT = 5
+"""Recent steps whose median is an estimate."""
 _DECODES_PER_GROUP = 8
 """Decode steps with similar numbers of requests share an estimate."""
 _LEAST_TOKENS = 16
-"""Prompt tokens of a step from which it tells the time per token."""
+"""Fewest prompt tokens of a step that updates the estimate of the time per prompt token."""
 LEAST_CHUNK = 64
 """Smallest limit of prompt tokens per step, and the limit until a step with prompt tokens has run."""
 
@@ -35,11 +36,11 @@ class StepTimes:
         if num_prompt_tokens == 0:
             self._decode_s[_group(num_decodes)].append(seconds)
         elif num_prompt_tokens >= _LEAST_TOKENS:
-            self._token_s.append(max(seconds - self._decodes(num_decodes), 0.0) / num_prompt_tokens)
+            self._token_s.append(max(seconds - self._decode_time(num_decodes), 0.0) / num_prompt_tokens)
 
     def predict(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step in seconds, 0 if unknown."""
-        decode_s = self._decodes(num_decodes)
+        decode_s = self._decode_time(num_decodes)
         if num_prompt_tokens == 0 or not self._token_s:
             return decode_s
         return decode_s + num_prompt_tokens * median(self._token_s)
@@ -47,17 +48,17 @@ class StepTimes:
     def prompt_tokens(self, num_decodes: int, most: int) -> int:
         """Return how many prompt tokens, at most `most`, a step with these decodes may have.
 
-        They get at least as much time as the decodes, so that prompts progress where decodes alone take the longest step.
+        Prompts get at least as much time as the decodes, so that they progress even if the decodes alone reach the limit.
         """
         if not num_decodes or not self._max_step_s:
             return most
         if not self._token_s:
             return min(most, LEAST_CHUNK)
-        decode_s, token_s = self._decodes(num_decodes), median(self._token_s)
+        decode_s, token_s = self._decode_time(num_decodes), median(self._token_s)
         seconds = max(self._max_step_s - decode_s, decode_s)
         return most if seconds >= most * token_s else min(most, max(LEAST_CHUNK, int(seconds / token_s)))
 
-    def _decodes(self, num_decodes: int) -> float:
+    def _decode_time(self, num_decodes: int) -> float:
         """Return the expected duration of a decode step; 0 without decodes or if unknown."""
         known = self._decode_s.get(_group(num_decodes)) if num_decodes else None
         return median(known) if known else 0.0

@@ -21,10 +21,10 @@ class RequestOutput:
         detokenizer: turns its tokens into text.
         token_bytes: bytes of each token of the vocabulary.
         pending: the next `Text`; it also holds tokens whose characters are not complete yet.
-        is_chat: the request is a chat, not a completion.
-        only_prompt: the generated tokens are not returned.
-        only_whole: nothing is returned before the output is complete.
-        parser: separates reasoning content and tool calls from text; None where all output is text.
+        is_chat: True for a chat, False for a completion.
+        only_prompt: True if the generated tokens are not returned.
+        only_whole: True if nothing is returned before the output is complete.
+        parser: separates reasoning content and tool calls from text; None if all output is text.
     """
 
     detokenizer: OutputText
@@ -36,7 +36,7 @@ class RequestOutput:
     parser: ChatOutputParser | None = None
 
     def push(self, out: TokenOut) -> Piece:
-        """Add new tokens to `pending`; the result tells if the output ends here."""
+        """Add new tokens to `pending`. Return their text, and the finish reason if the output ends with them."""
         if self.only_prompt:
             end = "length" if out.finish_reason == "stop" else out.finish_reason
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
@@ -72,11 +72,8 @@ class RequestOutput:
     def _push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
-        piece, parser, pending = (
-            self.detokenizer.push(token_ids, finish_reason, stop_token_id),
-            self.parser,
-            self.pending,
-        )
+        parser, pending = self.parser, self.pending
+        piece = self.detokenizer.push(token_ids, finish_reason, stop_token_id)
         pending.token_ids += token_ids
         if parser is None:
             pending.text += piece.text

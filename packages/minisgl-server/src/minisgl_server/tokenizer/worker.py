@@ -86,9 +86,9 @@ class TokenizerWorker:
         self._requests: dict[str, RequestOutput] = {}
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
         self._retries: dict[str, tuple[Submit, Callable[[str], RequestOutput]]] = {}
-        """By request that has sent nothing: its message, and what makes its output anew. Empty without a router."""
+        """`Submit` and factory of the output state, of each request that has sent no text. Empty without a router."""
         self._lost: dict[int, int] = {}
-        """Number of the last engine of each replica that was lost; those before it were lost too."""
+        """By replica: number of its newest lost engine. All older engines of the replica were lost too."""
 
     @property
     def num_requests(self) -> int:
@@ -120,10 +120,10 @@ class TokenizerWorker:
                     self._to_scheduler(message)
             case TokenBatch(outputs, engine, request_ids, token_ids):
                 if not self._was_lost(engine):
-                    news: Iterator[tuple[str, TokenOut | int]] = chain(
+                    new_outputs: Iterator[tuple[str, TokenOut | int]] = chain(
                         ((out.request_id, out) for out in outputs), zip(request_ids, token_ids.tolist(), strict=True)
                     )
-                    self._send([text for name, new in news if (text := self._push(name, new)) is not None])
+                    self._send([text for name, new in new_outputs if (text := self._push(name, new)) is not None])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
                 if not self._was_lost(message.engine) and self._forget(message.request_id):
