@@ -10,6 +10,7 @@ import tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
+from minisgl_core.engine.engine import BegunStep
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.protocol.batch_plan import BatchPlan
 from minisgl_core.sampling_params import SamplingParams
@@ -125,11 +126,11 @@ def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.M
     loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
     loop.scheduler.step_times = Constant(max_step_s=0.0)
     assert loop.time_to_schedule() == 0, "nothing runs"
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     tiny.submit(loop, "a", prompt(1, 5), greedy(20))
     loop.step()
     loop.step()
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now)
     assert loop.time_to_schedule() == 0, "the step is done"
     monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
     loop._last_done_s, loop._in_flight[0].done_s = now, 0.0
@@ -143,3 +144,25 @@ def test_the_next_step_is_scheduled_shortly_before_the_end(monkeypatch: pytest.M
     tiny.submit(sequential, "a", prompt(1, 5), greedy(20))
     sequential.step()
     assert sequential.time_to_schedule() == 0
+
+
+def test_a_step_that_is_launched_slowly_is_scheduled_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = tiny.new_loop(page_size=4, num_pages=100, disable_overlap=False)
+    loop.scheduler.step_times = Constant(max_step_s=0.0)
+    now, begin = time.monotonic(), loop.engine.begin
+
+    def slow_begin(plan: BatchPlan) -> BegunStep:
+        nonlocal now
+        now += 0.004
+        return begin(plan)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(PendingStep, "is_done", lambda self: False)
+    monkeypatch.setattr(loop.engine, "begin", slow_begin)
+    tiny.submit(loop, "a", prompt(1, 5), greedy(20))
+    loop.step()
+    loop.step()  # its decode runs for 8 ms from now
+    now += 0.001
+    assert loop.time_to_schedule() > 0
+    now += 0.0011
+    assert loop.time_to_schedule() == 0, "CPU scheduling and launch take 4 ms, and the device must not wait for them"

@@ -40,7 +40,8 @@ from minisgl_core.protocol.messages import TokenBatch
 from minisgl_core.scheduler.scheduler import Scheduler
 
 _LEAD_S = 2e-3
-"""Time before the end of a step at which the next one is scheduled, so that the device does not wait for it."""
+"""The next step is scheduled this long, and the CPU time of the last scheduling and launch, before the end of a step. So the
+device does not wait for it."""
 _POLL_S = 1e-3
 """Longest wait of `time_to_schedule` before the step in flight is checked again."""
 
@@ -94,6 +95,8 @@ class EngineLoop:
         """Most steps in flight when `step` returns."""
         self._send_plan, self._receive_result = send_plan, receive_result
         self._in_flight: deque[_InFlight] = deque()
+        self._cpu_s = 0.0
+        """CPU time of scheduling and launching the newest step."""
         self._last_done_s = 0.0
         """Time when the last processed step was done. The next step began then if it had been launched before."""
 
@@ -113,7 +116,7 @@ class EngineLoop:
         oldest = self._in_flight[0]
         now = time.monotonic()
         began_s = max(oldest.launched_s, self._last_done_s)
-        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - now
+        left_s = began_s + self.scheduler.step_times.predict(*oldest.sizes) - _LEAD_S - self._cpu_s - now
         if left_s < _POLL_S / 2 or oldest.done_s:
             return 0.0
         if oldest.pending.is_done():  # it was shorter than predicted
@@ -123,11 +126,13 @@ class EngineLoop:
 
     def step(self) -> Outputs:
         """Launch the next step if there is one, process the oldest step if enough are in flight, and return new outputs."""
+        started_s = time.monotonic()
         plan = self.scheduler.schedule()
         launched_s = time.monotonic()
         begun = None if plan is None else self._begin(plan)
         outputs = self.scheduler.collect_aborted()
         if plan is not None and begun is not None:
+            self._cpu_s = time.monotonic() - started_s
             # Token masks depend on all tokens before. In a pipeline, the host knew them when it planned the step.
             while self._in_flight and len(plan.sample.masked) and not self._is_pipeline:
                 outputs += self._process(self._in_flight.popleft())
