@@ -25,12 +25,6 @@ class Int32Buffer:
         """Return the values without a copy; valid until the next change."""
         return self._data[: self._size]
 
-    def append(self, value: int) -> None:
-        """Add one value."""
-        self._reserve(self._size + 1)
-        self._data[self._size] = value
-        self._size += 1
-
     def extend(self, values: Int32) -> None:
         """Add values."""
         self._reserve(self._size + len(values))

@@ -170,11 +170,6 @@ class Request:
         return len(self.tokens) + self.num_pending
 
     @property
-    def wants_step(self) -> bool:
-        """True if another step could produce another token."""
-        return self.finish_reason is None and self.length < self.max_length
-
-    @property
     def needs_mask(self) -> bool:
         """True if a mask restricts its tokens. The host builds that mask once it knows all tokens before."""
         return self.constraint is not None or (self.token_rules is not None and self.token_rules.needs_mask)
