@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -89,16 +90,16 @@ class RayExecutor(Executor):
         Raises:
             MinisglError: the cluster cannot be reached or has not enough resources, or an actor does not start.
         """
+        self._connect()
         import ray
 
-        self._connect()
         self._reserve()
         try:
             self._reserved = ray.get([actor.reserve.remote() for actor in self._actors], timeout=ACTOR_S)
             # Rank 0 may be this process, for which `start` is not called.
             ray.get(self._actors[0].free_ports.remote(), timeout=LOST_S)
         except ray.exceptions.RayError as error:
-            raise MinisglError(f"Ray could not start the actors of the ranks: {_first_line(error)}") from None
+            raise MinisglError(f"Ray could not start the actors of the ranks: {summarize(error)}") from None
         gpus = self._gpus_of_nodes()
         size, key, first = self.spec.size, new_key(), self._reserved[0]
         host = f"[{first.address}]" if ":" in first.address else first.address
@@ -160,11 +161,14 @@ class RayExecutor(Executor):
 
     def _connect(self) -> None:
         """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already."""
+        address = os.environ.get(CONNECT)
+        # Ray reads this when it is imported. Without it, others on the network could run code on the Ray of this host.
+        if not address and "ray" not in sys.modules:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         if ray.is_initialized():
             return
-        address = os.environ.get(CONNECT)
         options: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -177,7 +181,7 @@ class RayExecutor(Executor):
             ray.init(address or "local", **options)
         except Exception as error:
             remedy = f"Start the launch on a node of the cluster; {CONNECT} is {address!r}." if address else ""
-            raise MinisglError(f"Ray could not be reached or started: {_first_line(error)}. {remedy}".strip()) from None
+            raise MinisglError(f"Ray could not be reached or started: {summarize(error)}. {remedy}".strip()) from None
         finally:
             if in_main:  # Ray's handler would end the process without the launch's cleanup
                 signal.signal(signal.SIGTERM, before)
@@ -255,7 +259,7 @@ class RayExecutor(Executor):
                     why = f"its node {node} has not answered for {LOST_S:g} s"
                     event = WorkerDiedError(f"The process '{name}' is lost: {why}.")
                 except ray.exceptions.RayError as error:
-                    event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {_first_line(error)}")
+                    event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {summarize(error)}")
                 if event is not None:
                     events.send(event)
 
@@ -306,5 +310,10 @@ def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, node
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def summarize(error: BaseException) -> str:
+    """Return one line: the exception of an actor and its node, or the first line of another error of Ray."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    where = re.search(r"ray::.*\bip=([^,)]+)", lines[0])
+    return f"{lines[-1]} (on {where[1]})" if where else lines[0]
