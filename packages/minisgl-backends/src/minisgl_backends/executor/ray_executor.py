@@ -1,7 +1,7 @@
 """Executor ``ray``: ranks on the nodes of a Ray cluster.
 
     launch (Ray driver) --- rank 0, a child process
-        |--- relay, a child process per other rank, which stands for it
+        |--- relay, a child process per other rank, which the launch watches in place of the rank
         |--- RankActor of rank 0: reserves its resources only
         |--- RankActor of rank 1, 2, ... on their nodes --- the rank, a child process of the actor
 
@@ -39,7 +39,8 @@ PLACEMENT_S = 60.0
 """Longest wait for the resources of the ranks."""
 ACTOR_S = 180.0
 """Longest wait for the start of the actors."""
-CONNECT = "RAY_ADDRESS"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Environment variable with the cluster's address, as Ray itself reads it."""
 COPIED = (
     "MINISGL_",
     "HF_",
@@ -77,9 +78,11 @@ class RayExecutor(Executor):
         """Name missing packages, Ray Client, and several replicas."""
         if importlib.util.find_spec("ray") is None:
             return ["ray is not installed; try: pip install 'minisgl-backends[ray]'"]
-        address = os.environ.get(CONNECT, "")
+        address = os.environ.get(ADDRESS_VARIABLE, "")
         if address.startswith("ray://"):
-            return [f"{CONNECT}={address} is Ray Client; run this on a node of the cluster with {CONNECT}=auto"]
+            return [
+                f"{ADDRESS_VARIABLE}={address} is Ray Client; run this on a node of the cluster with {ADDRESS_VARIABLE}=auto"
+            ]
         if spec.replicas > 1:
             return [f"it starts one engine, not {spec.replicas}; leave --replicas out"]
         return []
@@ -117,7 +120,7 @@ class RayExecutor(Executor):
         return placements
 
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
-        """Start rank 0 in a child process, and another rank on its node with a child process that stands for it."""
+        """Start rank 0 in a child process, and another rank on its node, with a relay as child process."""
         rank = placement.rank
         if rank == 0:
             self.start_process(name, target, *args)
@@ -161,7 +164,7 @@ class RayExecutor(Executor):
 
     def _connect(self) -> None:
         """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already."""
-        address = os.environ.get(CONNECT)
+        address = os.environ.get(ADDRESS_VARIABLE)
         # Ray reads this when it is imported. Without it, others on the network could run code on the Ray of this host.
         if not address and "ray" not in sys.modules:
             os.environ.setdefault("RAY_AUTH_MODE", "token")
@@ -180,7 +183,7 @@ class RayExecutor(Executor):
         try:
             ray.init(address or "local", **options)
         except Exception as error:
-            remedy = f"Start the launch on a node of the cluster; {CONNECT} is {address!r}." if address else ""
+            remedy = f"Start the launch on a node of the cluster; {ADDRESS_VARIABLE} is {address!r}." if address else ""
             raise MinisglError(f"Ray could not be reached or started: {summarize(error)}. {remedy}".strip()) from None
         finally:
             if in_main:  # Ray's handler would end the process without the launch's cleanup
@@ -229,7 +232,7 @@ class RayExecutor(Executor):
         self._threads.append(thread)
 
     def _probe_head(self) -> None:
-        """Ask the head of the cluster for anything, to notice its loss."""
+        """Ask the head of the cluster for its nodes every `POLL_S`, to notice its loss."""
         import ray
 
         while not self._closing.wait(POLL_S):
@@ -265,7 +268,7 @@ class RayExecutor(Executor):
 
 
 def relay(events: Any, report: Callable[[Ready], None]) -> None:
-    """Stand for a rank on another node: pass its report on, and end with its error."""
+    """Run in place of a rank on another node: pass its report on, and end with its error."""
     while True:
         event = events.recv()
         if not isinstance(event, Ready):
