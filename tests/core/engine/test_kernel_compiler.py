@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import psutil
 import pytest
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.engine.kernel_compiler import start_kernel_compiler
+from minisgl_core.engine.kernel_compiler import start_kernel_compiler, stop_kernel_compiler
 
 SLOW = """
 import subprocess, sys
@@ -35,6 +36,21 @@ def test_an_error_is_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: P
     text = capfd.readouterr().err
     assert "minisgl: kernels are not compiled" in text
     assert "Traceback" not in text
+
+
+def test_an_error_of_a_compiler_is_no_traceback() -> None:
+    failing = SLOW.replace('subprocess.run(["sleep", "600"])', "exec('raise RuntimeError(\"no nvcc\")')")
+    options = b'{"config": {}, "log": ["warning", "text"], "background": false}\n'
+    ended = subprocess.run([sys.executable, "-c", failing], input=options, capture_output=True, timeout=120)
+    assert ended.returncode == 1
+    assert ended.stderr.decode() == "minisgl: kernels are not compiled: RuntimeError: no nvcc\n"
+
+
+def test_a_process_that_does_not_react_is_stopped() -> None:
+    process = start_kernel_compiler(EngineConfig.from_flat(attn="torch"), "warning", "text", background=True)
+    process.send_signal(signal.SIGSTOP)
+    stop_kernel_compiler(process)
+    assert process.returncode == -signal.SIGKILL
 
 
 def test_it_ends_with_its_parent_and_ends_its_compilers() -> None:

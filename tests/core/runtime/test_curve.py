@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from minisgl_core.protocol.messages import Abort, Stop, encode
-from minisgl_core.runtime.curve import new_key, tcp_address
+from minisgl_core.runtime.curve import MAX_MESSAGE_BYTES, new_key, tcp_address
 from minisgl_core.runtime.ipc import Receiver, Sender
 
 KEY = new_key()
@@ -67,6 +69,22 @@ def test_a_peer_without_the_key_is_refused(prepare: Callable[[Any], None]) -> No
         assert receiver.receive(timeout_s=10) == Stop()
         assert receiver.receive(timeout_s=0.5) is None
         peer.disable_monitor()
+
+
+def test_a_peer_without_the_key_cannot_announce_a_message_of_any_size() -> None:
+    """A greeting and the header of a command, as ZMTP 3.0 lays them out, come before any key."""
+    greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
+    port = free_port()
+    with (
+        Receiver[Any](tcp_address("127.0.0.1", port, KEY), Stop),
+        socket.create_connection(("127.0.0.1", port), timeout=10) as peer,
+        peer.makefile("rb") as answer,
+    ):
+        peer.sendall(greeting)
+        assert len(answer.read(64)) == 64, "the receiver sends its greeting"
+        peer.sendall(struct.pack(">BQ", 6, MAX_MESSAGE_BYTES + 1))
+        with suppress(ConnectionResetError):
+            assert answer.read(1) == b"", "the receiver closes the connection"
 
 
 def test_messages_arrive_in_order_over_tcp() -> None:

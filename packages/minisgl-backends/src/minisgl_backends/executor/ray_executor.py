@@ -1,7 +1,7 @@
 """Executor ``ray``: ranks on the nodes of a Ray cluster.
 
     launch (Ray driver) --- rank 0, a child process
-        |--- relay, a child process per other rank, which stands for it
+        |--- relay, a child process per other rank, which the launch watches in place of the rank
         |--- RankActor of rank 0: reserves its resources only
         |--- RankActor of rank 1, 2, ... on their nodes --- the rank, a child process of the actor
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,7 +39,8 @@ PLACEMENT_S = 60.0
 """Longest wait for the resources of the ranks."""
 ACTOR_S = 180.0
 """Longest wait for the start of the actors."""
-CONNECT = "RAY_ADDRESS"
+ADDRESS_VARIABLE = "RAY_ADDRESS"
+"""Environment variable with the cluster's address, as Ray itself reads it."""
 COPIED = (
     "MINISGL_",
     "HF_",
@@ -76,9 +78,11 @@ class RayExecutor(Executor):
         """Name missing packages, Ray Client, and several replicas."""
         if importlib.util.find_spec("ray") is None:
             return ["ray is not installed; try: pip install 'minisgl-backends[ray]'"]
-        address = os.environ.get(CONNECT, "")
+        address = os.environ.get(ADDRESS_VARIABLE, "")
         if address.startswith("ray://"):
-            return [f"{CONNECT}={address} is Ray Client; run this on a node of the cluster with {CONNECT}=auto"]
+            return [
+                f"{ADDRESS_VARIABLE}={address} is Ray Client; run this on a node of the cluster with {ADDRESS_VARIABLE}=auto"
+            ]
         if spec.replicas > 1:
             return [f"it starts one engine, not {spec.replicas}; leave --replicas out"]
         return []
@@ -89,16 +93,16 @@ class RayExecutor(Executor):
         Raises:
             MinisglError: the cluster cannot be reached or has not enough resources, or an actor does not start.
         """
+        self._connect()
         import ray
 
-        self._connect()
         self._reserve()
         try:
             self._reserved = ray.get([actor.reserve.remote() for actor in self._actors], timeout=ACTOR_S)
             # Rank 0 may be this process, for which `start` is not called.
             ray.get(self._actors[0].free_ports.remote(), timeout=LOST_S)
         except ray.exceptions.RayError as error:
-            raise MinisglError(f"Ray could not start the actors of the ranks: {_first_line(error)}") from None
+            raise MinisglError(f"Ray could not start the actors of the ranks: {summarize(error)}") from None
         gpus = self._gpus_of_nodes()
         size, key, first = self.spec.size, new_key(), self._reserved[0]
         host = f"[{first.address}]" if ":" in first.address else first.address
@@ -116,7 +120,7 @@ class RayExecutor(Executor):
         return placements
 
     def start(self, name: str, placement: RankPlacement, target: Callable[..., None] | str, *args: Any) -> None:
-        """Start rank 0 in a child process, and another rank on its node with a child process that stands for it."""
+        """Start rank 0 in a child process, and another rank on its node, with a relay as child process."""
         rank = placement.rank
         if rank == 0:
             self.start_process(name, target, *args)
@@ -160,11 +164,14 @@ class RayExecutor(Executor):
 
     def _connect(self) -> None:
         """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already."""
+        address = os.environ.get(ADDRESS_VARIABLE)
+        # Ray reads this when it is imported. Without it, others on the network could run code on the Ray of this host.
+        if not address and "ray" not in sys.modules:
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         import ray
 
         if ray.is_initialized():
             return
-        address = os.environ.get(CONNECT)
         options: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -176,8 +183,8 @@ class RayExecutor(Executor):
         try:
             ray.init(address or "local", **options)
         except Exception as error:
-            remedy = f"Start the launch on a node of the cluster; {CONNECT} is {address!r}." if address else ""
-            raise MinisglError(f"Ray could not be reached or started: {_first_line(error)}. {remedy}".strip()) from None
+            remedy = f"Start the launch on a node of the cluster; {ADDRESS_VARIABLE} is {address!r}." if address else ""
+            raise MinisglError(f"Ray could not be reached or started: {summarize(error)}. {remedy}".strip()) from None
         finally:
             if in_main:  # Ray's handler would end the process without the launch's cleanup
                 signal.signal(signal.SIGTERM, before)
@@ -225,7 +232,7 @@ class RayExecutor(Executor):
         self._threads.append(thread)
 
     def _probe_head(self) -> None:
-        """Ask the head of the cluster for anything, to notice its loss."""
+        """Ask the head of the cluster for its nodes every `POLL_S`, to notice its loss."""
         import ray
 
         while not self._closing.wait(POLL_S):
@@ -255,13 +262,13 @@ class RayExecutor(Executor):
                     why = f"its node {node} has not answered for {LOST_S:g} s"
                     event = WorkerDiedError(f"The process '{name}' is lost: {why}.")
                 except ray.exceptions.RayError as error:
-                    event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {_first_line(error)}")
+                    event = WorkerDiedError(f"The process '{name}' on node {node} has ended: {summarize(error)}")
                 if event is not None:
                     events.send(event)
 
 
 def relay(events: Any, report: Callable[[Ready], None]) -> None:
-    """Stand for a rank on another node: pass its report on, and end with its error."""
+    """Run in place of a rank on another node: pass its report on, and end with its error."""
     while True:
         event = events.recv()
         if not isinstance(event, Ready):
@@ -306,5 +313,10 @@ def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, node
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+def summarize(error: BaseException) -> str:
+    """Return one line: the exception of an actor and its node, or the first line of another error of Ray."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    where = re.search(r"ray::.*\bip=([^,)]+)", lines[0])
+    return f"{lines[-1]} (on {where[1]})" if where else lines[0]

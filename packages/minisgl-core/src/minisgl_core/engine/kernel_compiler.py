@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any
 
 from minisgl_core.config.options import EngineConfig
@@ -30,7 +31,7 @@ _BACKGROUND_JOBS = 2
 def start_kernel_compiler(
     config: EngineConfig, log_level: str, log_format: str, *, background: bool
 ) -> subprocess.Popen[bytes]:
-    """Start the process; closing its standard input ends it.
+    """Start the process.
 
     Args:
         config: options of the user.
@@ -47,6 +48,13 @@ def start_kernel_compiler(
     process.stdin.write(json.dumps(options).encode() + b"\n")
     process.stdin.flush()
     return process
+
+
+def stop_kernel_compiler(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process and the compilers that it runs, if it has not ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def compile_kernels(config: EngineConfig) -> None:
@@ -73,8 +81,11 @@ def main() -> None:
         os.nice(19)
     try:
         compile_kernels(EngineConfig.from_flat(**options["config"]))
-    except MinisglError as error:
-        sys.exit(f"minisgl: kernels are not compiled: {error}")
+    except Exception as error:  # of a compiler or of the device, too
+        if os.environ.get("MINISGL_DEBUG") == "1":
+            raise
+        text = str(error) if isinstance(error, MinisglError) else f"{type(error).__name__}: {error}"
+        sys.exit(f"minisgl: kernels are not compiled: {text}")
 
 
 def _end_with_parent() -> None:

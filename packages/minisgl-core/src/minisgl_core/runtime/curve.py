@@ -13,6 +13,9 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+MAX_MESSAGE_BYTES = 256 << 20
+"""Longest message that a receiver allocates memory for. The largest plans and results have a few megabytes."""
+
 
 def new_key() -> str:
     """Return a new secret key, in hexadecimal."""
@@ -43,6 +46,7 @@ def secure(socket: Any, address: str, accepts: bool) -> tuple[str, ThreadAuthent
     parts = urlsplit(address)
     if parts.username is None:
         raise ValueError(f"{address} has no key, which minisgl_core.runtime.curve.tcp_address adds")
+    socket.maxmsgsize = MAX_MESSAGE_BYTES  # also limits the handshake of a peer that has not proven to have the key
     secret = z85.encode(bytes.fromhex(parts.username))
     public = zmq.curve_public(secret)
     socket.ipv6 = ":" in (parts.hostname or "")

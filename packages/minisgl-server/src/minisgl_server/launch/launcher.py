@@ -8,7 +8,7 @@ import shlex
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from types import FrameType
 from typing import Any, Self
@@ -19,7 +19,7 @@ import setproctitle
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
-from minisgl_core.engine.kernel_compiler import start_kernel_compiler
+from minisgl_core.engine.kernel_compiler import start_kernel_compiler, stop_kernel_compiler
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
@@ -81,8 +81,9 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if _wait_ready(supervisor, replicas, endpoints, signals):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
                 if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
-                    _print(f"{uncompiled} is compiled in the background for the next start.")
-                    compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
+                    with suppress(OSError):  # no memory for a process: the server runs without
+                        compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
+                        _print(f"{uncompiled} is compiled in the background for the next start.")
                 replicas.wait(lambda: False, signals)
                 _drain(supervisor, replicas, options, signals)
         except WorkerDiedError:
@@ -90,7 +91,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             raise
         finally:
             if compiler is not None:
-                compiler.communicate()  # closes its standard input, which ends it
+                stop_kernel_compiler(compiler)
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
             if replicas is not None:
                 replicas.close()

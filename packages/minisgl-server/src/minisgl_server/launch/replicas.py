@@ -60,6 +60,7 @@ class Replicas:
         """Engines that the router knows."""
         self._num_failed = [0] * self._num
         self._have_started = self._is_draining = False
+        self._router: Sender | None = None
 
     def start(self) -> None:
         """Start the ranks of all replicas, and return without waiting for them."""
@@ -69,6 +70,8 @@ class Replicas:
     def close(self) -> None:
         """Free what the executor has reserved, after the processes have ended."""
         self._executor.close()
+        if self._router is not None:
+            self._router.drop()
 
     def wait_ready(self, wake: Any) -> EngineInfo | None:
         """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it.
@@ -165,8 +168,10 @@ class Replicas:
         return [f"{owner} rank {rank}" for rank in range(self._config.parallel.size)]
 
     def _tell_router(self, message: ReplicaReady | ReplicaDied) -> None:
-        with Sender(self._endpoints.router_in) as router:
-            router.send(message)
+        if self._router is None:
+            # One sender for all messages: those of several may arrive in another order.
+            self._router = Sender(self._endpoints.router_in)
+        self._router.send(message)
 
     def _divide_host(self, config: EngineConfig, registry: Registry) -> EngineConfig:
         """Give each replica its part of a CPU's cores and memory, or check that there are enough devices."""
