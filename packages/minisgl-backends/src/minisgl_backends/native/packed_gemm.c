@@ -172,14 +172,19 @@ static const int64_t BLOCK_BYTES[] = {
 
 static void quantize(XBlock *to, const T *x, int64_t blocks) {
     for (int64_t b = 0; b < blocks; b++, x += BLOCK) {
-        float values[BLOCK], most = 0;
-        int32_t codes[BLOCK], halves[2] = {0, 0};
-#pragma omp simd reduction(max : most)
+        float values[BLOCK], most;
+        int32_t codes[BLOCK], halves[2] = {0, 0}, most_bits = 0;
+        /* The bits of positive floats have the order of the values, and those of NaN are the largest. */
+#pragma omp simd reduction(max : most_bits)
         for (int i = 0; i < BLOCK; i++) {
+            int32_t size;
             values[i] = to_float(x[i]);
-            float size = fabsf(values[i]);
-            most = size <= most ? most : size;
+            memcpy(&size, &values[i], sizeof size);
+            size &= 0x7fffffff;
+            most_bits = size > most_bits ? size : most_bits;
         }
+        memcpy(&most, &most_bits, sizeof most);
+        if (!(most < INFINITY)) memset(values, 0, sizeof values), most = NAN; /* all outputs of the row are NaN */
         float scale = most / 127, inverse = most > 1e-30f ? 127 / most : 0;
 #pragma omp simd
         for (int i = 0; i < BLOCK; i++) codes[i] = (int32_t)nearbyintf(values[i] * inverse);
@@ -201,7 +206,7 @@ static void quantize(XBlock *to, const T *x, int64_t blocks) {
 
 /* out [rows, size] = x [rows, 32 * blocks] @ weight.T, plus bias [size] unless it is null; or, if `gated`, silu(gate) * up, where
    the tiles of `up` follow those of `gate`. Rows of x and out are `x_stride` and `out_stride` apart. `scratch` has 48 bytes per
-   block of x. */
+   block of x. If it is null, there is one row, and each thread has its quantized activations on its stack. */
 void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, const uint8_t *packed, const T *bias,
                    XBlock *scratch, int64_t layout, int64_t rows, int64_t size, int64_t blocks, int64_t gated) {
     const int64_t tiles = (size + TILE - 1) / TILE, tile_bytes = blocks * BLOCK_BYTES[layout];
@@ -210,8 +215,8 @@ void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, con
     const Multiply multiply = MULTIPLY[layout];
 #pragma omp parallel
     {
-        XBlock own[rows == 1 ? blocks : 1], *quantized = rows == 1 ? own : scratch;
-        if (rows == 1) {
+        XBlock own[scratch ? 1 : blocks], *quantized = scratch ? scratch : own;
+        if (!scratch) {
             quantize(own, x, blocks);  /* by each thread, which is faster than a barrier */
         } else {
 #pragma omp for

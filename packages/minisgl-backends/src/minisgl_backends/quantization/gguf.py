@@ -24,6 +24,8 @@ _TILE = 16
 """Rows per tile; TILE in packed.h."""
 _SCRATCH_FLOATS = 12
 """Floats per 32 quantized activations; XBlock in packed_gemm.c."""
+_MAX_STACK_BLOCKS = 4096
+"""Most blocks of 48 bytes that `packed_linear` has on the stacks of threads."""
 
 
 class Gguf(Quantization):
@@ -176,7 +178,9 @@ class PackedLinear:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self._width).contiguous()
         rows = len(flat)
         out = torch.empty(*x.shape[:-1], self._out, dtype=self._dtype)
-        scratch = torch.empty(rows * self._blocks * _SCRATCH_FLOATS) if rows > 1 else None
+        scratch = (
+            torch.empty(rows * self._blocks * _SCRATCH_FLOATS) if rows > 1 or self._blocks > _MAX_STACK_BLOCKS else None
+        )
         room = None if scratch is None else scratch.data_ptr()
         to, x_address, stride = out.data_ptr(), flat.data_ptr(), flat.stride(0)
         for offset, packed, layout, size, bias in self._matrices:
