@@ -57,6 +57,7 @@ def test_gemm(
     weight, known = packed(rows, columns, block, has_zeros=has_zeros, gated=gated)
     bias = torch.randn(rows, device=DEVICE, dtype=DTYPE) if has_bias else None
     gemm = Int4Gemm(weight, bias, Int4Workspace(DEVICE), tiling=tiling)
+    assert weight.scales.untyped_storage().nbytes() == 0  # the kernel reads words of scale and zero point
     for num_rows in (19, 1):
         x = torch.randn(num_rows, columns + 8, device=DEVICE, dtype=DTYPE)[:, :columns]
         check(gemm(x), expected(x, known, bias, gated=gated))

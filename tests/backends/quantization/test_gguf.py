@@ -150,6 +150,38 @@ def test_a_row_does_not_depend_on_the_others(kind: str, dtype: torch.dtype) -> N
             assert torch.equal(op(x[start : start + size]), whole[start : start + size])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_values_that_are_not_finite_make_their_row_nan(value: float, dtype: torch.dtype) -> None:
+    """And no other row, at any place in a block."""
+    for kind in ("Q4_0", "Q4_1", "Q8_0", "Q6_K"):
+        modules = {"m": module(kind, 20, 256)}
+        spec = layer(modules)
+        method = provider({"m": kind}, dtype).linear(
+            LinearSpec("m", spec.parts, spec.columns, False, False, dtype, CPU)
+        )
+        fill(method.targets(), modules)
+        op, x = method.prepare(), torch.randn(9, 256).to(dtype)
+        known = op(x)
+        for column in (0, 5, 31, 200, 255):
+            changed = x.clone()
+            changed[4, column] = value
+            found = op(changed)
+            assert found[4].isnan().all()
+            assert op(changed[4:5]).isnan().all()
+            others = torch.arange(9) != 4
+            assert torch.equal(found[others], known[others])
+
+
+def test_a_row_may_exceed_the_stack() -> None:
+    columns = 1 << 23
+    modules = {"m": module("Q8_0", 1, columns)}
+    method = provider({"m": "Q8_0"}).linear(layer(modules))
+    fill(method.targets(), modules)
+    x = torch.randn(1, columns)
+    assert relative(method.prepare()(x), in_8_bits(x) @ modules["m"].weight.double().T) < 1e-3
+
+
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("rows", [48, 40])
 def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
@@ -181,8 +213,9 @@ def test_what_is_dequantized(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_it_refuses() -> None:
     spec = QuantizationSpec(torch.float32, CPU)
     assert "not a GGUF file" in Gguf.unsupported(spec)[0]
-    with pytest.raises(ModelFormatError, match="types must map"):
-        CheckpointQuantization({"quant_method": "gguf"})
+    for types in ({}, {"types": {"m": ["Q4_0"]}}):
+        with pytest.raises(ModelFormatError, match="types must map"):
+            CheckpointQuantization({"quant_method": "gguf", **types})
 
 
 def test_greedy_tokens_do_not_depend_on_the_batch(smollm2_path: Path, engine_tokenizer: Any) -> None:

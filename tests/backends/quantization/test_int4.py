@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from int4_checkpoints import FORMATS, compressed_int4, pack_words
+from int4_checkpoints import FORMATS, awq, compressed_int4, gptq, pack_words
 
 from minisgl_backends.quantization.int4 import Int4
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
@@ -152,6 +154,17 @@ def test_malformed_tensors_are_refused(name: str, changes: dict[str, torch.Tenso
     tensors, _ = FORMATS[name].pack(torch.randn(16, 64))
     with pytest.raises(ModelFormatError, match=message):
         operation(named(tensors | changes), FORMATS[name], [Shard.whole(16)], Shard.whole(64))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-v2", "compressed-tensors"])
+@pytest.mark.parametrize("columns", [64, 40])
+def test_a_group_may_be_larger_than_a_row(name: str, columns: int) -> None:
+    stored = {"awq": awq, "gptq-v2": partial(gptq, version=2), "compressed-tensors": compressed_int4}[name](64)
+    text = json.dumps(stored.config).replace('"group_size": 64', f'"group_size": {1 << 80}')
+    stored = PackedCheckpoint(json.loads(text), stored.pack)
+    tensors, known = stored.pack(torch.randn(16, columns))
+    x = torch.randn(2, columns)
+    check(operation(named(tensors), stored, [Shard.whole(16)], Shard.whole(columns))(x), x, known)
 
 
 def test_biases_of_zeros_that_autogptq_stores() -> None:

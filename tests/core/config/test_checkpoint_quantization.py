@@ -92,6 +92,10 @@ def test_where_it_is_read_from() -> None:
             "modules_to_not_convert must be a list of names",
         ),
         (
+            {"quant_method": "fp8", "modules_to_not_convert": ["re:a{99999999999}"]},
+            "modules_to_not_convert has an invalid regular expression",
+        ),
+        (
             {"quant_method": "fp8", "modules_to_not_convert": ["a("]},
             "modules_to_not_convert has an invalid regular expression",
         ),

@@ -286,6 +286,9 @@ def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can()
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))
     assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
     assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"
+    experts = replace(experts, quantization="gguf")
+    assert choose(LAPTOP, model=experts, moe="torch").config.backends.quantization == "gguf"
+    assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
 
 
 def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:

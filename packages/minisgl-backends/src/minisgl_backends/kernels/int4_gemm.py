@@ -236,7 +236,7 @@ class Int4Gemm:
         """
         self._weight, self._bias, self._workspace, self._overlap = weight, bias, workspace, overlap
         self._halves, self._words = 1 + weight.gated, scale_words(weight)
-        weight.scales, weight.zeros = weight.scales[:0], None
+        weight.scales, weight.zeros = weight.scales.new_empty(0), None
         self._num_outputs = weight.num_outputs // self._halves
         self._tilings = {
             rows: tiling or choose_tiling(rows, self._num_outputs, weight) for rows in (16, 32, 64, 128, 256, 512, 1024)

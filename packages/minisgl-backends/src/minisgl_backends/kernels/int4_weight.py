@@ -1,4 +1,4 @@
-"""Packed 4-bit weights, the form that all checkpoint formats are repacked to once, and their GEMM in torch.
+"""Packed 4-bit weights, the layout that all checkpoint formats are repacked to once, and their GEMM in torch.
 
 A weight is ``(code - zero) * scale``, rounded to the model's dtype. The same values are used by every kernel and for any number
 of rows.

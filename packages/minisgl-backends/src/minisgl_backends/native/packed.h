@@ -1,9 +1,11 @@
 /* Layout of packed weights, in tiles of 16 rows and blocks of 32 columns.
 
-   A tile is [blocks] of: planes of codes, [groups][16] scales and, in some layouts, [groups][16] minima, both float16. The value of
-   a code is scale * (code - zero), or scale * code + minimum. A plane has 1, 2, 4 or 8 bits of all codes; planes of 2 and 1 bits
-   follow and are the higher bits, except that codes of 2 and 3 bits begin with the plane of 2 bits. Within a plane, a word of
-   32 bits has codes of one row. Its byte j has columns 4k + j, so that one word of x multiplies all rows of a register. */
+   A block of a tile has the bit planes of its codes, [groups][16] scales and, in some layouts, [groups][16] minima, both float16.
+   A weight is scale * (code - zero), or scale * code + minimum. (ggml subtracts the minima of K-quants; here they are negated.)
+
+   Planes are ordered from the lowest bits to the highest: 2 bits are 2, 3 are 2 + 1, 5 are 4 + 1, and 6 are 4 + 2. A plane is an
+   array of 32-bit words [..][16 rows]. Byte j of a word has columns 4k + j of its row, so that a SIMD register of words, one per
+   row, is multiplied by word k of x, broadcast to all lanes (VNNI's vpdpbusd). */
 #pragma once
 #include "common.h"
 

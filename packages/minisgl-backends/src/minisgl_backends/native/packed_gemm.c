@@ -12,14 +12,14 @@ typedef struct {
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include <immintrin.h>
 #define LANES 16
-#define MOST_ROWS 8
+#define MAX_ROWS 8
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include <immintrin.h>
 #define LANES 8
-#define MOST_ROWS 4
+#define MAX_ROWS 4
 #else
 #define LANES 16
-#define MOST_ROWS 4
+#define MAX_ROWS 4
 #endif
 
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
@@ -32,7 +32,7 @@ INLINE Words load_words(const uint8_t *from) {
     return words;
 }
 
-/* sum over k of 4-column dot products of codes[k] with word k of x, in int32. `bits` bounds the codes: 8 means signed. */
+/* Sum of the 4-column dot products of codes[k] with word k of x, in int32. Codes are below 2^bits, but signed if `bits` is 8. */
 #if LANES == 16 && defined(__AVX512VNNI__)
 INLINE Floats to_floats(const uint16_t *halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves)); }
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
@@ -122,7 +122,7 @@ INLINE void unpack_codes(Words *codes, const uint8_t *block, int bits) {
 INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, const int count,
                           const int bits, const int groups, const int zero, const int has_min) {
     for (int lane = 0; lane < TILE; lane += LANES) {
-        Floats total[MOST_ROWS];
+        Floats total[MAX_ROWS];
         for (int r = 0; r < count; r++) total[r] = (Floats){0};
         const uint8_t *block = tile;
         for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits, groups, has_min)) {
@@ -150,7 +150,7 @@ INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock
 /* One specialization per layout and number of rows, so that the accumulators stay in registers. */
 #define X(name, bits, groups, zero, has_min) \
     static void multiply_##name(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, int count) { \
-        if (count == 8 && MOST_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MOST_ROWS + 1), bits, groups, zero, has_min); \
+        if (count == 8 && MAX_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MAX_ROWS + 1), bits, groups, zero, has_min); \
         else if (count == 4) multiply_rows(sums, tile, x, blocks, 4, bits, groups, zero, has_min); \
         else if (count == 2) multiply_rows(sums, tile, x, blocks, 2, bits, groups, zero, has_min); \
         else multiply_rows(sums, tile, x, blocks, 1, bits, groups, zero, has_min); \
@@ -172,14 +172,19 @@ static const int64_t BLOCK_BYTES[] = {
 
 static void quantize(XBlock *to, const T *x, int64_t blocks) {
     for (int64_t b = 0; b < blocks; b++, x += BLOCK) {
-        float values[BLOCK], most = 0;
-        int32_t codes[BLOCK], halves[2] = {0, 0};
-#pragma omp simd reduction(max : most)
+        float values[BLOCK], most;
+        int32_t codes[BLOCK], halves[2] = {0, 0}, most_bits = 0;
+        /* The bits of positive floats have the order of the values, and those of NaN are the largest. */
+#pragma omp simd reduction(max : most_bits)
         for (int i = 0; i < BLOCK; i++) {
+            int32_t size;
             values[i] = to_float(x[i]);
-            float size = fabsf(values[i]);
-            most = size <= most ? most : size;
+            memcpy(&size, &values[i], sizeof size);
+            size &= 0x7fffffff;
+            most_bits = size > most_bits ? size : most_bits;
         }
+        memcpy(&most, &most_bits, sizeof most);
+        if (!(most < INFINITY)) memset(values, 0, sizeof values), most = NAN; /* all outputs of the row are NaN */
         float scale = most / 127, inverse = most > 1e-30f ? 127 / most : 0;
 #pragma omp simd
         for (int i = 0; i < BLOCK; i++) codes[i] = (int32_t)nearbyintf(values[i] * inverse);
@@ -201,17 +206,17 @@ static void quantize(XBlock *to, const T *x, int64_t blocks) {
 
 /* out [rows, size] = x [rows, 32 * blocks] @ weight.T, plus bias [size] unless it is null; or, if `gated`, silu(gate) * up, where
    the tiles of `up` follow those of `gate`. Rows of x and out are `x_stride` and `out_stride` apart. `scratch` has 48 bytes per
-   block of x. */
+   block of x. If it is null, there is one row, and each thread has its quantized activations on its stack. */
 void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, const uint8_t *packed, const T *bias,
                    XBlock *scratch, int64_t layout, int64_t rows, int64_t size, int64_t blocks, int64_t gated) {
     const int64_t tiles = (size + TILE - 1) / TILE, tile_bytes = blocks * BLOCK_BYTES[layout];
-    const int64_t fit = CHUNK_BYTES / (blocks * (int64_t)sizeof(XBlock)) / MOST_ROWS * MOST_ROWS;
-    const int64_t chunk = fit < MOST_ROWS ? MOST_ROWS : fit;
+    const int64_t fit = CHUNK_BYTES / (blocks * (int64_t)sizeof(XBlock)) / MAX_ROWS * MAX_ROWS;
+    const int64_t chunk = fit < MAX_ROWS ? MAX_ROWS : fit;
     const Multiply multiply = MULTIPLY[layout];
 #pragma omp parallel
     {
-        XBlock own[rows == 1 ? blocks : 1], *quantized = rows == 1 ? own : scratch;
-        if (rows == 1) {
+        XBlock own[scratch ? 1 : blocks], *quantized = scratch ? scratch : own;
+        if (!scratch) {
             quantize(own, x, blocks);  /* by each thread, which is faster than a barrier */
         } else {
 #pragma omp for
@@ -224,8 +229,8 @@ void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, con
             for (int64_t tile = begin; tile < end; tile++) {
                 const int64_t width = size - tile * TILE < TILE ? size - tile * TILE : TILE;
                 for (int64_t row = first; row < last;) {
-                    int count = last - row >= MOST_ROWS ? MOST_ROWS : last - row >= 4 ? 4 : last - row >= 2 ? 2 : 1;
-                    float sums[MOST_ROWS][TILE], ups[MOST_ROWS][TILE];
+                    int count = last - row >= MAX_ROWS ? MAX_ROWS : last - row >= 4 ? 4 : last - row >= 2 ? 2 : 1;
+                    float sums[MAX_ROWS][TILE], ups[MAX_ROWS][TILE];
                     multiply(sums, packed + tile * tile_bytes, quantized + row * blocks, blocks, count);
                     if (gated) multiply(ups, packed + (tiles + tile) * tile_bytes, quantized + row * blocks, blocks, count);
                     for (int r = 0; r < count; r++) {

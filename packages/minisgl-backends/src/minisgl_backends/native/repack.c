@@ -1,4 +1,4 @@
-/* Blocks of GGUF files into packed.h's layout, and back to values.
+/* Repack blocks of GGUF files to packed.h's layout, and dequantize rows of it.
 
    The file's formats are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A superblock has 256
    columns, which are eight blocks here. */
@@ -104,8 +104,8 @@ INLINE void pack_row(uint8_t *block, const Unpacked *from, int row, int bits, in
     }
 }
 
-/* packed [ceil(rows / 16)][blocks], zeroed = rows of a GGUF file of `row_bytes`, with `type_bytes` per block of 32 columns, or of
-   256 if `per_block` is 8. */
+/* Repack rows of a GGUF file to packed [ceil(rows / 16)][blocks], which must be zeroed. A row has `row_bytes`; a block of the file
+   has `type_bytes`, and `per_block` blocks of 32 columns: 1, or 8 in a superblock. */
 void repack(uint8_t *packed, const uint8_t *file, int64_t type, int64_t layout, int64_t rows, int64_t blocks,
             int64_t row_bytes, int64_t type_bytes, int64_t per_block) {
 #pragma omp parallel for

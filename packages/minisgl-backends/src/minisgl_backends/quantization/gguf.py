@@ -1,7 +1,7 @@
 """``--quantization gguf``: packed weights of GGUF files on CPUs.
 
-Each layer loads the file's blocks as they are, and repacks them once for the C kernels. These quantize activations to 8 bits per
-block of 32. Prefills and decodes use the same arithmetic.
+Each layer loads the file's blocks as they are, and repacks them once for the C kernels. These quantize activations to 8 bits with
+a scale per 32. (llama.cpp has one per 256 for K-quants.) Prefills and decodes use the same arithmetic.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ _LOG = logging.getLogger(__name__)
 _TILE = 16
 """Rows per tile; TILE in packed.h."""
 _SCRATCH_FLOATS = 12
-"""Floats per 32 quantized activations; XBlock in packed_gemm.c."""
+"""Size of 32 quantized activations in floats; XBlock in packed_gemm.c."""
+_MAX_STACK_BLOCKS = 4096
+"""Most blocks of 48 bytes that `packed_linear` has on the stacks of threads."""
 
 
 class Gguf(Quantization):
@@ -176,18 +178,20 @@ class PackedLinear:
         flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self._width).contiguous()
         rows = len(flat)
         out = torch.empty(*x.shape[:-1], self._out, dtype=self._dtype)
-        scratch = torch.empty(rows * self._blocks * _SCRATCH_FLOATS) if rows > 1 else None
-        room = None if scratch is None else scratch.data_ptr()
-        to, x_address, stride = out.data_ptr(), flat.data_ptr(), flat.stride(0)
+        scratch = (
+            torch.empty(rows * self._blocks * _SCRATCH_FLOATS) if rows > 1 or self._blocks > _MAX_STACK_BLOCKS else None
+        )
+        scratch_address = None if scratch is None else scratch.data_ptr()
+        out_address, x_address, stride = out.data_ptr(), flat.data_ptr(), flat.stride(0)
         for offset, packed, layout, size, bias in self._matrices:
             self._linear(
-                to + offset,
+                out_address + offset,
                 self._out,
                 x_address,
                 stride,
                 packed,
                 bias,
-                room,
+                scratch_address,
                 layout,
                 rows,
                 size,

@@ -15,7 +15,7 @@ class Layout:
     Attributes:
         index: place in LAYOUTS of packed.h.
         bits: bits per code.
-        groups: scales per block of 32 columns.
+        groups: scales per 32 columns.
         has_min: True if each scale has a minimum.
     """
 
@@ -31,13 +31,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """Quantized blocks of a file.
+    """A GGML type of quantized blocks.
 
     Attributes:
         number: GGML's number of the type.
         columns: columns per block.
         block_bytes: bytes per block.
-        layout: layout after loading.
+        layout: packed layout that the blocks are repacked to.
     """
 
     number: int

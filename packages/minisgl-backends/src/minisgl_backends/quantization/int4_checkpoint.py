@@ -101,7 +101,10 @@ class StoredPart:
     def __init__(self, part: LinearPart, spec: LinearSpec, stored: Int4Format) -> None:
         self._part, self._columns, self._format = part, spec.columns, stored
         self.rows, columns = part.rows, spec.columns
-        size = stored.group_size or max(columns.total, 1)
+        # A group has all inputs if its size exceeds them. The kernels' block is a multiple of 32.
+        most = -(-max(columns.total, 1) // _BLOCK) * _BLOCK
+        self._group_size = stored.group_size and min(stored.group_size, most)
+        size = self._group_size or max(columns.total, 1)
         self._groups = Shard.whole(-(-columns.total // size)) if stored.has_group_index else columns.in_blocks(size)
         of_rows, of_columns = part.rows.in_blocks(_WORD), columns.in_blocks(_WORD)
         codes = {"awq": (columns, of_rows), "gptq": (of_columns, part.rows)}.get(stored.layout, (part.rows, of_columns))
@@ -143,7 +146,7 @@ class StoredPart:
         Raises:
             ModelFormatError: the group of an input is out of range, or is not the one that its place gives without act-order.
         """
-        size, columns = self._format.group_size, self._columns
+        size, columns = self._group_size, self._columns
         groups, most = self._index.long(), self._groups.total
         found = f"the checkpoint does not fit its config: {self._part.name}.{self._names['index']} has"
         if ((groups < 0) | (groups >= most)).any():

@@ -163,8 +163,9 @@ def resolve(
         moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
         choices.append(Choice("moe", moe, why))
     quantization = config.backends.quantization
-    on_gpu = model.quantization == "gguf" and device.type != "cpu"
-    if quantization == AUTO and model.quantization and (model.moe is not None or on_gpu):
+    is_gguf = model.quantization == "gguf"
+    on_gpu = is_gguf and device.type != "cpu"
+    if quantization == AUTO and model.quantization and (on_gpu or (model.moe is not None and not is_gguf)):
         quantization, experts = "none", "experts use fp8 only with --quantization fp8"
         why = _of_checkpoint(model, quantization, "packed GGUF weights are for CPUs" if on_gpu else experts)
         choices.append(Choice("quantization", quantization, why))

@@ -44,10 +44,12 @@ class CheckpointQuantization:
             raise ModelFormatError("config: quantization_config has no quant_method")
         self.config, self.method = config, str(config["quant_method"])
         self._groups: list[tuple[_Modules, Mapping[str, Any]]] = []
-        if self.method == _GGUF and not isinstance(config.get("types"), Mapping):
-            raise ModelFormatError(
-                "config: quantization_config.types must map the modules of a GGUF file to GGML's types"
-            )
+        if self.method == _GGUF:
+            types = config.get("types")
+            if not isinstance(types, Mapping) or not all(isinstance(each, str) for each in types.values()):
+                raise ModelFormatError(
+                    "config: quantization_config.types must map the modules of a GGUF file to GGML's types"
+                )
         if self.method != _COMPRESSED:
             # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
             excluded = _excluded(config) if self.method == "gptq" else []
@@ -230,7 +232,7 @@ class _Modules:
         ]
         try:
             self._pattern = re.compile("|".join(patterns)) if patterns else None
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             raise ModelFormatError(
                 f"config: quantization_config.{key} has an invalid regular expression: {error}"
             ) from error
