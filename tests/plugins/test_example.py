@@ -56,7 +56,7 @@ def test_chosen_by_flags(tmp_path: Path) -> None:
     log = tmp_path / "requests"
     flags = ("--attn", "example-attn", "--cache", "example-cache", "--page-size", "4", "--dtype", "float32")
     with served(*flags, MINISGL_EXAMPLE_LOG=str(log)) as url:
-        assert "Paris" in ask(url, "What is the capital of France?")
+        assert "Berlin" in ask(url, "What is the capital of Germany?")
         with urllib.request.urlopen(f"{url}/v1/models") as response:
             model = json.load(response)["data"][0]["id"]
         first, second = (

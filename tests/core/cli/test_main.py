@@ -156,7 +156,9 @@ def cli_options():
     path = site.path / "config.toml"
     path.write_text("metrics-port = 9\ntp = 2\n")
     result = site.run("dance", "--config", str(path))
-    assert (result.status, result.output) == (0, "9\n{'tp': 2, 'pp': 1, 'executor': 'local'}\n"), result.error
+    assert (result.status, result.output) == (0, "9\n{'tp': 2, 'pp': 1, 'executor': 'local', 'placement': 'pack'}\n"), (
+        result.error
+    )
 
 
 @pytest.mark.parametrize(

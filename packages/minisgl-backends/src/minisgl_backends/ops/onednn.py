@@ -76,7 +76,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
             reasons.append("this build of torch has no oneDNN")
         if dtype not in _DTYPES:
             reasons.append(f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}")
-        elif dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        elif not _has_dtype(dtype):
             reasons.append("oneDNN has no bfloat16 on this processor")
         return reasons
 
@@ -87,12 +87,14 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         self._tables: tuple[torch.Tensor, torch.Tensor] = (torch.empty(0), torch.empty(0))
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
-        """Pack the weight; see `PackedLinear`."""
+        """Pack the weight; see `PackedLinear`. A weight of a dtype that oneDNN lacks on this processor stays plain."""
+        if not _has_dtype(weight.dtype):
+            return super().prepare_linear(weight, bias)
         return PackedLinear(weight, bias, self._keeps(weight))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack gate and up separately; see `PackedGated`."""
-        if bias is not None:
+        if bias is not None or not _has_dtype(weight.dtype):
             gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
             return lambda x: silu_and_mul(gate_up(x))
         return PackedGated(weight, self._keeps(weight))
@@ -146,6 +148,10 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         if rotation.norms is not None:
             q, k = (self.rms_norm(x, weight, rotation.eps) for x, weight in zip((q, k), rotation.norms, strict=True))
         return self.rotary(q, k, rotation.cos, rotation.sin)
+
+
+def _has_dtype(dtype: torch.dtype) -> bool:
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor:

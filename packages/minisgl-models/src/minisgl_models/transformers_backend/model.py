@@ -16,7 +16,7 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import Attend, BuildContext, Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.layers import Attention
 from minisgl_models.transformers_backend.attention_function import RUN, set_handler
 from minisgl_models.transformers_backend.lm_head import backbone_name, detach_backbone
@@ -81,11 +81,12 @@ class TransformersModel(Model):
         """Build the model; see `Model`.
 
         Raises:
-            InvalidValueError: the model cannot be split over so many ranks.
+            InvalidValueError: the model cannot be split over so many ranks, or over pipeline stages.
             ModelFormatError: transformers cannot build it for paged attention.
         """
         super().__init__(config, build)
-        assert build.layers is None, "open_checkpoint refuses --pp"
+        if build.layers is not None:
+            raise InvalidValueError("--pp", "over 1", "1 with --model-impl transformers")
         traced = trace(config.raw[_RAW])
         model = build_on_meta(traced.config, build.dtype, RUN)
         check_tp_size(model, traced, build)
