@@ -41,9 +41,14 @@ def test_an_error_is_one_sentence(capfd: pytest.CaptureFixture[str], tmp_path: P
 def test_an_error_of_a_compiler_is_no_traceback() -> None:
     failing = SLOW.replace('subprocess.run(["sleep", "600"])', "exec('raise RuntimeError(\"no nvcc\")')")
     options = b'{"config": {}, "log": ["warning", "text"], "background": false}\n'
-    ended = subprocess.run([sys.executable, "-c", failing], input=options, capture_output=True, timeout=120)
-    assert ended.returncode == 1
-    assert ended.stderr.decode() == "minisgl: kernels are not compiled: RuntimeError: no nvcc\n"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", failing], stdin=pipe, stderr=pipe) as process:
+        assert process.stdin is not None
+        assert process.stderr is not None
+        process.stdin.write(options)
+        process.stdin.flush()  # but not closed: the process ends itself when its parent is gone
+        assert process.wait(timeout=120) == 1
+        assert process.stderr.read().decode() == "minisgl: kernels are not compiled: RuntimeError: no nvcc\n"
 
 
 def test_a_process_that_does_not_react_is_stopped() -> None:
@@ -69,3 +74,12 @@ def test_it_ends_with_its_parent_and_ends_its_compilers() -> None:
     assert process.returncode == -9
     psutil.wait_procs(compilers, timeout=30)
     assert not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers)
+
+
+def test_it_does_not_end_the_group_of_its_parent() -> None:
+    starts = "run([sys.executable, '-c', sys.argv[1]], input=sys.stdin.buffer.read()).returncode"
+    parent = [sys.executable, "-c", f"import sys; from subprocess import run; print({starts})", SLOW]
+    options = b'{"config": {}, "log": ["warning", "text"], "background": true}\n'
+    # In a session of its own, so that a failure does not end the test run.
+    ended = subprocess.run(parent, input=options, capture_output=True, timeout=120, start_new_session=True)
+    assert (ended.returncode, ended.stdout) == (0, b"-9\n")

@@ -75,6 +75,8 @@ def compile_kernels(config: EngineConfig) -> None:
 def main() -> None:
     """Compile for the options on standard input."""
     options: dict[str, Any] = json.loads(sys.stdin.buffer.readline())
+    if os.getpgrp() != os.getpid():  # its end kills the group, which must not be that of whoever started it
+        os.setpgrp()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     logs.configure("kernel compiler", *options["log"])
     if options["background"]:
