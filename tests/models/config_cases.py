@@ -6,8 +6,8 @@ case. Otherwise it belongs to the keys without effect, which are reviewed by han
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 Patch = Mapping[str, Any]
@@ -32,18 +32,29 @@ class Case:
     """A tiny config of an architecture.
 
     Attributes:
-        model_type: key of transformers' config class.
+        model_type: key of transformers' config class, of a multimodal model that of its text model.
         base: the config, without what transformers' defaults say.
         changes: other values of keys, besides those in `CHANGES`; None for a key that this architecture does not read.
         without_effect: its keys that change nothing in inference, besides `WITHOUT_EFFECT`.
+        beside_text: keys beside the ``text_config`` of a multimodal model; the other ones are in it.
     """
 
     model_type: str
     base: Patch
     changes: Mapping[str, Sequence[Patch]] = field(default_factory=dict)
     without_effect: frozenset[str] = frozenset()
+    beside_text: Patch = field(default_factory=dict)
 
-    def patches(self, own: set[str]) -> dict[str, Sequence[Patch]]:
+    def raw(self, patch: Patch) -> dict[str, Any]:
+        """Return the patched ``config.json``."""
+        text = {"model_type": self.model_type, **self.base, **patch}
+        if not self.beside_text:
+            return text
+        beside = {key: text.pop(key, value) for key, value in self.beside_text.items() if key != "model_type"}
+        inner = text.pop("text_config", {})
+        return {"model_type": self.beside_text["model_type"], **beside, "text_config": {**text, **inner}}
+
+    def patches(self, own: Set[str]) -> dict[str, Sequence[Patch]]:
         """Return the changes of its `own` keys and of those that only other architectures have, by key."""
         unread = WITHOUT_EFFECT | self.without_effect
         known = {**CHANGES, **self.changes}
@@ -199,24 +210,51 @@ ALIASES: Mapping[str, str] = {
 }
 """Keys that are read as another one, which messages name."""
 
+GEMMA_3 = Case(
+    "gemma3_text",
+    {**SIZES, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
+    {
+        "num_hidden_layers": values("num_hidden_layers", 4),
+        "rope_parameters": BY_KIND,
+        "max_position_embeddings": [{"max_position_embeddings": 128, **BY_KIND[2]}],
+        "layer_types": [{"layer_types": [*KINDS, "sliding_attention"], **WINDOW}],
+        "sliding_window_pattern": [{"sliding_window_pattern": 2, **WINDOW}],
+    },
+    # transformers has the first from sliding_window_pattern, and does not apply the second; the engine refuses it.
+    frozenset({"_sliding_window_pattern", "attn_logit_softcapping"}),
+)
+
 CASES: Mapping[str, Case] = {
     "Gemma2ForCausalLM": Case(
         "gemma2",
         {**SIZES, "head_dim": 12, "query_pre_attn_scalar": 16},
         without_effect=frozenset({"use_bidirectional_attention"}),
     ),
-    "Gemma3ForCausalLM": Case(
-        "gemma3_text",
-        {**SIZES, "num_hidden_layers": 3, "head_dim": 12, "query_pre_attn_scalar": 16, "sliding_window_pattern": 3},
-        {
-            "num_hidden_layers": values("num_hidden_layers", 4),
-            "rope_parameters": BY_KIND,
-            "max_position_embeddings": [{"max_position_embeddings": 128, **BY_KIND[2]}],
-            "layer_types": [{"layer_types": [*KINDS, "sliding_attention"], **WINDOW}],
-            "sliding_window_pattern": [{"sliding_window_pattern": 2, **WINDOW}],
+    "Gemma3ForCausalLM": GEMMA_3,
+    "Gemma3ForConditionalGeneration": replace(
+        GEMMA_3,
+        # transformers reads it beside text_config only.
+        changes={**GEMMA_3.changes, "text_config": values("text_config", {"tie_word_embeddings": False})},
+        # The first are about images. transformers does not apply the others to text; the engine refuses them.
+        without_effect=GEMMA_3.without_effect
+        | {"boi_token_index", "eoi_token_index", "image_token_index", "mm_tokens_per_image", "vision_config"}
+        | {"final_logit_softcapping", "use_bidirectional_attention"},
+        beside_text={
+            "model_type": "gemma3",
+            "vision_config": {
+                "hidden_size": 8,
+                "intermediate_size": 8,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 1,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+            "mm_tokens_per_image": 4,
+            "boi_token_index": 58,
+            "eoi_token_index": 59,
+            "image_token_index": 60,
+            "tie_word_embeddings": True,
         },
-        # transformers has the first from sliding_window_pattern, and does not apply the second; the engine refuses it.
-        frozenset({"_sliding_window_pattern", "attn_logit_softcapping"}),
     ),
     "Glm4ForCausalLM": Case("glm4", {**SIZES, "head_dim": 16}),
     "Glm4MoeForCausalLM": Case(
@@ -278,9 +316,6 @@ CASES: Mapping[str, Case] = {
     ),
 }
 """By the name of the entry point."""
-
-WRAPPERS = frozenset({"Gemma3ForConditionalGeneration"})
-"""Architectures whose ``text_config`` another one of `CASES` reads."""
 
 BY_KIT: Mapping[str, str] = {
     "test_logits_equal_the_reference": "logits",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from config_cases import ALIASES, CASES, SIZES, WITHOUT_EFFECT, WRAPPERS, Case, Patch
+from config_cases import ALIASES, CASES, SIZES, WITHOUT_EFFECT, Case, Patch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig
@@ -124,7 +124,7 @@ class Outcome:
 
 @lru_cache(maxsize=1)
 def base_outcome(architecture: str) -> Outcome:
-    return Outcome(architecture, raw_config(CASES[architecture], {}))
+    return Outcome(architecture, CASES[architecture].raw({}))
 
 
 def engine_logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
@@ -146,22 +146,23 @@ def named(patch: Patch) -> set[str]:
     return {*patch, *inner, *(ALIASES[key] for key in patch if key in ALIASES)}
 
 
-def own_keys(case: Case) -> set[str]:
-    return set(AutoConfig.for_model(case.model_type, **case.base).to_dict())
-
-
-def raw_config(case: Case, patch: Patch) -> dict[str, Any]:
-    return {"model_type": case.model_type, **case.base, **patch}
+def defaults(case: Case) -> dict[str, Any]:
+    """Return all keys of transformers' config class, and those beside the ``text_config`` of a multimodal model."""
+    text = AutoConfig.for_model(case.model_type, **case.base).to_dict()
+    if not case.beside_text:
+        return text
+    whole = AutoConfig.for_model(**case.beside_text, text_config=text).to_dict()
+    return {**whole.pop("text_config"), **whole}
 
 
 def test_every_registered_architecture_has_a_case() -> None:
-    assert sorted({*CASES, *WRAPPERS, "transformers"}) == shipped()
+    assert sorted({*CASES, "transformers"}) == shipped()
 
 
 @pytest.mark.parametrize("architecture", CASES)
 def test_every_key_is_followed_or_refused_by_name(architecture: str) -> None:
     case, faults = CASES[architecture], {}
-    own = own_keys(case)
+    own = defaults(case).keys()
     patches = case.patches(own)
     if unknown := own - patches.keys() - WITHOUT_EFFECT - case.without_effect:
         faults["keys without other values"] = str(sorted(unknown))
@@ -170,7 +171,7 @@ def test_every_key_is_followed_or_refused_by_name(architecture: str) -> None:
     for key, changes in patches.items():
         is_effective = False
         for patch in changes:
-            found = Outcome(architecture, raw_config(case, patch))
+            found = Outcome(architecture, case.raw(patch))
             if fault := found.fault(named(patch)):
                 faults[str(patch)] = fault
             if key in own and not is_effective:
@@ -183,11 +184,14 @@ def test_every_key_is_followed_or_refused_by_name(architecture: str) -> None:
 @pytest.mark.parametrize("architecture", CASES)
 def test_keys_without_effect_have_none(architecture: str) -> None:
     case = CASES[architecture]
-    config = AutoConfig.for_model(case.model_type, **case.base).to_dict()
+    config = defaults(case)
     keys = (WITHOUT_EFFECT | case.without_effect) - {"use_cache", "return_dict", "is_encoder_decoder"}
     patch = {key: OTHER[type(config[key])](config[key]) for key in keys if type(config.get(key)) in OTHER}
+    patch = {
+        key: value for key, value in patch.items() if key not in Outcome(architecture, case.raw({key: value})).reason
+    }
     assert len(patch) > 3
-    found = Outcome(architecture, raw_config(case, patch))
+    found = Outcome(architecture, case.raw(patch))
     assert found.fault(()) == ""
     assert found.logits is not None, found.reason
     assert same(base_outcome(architecture).reference, found.reference)
@@ -201,8 +205,8 @@ def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def test_random_configs_equal_transformers(architecture: str) -> None:
     """Several changes at once, none of which is refused alone; `nox -s nightly` draws more of them."""
     case = CASES[architecture]
-    patches = [patch for changes in case.patches(own_keys(case)).values() for patch in changes]
-    patches = [patch for patch in patches if not Outcome(architecture, raw_config(case, patch)).reason]
+    patches = [patch for changes in case.patches(defaults(case).keys()).values() for patch in changes]
+    patches = [patch for patch in patches if not Outcome(architecture, case.raw(patch)).reason]
 
     @settings(
         max_examples=NUM_DRAWS,
@@ -214,7 +218,7 @@ def test_random_configs_equal_transformers(architecture: str) -> None:
     @given(st.lists(st.sampled_from(patches), min_size=2, max_size=5))
     def check(chosen: list[Patch]) -> None:
         merged = {key: value for patch in chosen for key, value in patch.items()}
-        assert Outcome(architecture, raw_config(case, merged)).fault(named(merged)) == "", merged
+        assert Outcome(architecture, case.raw(merged)).fault(named(merged)) == "", merged
 
     check()
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from config_cases import CASES, WITHOUT_EFFECT
 from test_architectures import build
-from test_config_keys import named, own_keys, raw_config, registry
+from test_config_keys import defaults, named, registry
 from transformers import CONFIG_MAPPING
 
 from minisgl_core.config.options import EngineConfig
@@ -71,13 +71,14 @@ def check(provider: type[Model], raw: Mapping[str, Any], keys: set[str], value: 
 @pytest.mark.parametrize("architecture", CASES)
 def test_bad_values_of_every_key(architecture: str) -> None:
     case, provider, faults = CASES[architecture], registry().load("models", architecture), {}
-    base = {"architectures": [architecture], **raw_config(case, {})}
-    own = own_keys(case)
-    assert reason(provider, base) is None
+    own = defaults(case).keys()
+    assert reason(provider, {"architectures": [architecture], **case.raw({})}) is None
     unread = WITHOUT_EFFECT | case.without_effect
     for key, value in product({*own, *case.base} - {"architectures"}, (*NONSENSE, *ODD)):
         strict = None if key in unread else value
-        if fault := check(provider, {**base, key: value}, named({key: value}), strict):
+        if fault := check(
+            provider, {**case.raw({key: value}), "architectures": [architecture]}, named({key: value}), strict
+        ):
             faults[f"{key}={value!r:.40}"] = fault
     assert not faults, json.dumps(faults, indent=1)
 
@@ -91,7 +92,7 @@ def test_bad_values_of_rope_settings(kind: str) -> None:
         ("Olmo3ForCausalLM", "full_attention"),
     ):
         provider = registry().load("models", architecture)
-        base = {"architectures": [architecture], **raw_config(CASES[architecture], {})}
+        base = {"architectures": [architecture], **CASES[architecture].raw({})}
         for key, value in product(ROPE_KEYS[kind], (*NONSENSE, *ODD)):
             settings = {**ROPE, "rope_type": kind, key: value}
             raw = {**base, "rope_parameters": {wrap: settings} if wrap else settings}
@@ -126,7 +127,7 @@ def written(folder: Path, architecture: str, raw: Mapping[str, Any]) -> EngineCo
 
 @pytest.mark.parametrize(
     ("architecture", "raw"),
-    [(architecture, raw_config(case, {})) for architecture, case in CASES.items()]
+    [(architecture, case.raw({})) for architecture, case in CASES.items()]
     + [
         ("BloomForCausalLM", {"model_type": "bloom", "n_layer": 2}),
         ("StableLmForCausalLM", {"model_type": "stablelm"}),

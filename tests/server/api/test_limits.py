@@ -113,6 +113,16 @@ def test_a_list_error_is_that_of_the_type_that_fits_longest() -> None:
     assert invalid_body(caught.value).param == "prompt[2]"
 
 
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_parts_that_are_not_text_are_refused_with_the_reason(kind: str) -> None:
+    parts = [{"type": "text", "text": "What is this?"}, {"type": kind, kind: {}}]
+    with pytest.raises(ValidationError) as caught:
+        ChatRequest.model_validate({"messages": [{"role": "user", "content": parts}]})
+    error = invalid_body(caught.value)
+    assert error.param == f"messages[0].content[1].{kind}"
+    assert "text only" in error.message
+
+
 def test_errors_quote_no_more_than_a_few_words() -> None:
     error = ApiError(400, "x" * 10**6, "y" * 10**6)
     assert len(error.response().body) < 2000

@@ -18,7 +18,7 @@ from starlette.routing import Match
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.protocol.messages import Rejected
 from minisgl_core.utils.logs import REQUEST_ID
-from minisgl_server.api.unsupported_fields import UNSUPPORTED_REASONS
+from minisgl_server.api.unsupported_fields import NOT_TEXT, UNSUPPORTED_REASONS
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +200,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 
 def _reason(param: str | None) -> str:
-    reason = UNSUPPORTED_REASONS.get(re.split(r"[.[]", param)[0]) if param else None
+    names = re.split(r"[.[]", param or "")
+    reason = NOT_TEXT.get(names[-1]) or UNSUPPORTED_REASONS.get(names[0])
     return f" {reason}" if reason else ""
 
 

@@ -37,3 +37,8 @@ UNSUPPORTED_REASONS = {
     "web_search_options": "This server does not search the web; give the model a tool for that.",
 }
 """Sentence that follows the error message, by field."""
+
+NOT_TEXT = dict.fromkeys(
+    ("audio_url", "file", "image_embeds", "image_url", "input_audio", "source", "video_url"), _TEXT_ONLY
+)
+"""The same, by the field of a message's part that is not text, such as an image."""
