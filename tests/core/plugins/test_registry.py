@@ -130,6 +130,7 @@ def test_an_unknown_name_lists_what_is_installed_and_a_close_match():
         ("attention", "fa4", "pip install 'minisgl-backends[fa4]'"),
         ("prefix_cache", "radix", "pip install minisgl-backends"),
         ("models", "LlamaForCausalLM", "pip install minisgl-models"),
+        ("models", "transformers", "pip install 'minisgl-models[transformers]'"),
         ("commands", "launch", "pip install minisgl-server"),
     ],
 )

@@ -22,7 +22,7 @@ _REQUIREMENTS = {
         ("models", f"{name}ForCausalLM"): "minisgl-models"
         for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
     },
-    ("models", "transformers"): "minisgl-models",
+    ("models", "transformers"): "minisgl-models[transformers]",
     **{("commands", name): "minisgl-server" for name in ("launch", "shell", "bench")},
     **{("hooks", name): "minisgl-server" for name in ("page", "prometheus")},
 }
