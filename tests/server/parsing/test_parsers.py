@@ -298,11 +298,95 @@ HARMONY_OUTPUT = (
 
 @pytest.mark.parametrize("size", [1, 2, 7, 1000])
 def test_channels_of_harmony_are_reasoning_or_content(size: int) -> None:
-    splitter, pieces = HarmonySplitter(), range(0, len(HARMONY_OUTPUT), size)
-    parts = [splitter.push(HARMONY_OUTPUT[i : i + size], i == pieces[-1]) for i in pieces]
-    assert "".join(reasoning for reasoning, _ in parts) == "Look < it up.\nDone."
-    assert "".join(content for _, content in parts) == "A moment.\nIt is <b>4."
+    assert split_harmony(HARMONY_OUTPUT, size) == ("Look < it up.\nDone.", "A moment.\nIt is <b>4.")
+    splitter = HarmonySplitter()
+    splitter.push(HARMONY_OUTPUT, True)
     assert splitter.has_begun
+
+
+PUBLISHED_HARMONY = [
+    (
+        "<|channel|>analysis<|message|>Need to use function get_weather.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"location":"San Francisco"}<|call|>',
+        ("Need to use function get_weather.", '{"location":"San Francisco"}'),
+    ),
+    (
+        " to=functions.get_weather<|channel|>commentary<|constrain|>json<|message|>{}<|call|>",
+        ("", "{}"),
+    ),
+    (
+        "<|channel|>commentary to=functions.get_weather<|constrain|>json<|message|>{}<|call|>",
+        ("", "{}"),
+    ),
+    (
+        "I must refuse<|end|><|start|>assistant<|channel|>analysis<|message|>We must refuse<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>I can't help with that.<|return|>",
+        ("We must refuse", "I must refuse\nI can't help with that."),
+    ),
+    (
+        "<|channel|>analysis I must refuse<|end|><|start|>assistant<|channel|>final<|message|>I can't.<|return|>",
+        ("I must refuse", "I can't."),
+    ),
+    (
+        "... Let's use the tool.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary json"
+        "<|message|>{}<|call|>",
+        ("", "... Let's use the tool.\n{}"),
+    ),
+]
+"""Outputs in the documentation and the tests of openai-harmony 0.0.8, some of them shortened."""
+
+
+@pytest.mark.parametrize(("text", "expected"), PUBLISHED_HARMONY)
+def test_published_outputs_of_harmony(text: str, expected: tuple[str, str]) -> None:
+    for size in (1, 5, len(text)):
+        assert split_harmony(text, size) == expected
+
+
+def split_harmony(text: str, size: int) -> tuple[str, str]:
+    splitter, pieces = HarmonySplitter(), range(0, len(text), size)
+    parts = [splitter.push(text[i : i + size], i == pieces[-1]) for i in pieces]
+    return "".join(reasoning for reasoning, _ in parts), "".join(content for _, content in parts)
+
+
+HARMONY_HEADERS = st.tuples(
+    st.sampled_from(["", " to=functions.get"]),
+    st.sampled_from(["", "<|channel|>analysis", "<|channel|>commentary", "<|channel|>final"]),
+    st.sampled_from(["", " to=functions.get"]),
+    st.sampled_from(["", " json", "<|constrain|>json", " <|constrain|>json"]),
+).filter(lambda header: not (header[0] and header[2]) and (any(header[:3]) or not header[3]))
+HARMONY_TEXTS = st.lists(
+    st.sampled_from(["Hi", " there", "\n", "<|", "a < b", "<|end", "é", "日本", "😊", "final", " to="]),
+    min_size=1,
+    max_size=5,
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def openai_harmony() -> tuple[Any, Any]:
+    """openai-harmony and its encoding, which it downloads, or reads in the folder TIKTOKEN_ENCODINGS_BASE."""
+    harmony = pytest.importorskip("openai_harmony")
+    return harmony, harmony.load_harmony_encoding("HarmonyGptOss")
+
+
+@settings(deadline=None)
+@given(
+    messages=st.lists(st.tuples(HARMONY_HEADERS.map("".join), HARMONY_TEXTS), min_size=1, max_size=4),
+    size=st.integers(1, 9),
+)
+def test_harmony_equals_openai_harmony(
+    openai_harmony: tuple[Any, Any], messages: list[tuple[str, str]], size: int
+) -> None:
+    harmony, encoding = openai_harmony
+    text = (
+        "<|end|><|start|>assistant".join(f"{header}<|message|>{content}" for header, content in messages) + "<|return|>"
+    )
+    expected: dict[bool, list[str]] = {True: [], False: []}
+    parser = harmony.StreamableParser(encoding, harmony.Role.ASSISTANT)
+    for token in encoding.encode(text, allowed_special="all"):
+        parser.process(token)
+    for message in parser.messages:
+        expected[message.channel == "analysis"].append(message.content[0].text)
+    assert split_harmony(text, size) == ("\n".join(expected[True]), "\n".join(expected[False]))
 
 
 @pytest.mark.parametrize("text", ['{"a": 1}', "<|channel|>final<|message|>Yes <|", "a <| b"])

@@ -1,7 +1,12 @@
-"""The harmony format of gpt-oss (github.com/openai/harmony): an output is a sequence of messages, each in a channel."""
+"""The harmony format of gpt-oss (github.com/openai/harmony): an output is a sequence of messages, each in a channel.
+
+openai-harmony parses the tokens of one vocabulary, which it downloads, and fails on an output without tags, such as that of a
+grammar. This parser reads text.
+"""
 
 from __future__ import annotations
 
+import re
 from typing import Literal
 
 from minisgl_core.text.stop import StopFinder
@@ -11,19 +16,24 @@ HARMONY = "gpt_oss"
 
 TAGS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 
+_RECIPIENT = re.compile(r" ?(|t|to|to=\S{0,256}( \w{0,16})?)")
+"""Start of an output that names the recipient of a tool call, and its beginnings. The prompt ends with ``<|start|>assistant``."""
+
 Kind = Literal["reasoning", "content"]
 
 
 class HarmonySplitter:
     """Splits a stream of text. Messages in the channel ``analysis`` are reasoning content, and others are content.
 
-    Tags, roles and channels are left out, and a newline separates messages of the same kind. Text before the first tag is
-    content, such as that of an output which a grammar constrains.
+    Tags, roles, channels and recipients are left out, and a newline separates messages of the same kind. Other text before the
+    first tag is content, such as that of an output which a grammar constrains.
     """
 
     def __init__(self) -> None:
         self._finder = StopFinder(TAGS)
         self._part: Literal["start", "header", "channel", "message"] = "start"
+        self._start = ""
+        """Start of the output, as long as it may be a recipient."""
         self._channel = ""
         self._kind: Kind = "content"
         self._separator = ""
@@ -47,26 +57,52 @@ class HarmonySplitter:
             shown, tag = self._finder.push(char)
             self._add(shown, new)
             if tag is not None:
-                self._read(tag)
+                self._read(tag, new)
         if finished:
             self._add(self._finder.finish(), new)
+            self._show(self._start, new)
+            self._start = ""
         return new["reasoning"], new["content"]
 
     def _add(self, text: str, new: dict[Kind, str]) -> None:
         if self._part == "channel":
             self._channel += text
-        elif text and self._part in ("start", "message"):
+        elif self._part == "message":
+            self._show(text, new)
+        elif self._part == "start":
+            self._start += text
+            if not _RECIPIENT.fullmatch(self._start):
+                self._show(self._start, new)
+                self._start = ""
+
+    def _show(self, text: str, new: dict[Kind, str]) -> None:
+        if text:
             new[self._kind] += self._separator + text
             self._separator = ""
             self._shown.add(self._kind)
 
-    def _read(self, tag: str) -> None:
-        if tag == "<|channel|>":
-            self._part, self._channel = "channel", ""
-        elif tag == "<|message|>":
-            self._part = "message"
-            self._kind = "reasoning" if self._channel.split()[:1] == ["analysis"] else "content"
-            self._has_begun |= self._kind == "reasoning"
-            self._separator = "\n" if self._kind in self._shown else ""
-        else:
+    def _read(self, tag: str, new: dict[Kind, str]) -> None:
+        if tag == "<|message|>":
+            self._begin_message(self._channel)
+        elif tag == "<|constrain|>":
             self._part = "header"
+        elif tag == "<|channel|>":
+            self._part, self._channel = "channel", ""
+        else:
+            if self._part == "start":
+                self._show(self._start, new)
+            elif self._part == "channel":
+                self._show_without_message_tag(new)
+            self._part, self._channel = "header", ""
+        self._start = ""
+
+    def _begin_message(self, channel: str) -> None:
+        self._part, self._kind = "message", "reasoning" if channel.split()[:1] == ["analysis"] else "content"
+        self._has_begun |= self._kind == "reasoning"
+        self._separator = "\n" if self._kind in self._shown else ""
+
+    def _show_without_message_tag(self, new: dict[Kind, str]) -> None:
+        """Show the text after a channel's name, as the model left out ``<|message|>``."""
+        channel, *text = self._channel.split(maxsplit=1) or [""]
+        self._begin_message(channel)
+        self._show("".join(text), new)
