@@ -182,7 +182,7 @@ def test_an_unsupported_page_size_is_named(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # version 3 is for 9.0
     install(monkeypatch, tmp_path, "flash_attn/__init__.py", "flash_attn/flash_attn_interface.py")
     [reason] = [each for each in FlashAttention.unsupported(SPEC) if "version 3" not in each]  # which may be here
-    assert "version 2 (flash_attn) takes page sizes that are multiples of 256" in reason
+    assert "version 2 (flash_attn) supports page sizes that are multiples of 256" in reason
     assert FlashAttention.unsupported(replace(SPEC, page_size=512)) == []
 
 

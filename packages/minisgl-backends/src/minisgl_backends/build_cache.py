@@ -1,4 +1,4 @@
-"""Cache of kernels compiled at run time. Its files are loaded as code, so only the user may be able to write them."""
+"""Cache of kernels compiled at run time. Its files are loaded as code, so only the user may have write access."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Gemma2Attention(Layer):
-    """Grouped-query attention with rotary embedding; its scores have a scale of the config and a soft cap."""
+    """Grouped-query attention with rotary embedding; `query_pre_attn_scalar` scales the scores, which may be soft-capped."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
@@ -66,7 +66,7 @@ class Gemma2Attention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
         if logits_index is not None:
@@ -83,13 +83,13 @@ class Gemma2MLP(Layer):
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
         return self.down_proj.forward(F.gelu(gate, approximate="tanh") * up)
 
 
 class Gemma2DecoderLayer(Layer):
-    """Attention and MLP, each between two norms and added to the residual stream."""
+    """Attention and MLP with residual connections, and a norm before and after each."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         # The norms after attention and MLP need the whole output, so both all-reduce it.
@@ -141,7 +141,10 @@ class Gemma2Model(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
@@ -150,7 +153,7 @@ class Gemma2Model(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -158,7 +161,7 @@ class Gemma2Model(Layer):
 
 
 class Gemma2ForCausalLM(Model):
-    """Gemma 2 with its output matrix, which is the embedding."""
+    """Gemma 2 with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -67,14 +67,14 @@ _MODULES: Mapping[str, str] = {
     "model.multi_modal_projector.": "multi_modal_projector.",
     "lm_head.": "language_model.lm_head.",
 }
-"""Prefixes of transformers' modules, which some multimodal checkpoints have, and those of the first ones."""
+"""Prefixes of tensor names: those of transformers' modules, which some checkpoints have, and those of Google's checkpoints."""
 
 
 class Gemma3Attention(Layer):
-    """Grouped-query attention with rotary embedding; each head of q and k is normalised before."""
+    """Grouped-query attention with QK norms and rotary embedding."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         self.o_proj = RowParallelLinear(num_q * dim, hidden, build, bias=config.o_bias)
@@ -90,9 +90,9 @@ class Gemma3Attention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, norms, RoPE and KV store are one kernel, or part of the attention kernel.
         rotation = Rotation(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.eps)
         attn_output = self.attn.forward(q, k, v, attend, rotation)
         if logits_index is not None:
@@ -109,13 +109,13 @@ class Gemma3MLP(Layer):
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
         return self.down_proj.forward(F.gelu(gate, approximate="tanh") * up)
 
 
 class Gemma3DecoderLayer(Layer):
-    """Attention and MLP, each between two norms and added to the residual stream."""
+    """Attention and MLP with residual connections, and a norm before and after each."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         self.is_sliding = config.sliding_windows[index] is not None
@@ -170,7 +170,10 @@ class Gemma3Model(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids) * self._embedding_scale, None
@@ -180,7 +183,7 @@ class Gemma3Model(Layer):
         for layer in layers:
             cos, sin = local if layer.is_sliding else full
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         cos, sin = local if last.is_sliding else full
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
@@ -189,7 +192,7 @@ class Gemma3Model(Layer):
 
 
 class Gemma3ForCausalLM(Model):
-    """Gemma 3 with its output matrix, which is the embedding."""
+    """Gemma 3 with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

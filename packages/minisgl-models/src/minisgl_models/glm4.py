@@ -48,7 +48,7 @@ class Glm4Attention(Layer):
     """Grouped-query attention with a rotary embedding of the first dimensions of a head, whose pairs are interleaved."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         rotary_dim = config.rope.rotary_dim
         self.qkv_proj = QKVParallelLinear(
@@ -65,9 +65,9 @@ class Glm4Attention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
@@ -80,17 +80,17 @@ class Glm4MLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         check_activation(config)
         hidden, inner = config.hidden_size, config.intermediate_size
-        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward(x))
 
 
 class Glm4DecoderLayer(Layer):
-    """Attention and MLP, each between two norms and added to the residual stream."""
+    """Attention and MLP with residual connections, and a norm before and after each."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -141,7 +141,10 @@ class Glm4Model(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids), None
@@ -150,7 +153,7 @@ class Glm4Model(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -158,7 +161,7 @@ class Glm4Model(Layer):
 
 
 class Glm4ForCausalLM(Model):
-    """Glm4 with its output matrix."""
+    """Glm4 with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 

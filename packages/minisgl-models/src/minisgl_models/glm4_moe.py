@@ -61,7 +61,7 @@ class Glm4MoeAttention(Layer):
     """Grouped-query attention with a rotary embedding of the first dimensions of a head; q and k may be normalised before."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # Its all-reduce is fused into post_attention_layernorm.
@@ -81,9 +81,9 @@ class Glm4MoeAttention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # Norms, RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, norms, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin, self._norms, self._eps))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
@@ -100,7 +100,7 @@ class Glm4MoeTopkRouter(Layer):
         self.e_score_correction_bias = nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to float32 [T, E]."""
+        """Map [T, H] to logits, float32 [T, E]."""
         return nn.functional.linear(x.float(), self.weight)
 
 
@@ -133,12 +133,12 @@ class Glm4MoeMoE(Layer):
         self.shared_experts = LlamaMLP(shared, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.experts.forward(x, self.gate.forward(x), self.shared_experts.forward(x))
 
 
 class Glm4MoeDecoderLayer(Layer):
-    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+    """Pre-norm attention and MLP, or experts, with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -190,7 +190,10 @@ class Glm4MoeModel(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids), None
@@ -199,7 +202,7 @@ class Glm4MoeModel(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -207,7 +210,7 @@ class Glm4MoeModel(Layer):
 
 
 class Glm4MoeForCausalLM(Model):
-    """GLM-4-MoE with its output matrix."""
+    """GLM-4-MoE with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

@@ -59,17 +59,17 @@ _ROPE: Mapping[str, Any] = {
 
 
 class GptOssAttention(LlamaAttention):
-    """Grouped-query attention whose softmax has one logit more per query head, the sink, without a value."""
+    """Grouped-query attention with sinks: the softmax has one learned logit more per query head, without a value."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         super().__init__(config, index, build)
         window, num_sinks = config.sliding_windows[index], config.num_q_heads
         self.attn = Attention(index, config.head_dim**-0.5, window, build, num_sinks=num_sinks)
 
 
 class GptOssMLP(Layer):
-    """A router picks `top_k` experts per token; the softmax of their logits weighs them."""
+    """Router and `top_k` routed experts per token, weighted by the softmax of their logits."""
 
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         moe = config.moe
@@ -90,12 +90,12 @@ class GptOssMLP(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.experts.forward(x, self.router.forward(x))
 
 
 class GptOssDecoderLayer(Layer):
-    """Attention and experts, each after a norm and added to the residual stream."""
+    """Pre-norm attention and experts with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -142,7 +142,10 @@ class GptOssModel(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids), None
@@ -151,7 +154,7 @@ class GptOssModel(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -159,7 +162,7 @@ class GptOssModel(Layer):
 
 
 class GptOssForCausalLM(Model):
-    """gpt-oss with its output matrix."""
+    """gpt-oss with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 

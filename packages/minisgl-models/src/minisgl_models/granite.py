@@ -33,10 +33,10 @@ _FACTORS = ("attention_multiplier", "embedding_multiplier", "logits_scaling", "r
 
 
 class GraniteAttention(Layer):
-    """Grouped-query attention with rotary embedding, whose scores have a factor of the config."""
+    """Grouped-query attention with rotary embedding; `attention_multiplier` scales the scores."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         # Its all-reduce is fused into post_attention_layernorm.
@@ -51,9 +51,9 @@ class GraniteAttention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
-        # RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
@@ -66,18 +66,18 @@ class GraniteMLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         check_activation(config)
         hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, bias=bias, silu_and_mul=True)
         # Its all-reduce is fused into the next layer's input_layernorm, or the final norm.
         self.down_proj = RowParallelLinear(inner, hidden, build, bias=bias, reduce=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward(x))
 
 
 class GraniteDecoderLayer(Layer):
-    """Attention and MLP, each after a norm, and added to the residual stream with a factor."""
+    """Pre-norm attention and MLP, whose outputs are scaled before the residual add."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -126,7 +126,10 @@ class GraniteModel(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids) * self._multiplier, None
@@ -135,7 +138,7 @@ class GraniteModel(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -143,7 +146,7 @@ class GraniteModel(Layer):
 
 
 class GraniteForCausalLM(Model):
-    """Granite with its output matrix."""
+    """Granite with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

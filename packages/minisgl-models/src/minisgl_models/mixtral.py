@@ -45,7 +45,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class MixtralSparseMoeBlock(Layer):
-    """A router picks `top_k` experts per token; the softmax of their logits weighs them."""
+    """Router and `top_k` routed experts per token, weighted by the softmax of their logits."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         check_activation(config)
@@ -62,12 +62,12 @@ class MixtralSparseMoeBlock(Layer):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.experts.forward(x, self.gate.forward(x))
 
 
 class MixtralDecoderLayer(Layer):
-    """Attention and experts, each after a norm and added to the residual stream."""
+    """Pre-norm attention and experts with residual connections."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -115,7 +115,10 @@ class MixtralModel(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids), None
@@ -124,7 +127,7 @@ class MixtralModel(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -132,7 +135,7 @@ class MixtralModel(Layer):
 
 
 class MixtralForCausalLM(Model):
-    """Mixtral with its output matrix."""
+    """Mixtral with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 

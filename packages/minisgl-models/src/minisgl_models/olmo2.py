@@ -32,10 +32,10 @@ from minisgl_models.config_keys import unsupported_keys, with_defaults
 
 
 class Olmo2Attention(Layer):
-    """Grouped-query attention with rotary embedding; all heads of q are normalised as one vector before, and those of k."""
+    """Grouped-query attention with rotary embedding, after one RMSNorm over all heads of q and one over all heads of k."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
-        """`index` is the decoder layer's."""
+        """Build the layers. `index` is the index of the decoder layer."""
         hidden, dim, num_q, num_kv = config.hidden_size, config.head_dim, config.num_q_heads, config.num_kv_heads
         self.qkv_proj = QKVParallelLinear(hidden, dim, num_q, num_kv, build, bias=config.qkv_bias)
         self.q_norm = ShardedRMSNorm(self.qkv_proj.q_rows, config.rms_norm_eps, build)
@@ -51,10 +51,10 @@ class Olmo2Attention(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, H] to [T, H], or to [N, H] of the tokens at `logits_index`."""
+        """Map [T, H] to [T, H], or to [N, H] for the tokens at `logits_index`."""
         q, k, v = self.qkv_proj.heads(hidden_states)
         q, k = (norm.forward(x.flatten(1)).view(x.shape) for norm, x in ((self.q_norm, q), (self.k_norm, k)))
-        # RoPE and KV store are one kernel, or part of the attention kernel, where the backend has that.
+        # If the backend supports it, RoPE and KV store are one kernel, or part of the attention kernel.
         attn_output = self.attn.forward(q, k, v, attend, Rotation(cos, sin))
         if logits_index is not None:
             attn_output = attn_output.index_select(0, logits_index)
@@ -67,17 +67,17 @@ class Olmo2MLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         check_activation(config)
         hidden, inner = config.hidden_size, config.intermediate_size
-        # One GEMM whose epilogue applies the activation, where the kernels have that.
+        # One GEMM. Some kernels apply the activation in its epilogue.
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build, silu_and_mul=True)
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         return self.down_proj.forward(self.gate_up_proj.forward(x))
 
 
 class Olmo2DecoderLayer(Layer):
-    """Attention and MLP, whose outputs are normalised and added to the residual stream."""
+    """Attention and MLP with residual connections; their outputs are normalised, not their inputs."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         # The norms need the whole output of attention and MLP, so both all-reduce it.
@@ -122,19 +122,22 @@ class Olmo2Model(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [1, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states, [1, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states = layer.forward(hidden_states, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states = last.forward(hidden_states, cos, sin, attend, logits_index)
         return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
 
 
 class Olmo2ForCausalLM(Model):
-    """Olmo2 with its output matrix."""
+    """Olmo2 with its LM head."""
 
     num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -44,20 +44,23 @@ class Olmo3Model(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [1, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states, [1, T, H].
+        """
         full, local = self.rotary_emb.forward(positions), self.rotary_emb_local.forward(positions)
         hidden_states = self.embed_tokens.forward(input_ids) if intermediate is None else intermediate[0]
         last = max(self.layers)
         for index, layer in self.layers.items():
             cos, sin = full if self._windows[index] is None else local
-            # After the last attention, only the tokens that logits are computed of matter.
+            # After the last attention, only the tokens whose logits are computed are needed.
             wanted = logits_index if index == last else None
             hidden_states = layer.forward(hidden_states, cos, sin, attend, wanted)
         return self.norm.forward(hidden_states) if self._stage.has_lm_head else hidden_states[None]
 
 
 class Olmo3ForCausalLM(Model):
-    """Olmo3 with its output matrix."""
+    """Olmo3 with its LM head."""
 
     num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -50,7 +50,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Qwen2MoeSparseMoeBlock(Layer):
-    """A router picks `top_k` experts per token, and a gate weighs the shared expert (arXiv 2401.06066)."""
+    """Router, `top_k` routed experts per token, and a shared expert weighted by a gate (arXiv 2401.06066)."""
 
     def __init__(self, config: ModelConfig, moe: MoeConfig, build: BuildContext) -> None:
         check_activation(config)
@@ -70,13 +70,13 @@ class Qwen2MoeSparseMoeBlock(Layer):
         self.shared_expert_gate = ReplicatedLinear(hidden, 1, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] to [T, H]."""
+        """Map [T, H] to [T, H]."""
         shared = self.shared_expert.forward(x) * self.shared_expert_gate.forward(x).sigmoid()
         return self.experts.forward(x, self.gate.forward(x), shared)
 
 
 class Qwen2MoeDecoderLayer(Layer):
-    """Attention and MLP or experts, each after a norm and added to the residual stream."""
+    """Pre-norm attention and MLP, or experts, with residual connections."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         hidden, eps = config.hidden_size, config.rms_norm_eps
@@ -128,7 +128,10 @@ class Qwen2MoeModel(Layer):
         logits_index: torch.Tensor | None,
         intermediate: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[T] and [T] to [T, H] or [N, H]; between pipeline stages to and from [2, T, H]."""
+        """Return hidden states, [T, H], or [N, H] for the tokens at `logits_index`.
+
+        Between pipeline stages, `intermediate` and the result are hidden states and residual, [2, T, H].
+        """
         cos, sin = self.rotary_emb.forward(positions)
         if intermediate is None:
             hidden_states, residual = self.embed_tokens.forward(input_ids), None
@@ -137,7 +140,7 @@ class Qwen2MoeModel(Layer):
         *layers, last = self.layers.values()
         for layer in layers:
             hidden_states, residual = layer.forward(hidden_states, residual, cos, sin, attend)
-        # After the last attention, only the tokens that logits are computed of matter.
+        # After the last attention, only the tokens whose logits are computed are needed.
         hidden_states, residual = last.forward(hidden_states, residual, cos, sin, attend, logits_index)
         if not self._stage.has_lm_head:
             return torch.stack((hidden_states, residual))
@@ -145,7 +148,7 @@ class Qwen2MoeModel(Layer):
 
 
 class Qwen2MoeForCausalLM(Model):
-    """Qwen2-MoE with its output matrix."""
+    """Qwen2-MoE with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

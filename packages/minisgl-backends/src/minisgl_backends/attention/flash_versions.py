@@ -199,7 +199,7 @@ class FlashVersion:
         if major not in self.majors:
             reasons.append(f"version {self} has no kernels for compute capability {major}.x")
         if spec.page_size % self.page_multiple:
-            reasons.append(f"version {self} takes page sizes that are multiples of {self.page_multiple}")
+            reasons.append(f"version {self} supports page sizes that are multiples of {self.page_multiple}")
         return reasons
 
 

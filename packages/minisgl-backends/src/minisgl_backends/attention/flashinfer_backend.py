@@ -68,7 +68,7 @@ class FlashInferAttention(FusedStoreAttention):
 
     @classmethod
     def uncompiled(cls, spec: AttentionSpec) -> str:
-        """Name the prefill's modules until `compile` has run. The decode's are not looked for, as ``auto`` does not use them."""
+        """Name the prefill's modules until `compile` has run. The decode's are not checked, as ``auto`` does not use them."""
         return "" if is_compiled(spec) else "FlashInfer's prefill"
 
     @classmethod

@@ -38,7 +38,7 @@ def is_compiled(spec: AttentionSpec) -> bool:
 
 
 def compile_prefill(backend: type[AttentionBackend], spec: AttentionSpec) -> None:
-    """Compile the prefill modules by running a small prefill, and record their files. Another process is waited for.
+    """Compile the prefill modules by running a small prefill, and record their files. Wait if another process compiles them.
 
     Raises:
         MinisglError: there is no private cache folder for the record.

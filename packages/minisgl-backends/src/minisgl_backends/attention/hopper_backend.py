@@ -27,11 +27,13 @@ class HopperAttention(TritonAttention):
         reasons = super().unsupported(spec)
         group = spec.num_q_heads // spec.num_kv_heads
         if spec.head_dim not in decode.HEAD_DIMS:
-            reasons.append(f"it takes head dimensions {' or '.join(map(str, decode.HEAD_DIMS))}, not {spec.head_dim}")
+            reasons.append(
+                f"it supports head dimensions {' or '.join(map(str, decode.HEAD_DIMS))}, not {spec.head_dim}"
+            )
         if group > decode.MAX_GROUP:
-            reasons.append(f"it takes up to {decode.MAX_GROUP} query heads per KV head, not {group}")
+            reasons.append(f"it supports up to {decode.MAX_GROUP} query heads per KV head, not {group}")
         if not decode.supports_page_size(spec.page_size):
-            reasons.append(f"it takes pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size}")
+            reasons.append(f"it supports pages of 8, 16, 32 or a multiple of 64 tokens, not of {spec.page_size}")
         return reasons
 
     def __init__(self, spec: AttentionSpec, pool: KVPages, page_table: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ _CHUNK = 128
 _ROWS = 16
 """Queries per tile of a prefill; keys are padded to a multiple. ROWS and COLUMNS of tiles.h."""
 _BLOCK = 128
-"""Queries per GEMM on processors without tiles."""
+"""Queries per GEMM on processors without AVX512-BF16."""
 
 Int64s = npt.NDArray[np.int64]
 
@@ -59,7 +59,7 @@ class _Plan:
         batch: all requests.
         num_chunks: split-KV partitions of the longest decode.
         partials: partial outputs of the decodes' partitions, float32, one row [G * (D + 2)] each; None without decodes.
-        prefills: the prefills as tiles, or as groups if the processor has no tiles; None without prefills.
+        prefills: the prefills as tiles, or as groups on processors without AVX512-BF16; None without prefills.
     """
 
     batch: AttentionBatch

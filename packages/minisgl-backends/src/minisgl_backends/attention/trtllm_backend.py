@@ -32,7 +32,7 @@ class TrtllmAttention(GatherAttention):
         if not reasons and torch.cuda.get_device_capability(spec.device)[0] != 10:
             reasons.append("its kernels run on compute capability 10.x only")
         if spec.page_size not in _PAGE_SIZES:
-            reasons.append(f"it takes pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
+            reasons.append(f"it supports pages of {', '.join(map(str, _PAGE_SIZES))} tokens, not {spec.page_size}")
         reasons = [*super().unsupported(spec), *reasons]
         return [*reasons, *dtypes_unsupported(spec, _DTYPES), *head_dim_unsupported(spec, _HEAD_DIMS)]
 

@@ -49,7 +49,7 @@ class OneShotCommunicator(NcclCommunicator):
         if spec.spans_hosts:
             return ["all ranks must be on one host"]
         if spec.size not in _SIZES:
-            return [f"it serves {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
+            return [f"it supports {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
         if importlib.util.find_spec("triton") is None:
             return ["triton is not installed; try: pip install 'minisgl-backends[triton]'"]
         if torch.cuda.device_count() < spec.size:

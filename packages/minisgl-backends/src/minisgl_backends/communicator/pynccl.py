@@ -27,7 +27,7 @@ class NcclCommunicator(Communicator):
     def unsupported(cls, spec: CommunicatorSpec) -> list[str]:
         """Name a missing NVIDIA GPU or NCCL library."""
         if spec.device.type != "cuda" or torch.version.cuda is None:
-            return [f"it serves NVIDIA GPUs, not {spec.device.type}"]
+            return [f"it needs an NVIDIA GPU, not {spec.device.type}"]
         try:
             load_nccl()
         except OSError as error:

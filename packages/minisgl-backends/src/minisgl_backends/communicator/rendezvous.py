@@ -50,7 +50,7 @@ class Rendezvous:
         return [json.loads(self.store.get(f"{key}/{rank}")) for rank in range(self._size)]
 
     def final_barrier(self, timeout_s: float) -> None:
-        """Wait until all ranks have called this, or until `timeout_s` seconds have passed without a further one."""
+        """Wait until all ranks have called this, or `timeout_s` seconds after the last call."""
         self.store.set_timeout(timedelta(seconds=timeout_s))
         with suppress(RuntimeError):
             self.gather(None)

@@ -34,7 +34,7 @@ class TorchCommunicator(Communicator):
         if not dist.is_available():
             return ["this build of torch has no torch.distributed"]
         if spec.device.type not in _BACKENDS:
-            return [f"it serves {' and '.join(_BACKENDS)}, not {spec.device.type}"]
+            return [f"it supports {' and '.join(_BACKENDS)}, not {spec.device.type}"]
         name, is_available = _BACKENDS[spec.device.type]
         return [] if is_available() else [f"this build of torch has no {name}"]
 

@@ -71,7 +71,7 @@ class RayExecutor(Executor):
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._head_seen = time.monotonic()
-        """Time at which the head of the cluster has answered last."""
+        """Time of the last answer of the cluster's head."""
 
     @classmethod
     def unsupported(cls, spec: ExecutorSpec) -> list[str]:
@@ -175,7 +175,7 @@ class RayExecutor(Executor):
         options: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # Cores are only counted, so that one host can run any number of ranks. No object is stored.
+            # num_cpus is a logical resource. With one per rank, a host can run any number of ranks. The object store is not used.
             num_cpus = max(self.spec.size, os.cpu_count() or 1)
             options |= {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 100 << 20}
         in_main = threading.current_thread() is threading.main_thread()

@@ -33,7 +33,7 @@ def _dequantize(codes, words, PART: tl.constexpr, dtype: tl.constexpr):
     """Return ``(code - zero) * scale`` of the codes in bits 4 * PART to 4 * PART + 3, in `dtype`; see `scale_words`.
 
     A code in the last bits of a 16-bit float's mantissa is 128 + code in bfloat16, and 1024 + code in float16. Two codes are
-    converted by four instructions. GPUs before Hopper have no addition and no multiplication of bfloat16, but both at once.
+    converted by four instructions. GPUs before Hopper have only the fused multiply-add in bfloat16.
     """
     scale = words.to(tl.int16).to(dtype, bitcast=True)[:, None]
     offset = (words >> 16).to(tl.int16).to(dtype, bitcast=True)[:, None]

@@ -2,9 +2,9 @@
 
 The key tiles of a batch are split into partitions of equal length, one per program, regardless of request boundaries. So all
 programs end together, as in Stream-K GEMMs (arXiv 2301.03598). Softmax is computed online over the tiles (arXiv 2205.14135).
-A request in several partitions is merged by its log-sum-exps (Flash-Decoding, pytorch.org/blog/flash-decoding). The program
-of the request that ends last does that. The G query heads of a KV head share a tile, so that K and V are read once for all
-of them. Programs of one partition and different heads are neighbours in the grid, as their keys are in memory.
+The last program of a request in several partitions merges its partial outputs by their log-sum-exps (Flash-Decoding,
+pytorch.org/blog/flash-decoding). The G query heads of a KV head share a tile, so that K and V are read once for all of them.
+Programs of one partition and different heads are neighbours in the grid, as their keys are in memory.
 
 Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, C split-KV partitions.
 The page table has R rows and M columns.

@@ -70,5 +70,5 @@ class StepAttention:
         found = described(call.module, q, k, v, keywords)
         if (found.scale, found.soft_cap) != (call.scale, call.soft_cap) or found.keyword_window != call.keyword_window:
             raise ModelFormatError(
-                f"{call.module} asks for other attention than it did when it was traced: {found}, not {call}"
+                f"{call.module} calls attention with other arguments than in the trace: {found}, not {call}"
             )

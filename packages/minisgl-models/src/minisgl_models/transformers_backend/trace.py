@@ -91,7 +91,7 @@ def transformers_config(raw: Mapping[str, Any]) -> Any:
     model_type, architecture = Keys(raw).text("model_type"), architecture_of(raw)
     if not model_type:
         raise ModelFormatError(
-            "config: model_type is missing; --model-impl transformers takes folders of transformers, no GGUF"
+            "config: model_type is missing; --model-impl transformers needs a Hugging Face folder, not a GGUF file"
         )
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     known = (known,) if isinstance(known, str) else known
@@ -202,7 +202,7 @@ def _check_kind(model: Any) -> None:
     if getattr(model, "_is_stateful", False) or any(isinstance(each, nn.Conv1d) for each in model.modules()):
         raise ModelFormatError("it keeps a state per request besides K and V (recurrent or convolution layers)")
     if getattr(config, "alibi", False):
-        raise ModelFormatError("it has ALiBi biases (alibi in the config), which paged attention has not")
+        raise ModelFormatError("it has ALiBi biases (alibi in the config), which paged attention does not support")
 
 
 def _calls(model: Any) -> tuple[AttentionCall, ...]:

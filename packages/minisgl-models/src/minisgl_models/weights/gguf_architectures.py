@@ -221,7 +221,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 MIXTRAL = Architecture(
     "MixtralForCausalLM", {**_DENSE, **_MIXTRAL}, is_permuted=True, keys=_MOE_KEYS[:2], config=_mixtral
 )
-"""What llama.cpp calls ``llama`` with experts."""
+"""Architecture of files of the kind ``llama`` that have experts."""
 
 
 def architecture_of(kind: str, metadata: Mapping[str, Any]) -> Architecture | None:

@@ -132,9 +132,9 @@ _FIXED_KEYS: Mapping[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
     "attention.sliding_window": (0,),
 }
-"""Keys that are not read, and the values that mean what the architectures do."""
+"""Keys that are not read, with the values that agree with the architectures. Other values are refused."""
 _WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "attention.value_length")
-"""Keys whose content the tensors say as well."""
+"""Keys whose content also follows from the tensors."""
 
 
 def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collection[str]) -> None:

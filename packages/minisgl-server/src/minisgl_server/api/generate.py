@@ -202,7 +202,7 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestS
     ]
     for source, name, value in sources:
         if name in names:
-            raise InvalidValueError(source, value, f"left out where {names[name]} is given")
+            raise InvalidValueError(source, value, f"left out if {names[name]} is given")
         names[name], values[name] = source, value
     if body.top_logprobs_num is not None and not body.return_logprob:
         raise InvalidValueError("top_logprobs_num", body.top_logprobs_num, "left out unless return_logprob is true")

@@ -118,7 +118,7 @@ def _gguf_source(path: Path) -> dict[str, Any]:
     import transformers
 
     if importlib.util.find_spec("accelerate") is None:
-        allowed = "used with accelerate installed, where the model is a .gguf file"
+        allowed = "used with accelerate installed, if the model is a .gguf file"
         raise InvalidValueError("--compare", "transformers", allowed, "Try: pip install accelerate")
     config = getattr(transformers, "GgufConfig", None)
     dense = {} if config is None else {"quantization_config": config(dequantize=True)}

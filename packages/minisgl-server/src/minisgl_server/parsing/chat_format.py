@@ -240,9 +240,9 @@ class ChatFormat:
         otherwise = None
         if structured is not None:
             if tools.is_required:
-                raise InvalidValueError(structured.name, structured.text, "left out where tool_choice requires a call")
+                raise InvalidValueError(structured.name, structured.text, "left out if tool_choice requires a call")
             if structured.kind not in _JSON_KINDS:
-                raise InvalidValueError(structured.name, structured.text, "a JSON schema where there are tools")
+                raise InvalidValueError(structured.name, structured.text, "a JSON schema if there are tools")
             otherwise = {"type": "object"} if structured.kind == "json_object" else _schema(structured)
         parser = self._parser_for_tools()
         chosen = [tool["function"] for tool in tools.offered if tools.named in (None, tool["function"]["name"])]

@@ -20,7 +20,7 @@ from minisgl_server.parsing.chat_format import ChatFormat
 EncodedPrompt = tuple[list[int], str]
 """Token ids of a prompt, and its text; the text is empty if the request has token ids."""
 _MIN_TOKEN_LIMIT = 2**15
-"""Texts of up to this many tokens are tokenized completely, even where the context is shorter."""
+"""Texts of up to this many tokens are tokenized completely, even if the context is shorter."""
 _TOOL_GRAMMARS = ("tagged_json", "structural_tag")
 """Kinds of grammars that tool calls can be part of."""
 
@@ -154,7 +154,7 @@ class PromptEncoder:
             source = structured.source(message.form_name) if structured is not None else None
         if source is not None:
             if (allowed_ids := message.sampling.allowed_token_ids) is not None:
-                allowed = f"left out where {source.name} constrains the output"
+                allowed = f"left out if {source.name} constrains the output"
                 raise InvalidValueError("allowed_token_ids", f"{len(allowed_ids)} tokens", allowed)
             try:
                 self._registry.load("grammar", self._info.grammar)

@@ -56,7 +56,7 @@ def to_chat_request(request: MessagePrompt) -> tuple[ChatRequest, FieldNames]:
     chat: dict[str, Any] = {"messages": messages, **_tools(request)}
     if (last := messages[-1])["role"] == "assistant":
         if "tool_calls" in last or not last["content"].strip():
-            allowed = "text, where the last message is the assistant's: the output continues it"
+            allowed = "text, if the last message is the assistant's: the output continues it"
             raise InvalidValueError(f"{names[-1]}.content", request.messages[-1].content, allowed)
         chat["continue_final_message"] = True
     chat |= {name: value for name in _SAME_NAMES if (value := getattr(request, name, None)) is not None}

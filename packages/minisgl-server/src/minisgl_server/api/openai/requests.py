@@ -60,7 +60,7 @@ def check_request(request: GenerationRequest, served_name: str) -> None:
     """
     check_model(request.model, served_name)
     if request.stream_options is not None and not request.stream:
-        raise ApiError(400, "stream_options is allowed only where stream is true.", "stream_options")
+        raise ApiError(400, "stream_options is allowed only if stream is true.", "stream_options")
 
 
 def check_model(name: str | None, served_name: str) -> None:

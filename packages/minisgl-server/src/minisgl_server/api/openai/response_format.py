@@ -63,11 +63,11 @@ def single_output(
     names: dict[str, str] = {}
     for name in whitespace or {}:
         if (first := names.setdefault(_WHITESPACE[name], name)) != name:
-            raise InvalidValueError(name, "given", f"left out where {first} is given")
+            raise InvalidValueError(name, "given", f"left out if {first} is given")
     whitespace_options = {field: (whitespace or {})[name] for field, name in names.items()}
     if len(requested) > 1:
         first, second = list(requested)[:2]
-        raise InvalidValueError(second, "given", f"left out where {first} is given")
+        raise InvalidValueError(second, "given", f"left out if {first} is given")
     for name, arguments in requested.items():
         try:
             return StructuredOutputs(**arguments, **whitespace_options), name

@@ -43,7 +43,7 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
     if isinstance(request, ChatRequest):
         if request.max_completion_tokens is not None:
             if max_tokens is not None:
-                allowed = "left out where max_completion_tokens is given"
+                allowed = "left out if max_completion_tokens is given"
                 raise InvalidValueError("max_tokens", max_tokens, allowed)
             limit_name, max_tokens = "max_completion_tokens", request.max_completion_tokens
         logprobs_name = "top_logprobs"
@@ -67,7 +67,7 @@ def request_sampling(request: GenerationRequest, info: EngineInfo) -> RequestSam
 def _prompt_logprobs(request: GenerationRequest) -> int | None:
     """Return the number of top log-probabilities to compute per prompt token: of ``prompt_logprobs``, or of an echoed prompt."""
     if request.prompt_logprobs is not None and request.stream:
-        raise InvalidValueError("prompt_logprobs", request.prompt_logprobs, "left out where stream is true")
+        raise InvalidValueError("prompt_logprobs", request.prompt_logprobs, "left out if stream is true")
     echoed = request.logprobs if isinstance(request, CompletionRequest) and request.echo else None
     requested = [each for each in (request.prompt_logprobs, echoed) if each is not None]
     return max(requested, default=None)

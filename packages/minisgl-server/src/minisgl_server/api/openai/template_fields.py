@@ -18,10 +18,10 @@ def template_fields(chat: ChatRequest, trusts_chat_templates: bool) -> dict[str,
     if chat.chat_template is not None and not trusts_chat_templates:
         raise InvalidValueError("chat_template", chat.chat_template, "left out", UNSUPPORTED_REASONS["chat_template"])
     if chat.continue_final_message and chat.add_generation_prompt:
-        allowed = "false or left out where continue_final_message is true"
+        allowed = "false or left out if continue_final_message is true"
         raise InvalidValueError("add_generation_prompt", True, allowed)
     if chat.include_reasoning is False and chat.separate_reasoning is False:
-        allowed = "true or left out where separate_reasoning is false, which leaves reasoning content in the text"
+        allowed = "true or left out if separate_reasoning is false, which leaves reasoning content in the text"
         raise InvalidValueError("include_reasoning", False, allowed)
     add_generation_prompt = (
         not chat.continue_final_message if chat.add_generation_prompt is None else chat.add_generation_prompt

@@ -65,8 +65,8 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse:
         """Return a response.
 
-                Raises:
-        ApiError: 404, there is no response of this id.
+        Raises:
+            ApiError: 404, there is no response of this id.
         """
         entry = self._entries.get(response_id)
         if entry is None:
@@ -90,8 +90,8 @@ class ResponseStore:
     def delete(self, response_id: str) -> None:
         """Delete a response.
 
-                Raises:
-        ApiError: 404, there is no response of this id.
+        Raises:
+            ApiError: 404, there is no response of this id.
         """
         self._num_bytes -= self.get(response_id).num_bytes
         del self._entries[response_id]

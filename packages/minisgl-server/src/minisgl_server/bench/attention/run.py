@@ -92,7 +92,7 @@ def run_attention(options: AttentionOptions) -> None:
     for note in _reasons(rows):
         click.echo(note)
     if any(row.timing is not None and row.timing.is_graph for row in rows):
-        click.echo("Decodes were replayed from CUDA graphs where the provider supports them.")
+        click.echo("Decodes were replayed from CUDA graphs if the provider supports them.")
     if options.json_file:
         found = {
             "started": started,
