@@ -201,3 +201,37 @@ def test_modules_that_gptqmodel_excludes() -> None:
     stored = CheckpointQuantization(GPTQ | {"dynamic": {r"-:.*\.mlp\.": {}}})
     assert stored.weights_of(GATE) is None
     assert stored.weights_of(Q) is stored.config
+
+
+EXPONENTIAL = (
+    "(a+)+$", r"(?:(?:\w)*\.?)*$", "(a|a)*$", "a?" * 30 + "a" * 30, "(a|a)" * 30 + "$", ".*.*.*.*.*x", "(?=(a+)+$)b",
+    "(?x:(a+) # comment\n +)$", "(?>(a+)+)b", "(a)?(?(1)(a+)+|b)$", "((a{9,}){9,}){9,}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", EXPONENTIAL)
+@pytest.mark.parametrize("key", ["ignore", "targets", "dynamic", "modules_to_not_convert"])
+def test_expressions_that_could_run_forever(expression: str, key: str) -> None:
+    configs: dict[str, Any] = {
+        "ignore": packed(INT4, ignore=["lm_head", f"re:{expression}"]),
+        "targets": packed(INT4, config_groups={"g": {"targets": [f"re:{expression}"], "weights": INT4}}),
+        "dynamic": GPTQ | {"dynamic": {f"-:{expression}": {}}},
+        "modules_to_not_convert": {"quant_method": "fp8", "modules_to_not_convert": [expression]},
+    }
+    with pytest.raises(ModelFormatError, match=f"quantization_config.{key} has the regular expression.*list names"):
+        CheckpointQuantization(configs[key])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "re:.*self_attn.(q|k|v|o)_proj$", r"re:model\.layers\.\d+\.mlp\..*", "re:.*shared_expert.*", "re:visual.*",
+        r"re:.*layers\.([0-9]|1[0-9]|2[0-9])\..*(gate|up|down)_proj.*", r"re:^(?!.*experts).*mlp\.(?:gate|up)_proj",
+    ],
+)  # fmt: skip
+def test_expressions_of_published_checkpoints(expression: str) -> None:
+    names = [Q, GATE, "model.layers.3.mlp.shared_expert.up_proj", "visual.blocks.0.attn.qkv"]
+    stored = compressed(group(), ignore=[expression])
+    found = [name for name in names if stored.weights_of(name) is None]
+    assert found == [name for name in names if re.match(expression.removeprefix("re:"), name)]
+    assert 0 < len(found) < len(names)
