@@ -1,4 +1,4 @@
-"""4-bit checkpoints in the engine: the greedy tokens are those of the dequantized model in transformers."""
+"""Checkpoints of integers in the engine, against the dequantized model in transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from int4_checkpoints import FORMATS
+from int4_checkpoints import FORMATS as INT4
+from int8_checkpoints import compressed_int8
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -26,6 +27,7 @@ from minisgl_core.weights.loader import load_weights
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 from minisgl_models.llama import LlamaForCausalLM
 
+FORMATS = INT4 | {"int8": compressed_int8(static=True)}
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 128,
@@ -86,6 +88,24 @@ def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """Each rank has 160 inputs of the down projection, and groups have 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check(quantized("qwen3", name, tmp_path, "none"), tmp_path, tp=2)
+
+
+def test_int8(tmp_path: Path) -> None:
+    """Activations in 8 bits change the log-probabilities a little. `auto` takes int8, in which all other tensors are loaded."""
+    reference = quantized("llama", "int8", tmp_path)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with LLM(str(tmp_path), dtype="float32", platform="cpu", num_pages=200) as llm:
+        assert llm.info is not None
+        assert next(choice for choice in llm.info.choices if choice[0] == "quantization")[1] == "int8"
+        [output] = llm.generate([PROMPTS[1]], sampling)
+    ids = torch.tensor(PROMPTS[1])
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    assert output.prompt_logprobs is not None
+    found = torch.tensor([each.token.logprob for each in output.prompt_logprobs if each])
+    assert 0 < (found - expected).abs().max() < 0.3
+    with pytest.raises(ModelFormatError, match=r"8-bit integers.*which --quantization int8 reads"):
+        LLM(str(tmp_path), platform="cpu", quantization="none")
 
 
 def test_other_providers_refuse_them(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ class Fp8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
-        if spec.checkpoint is not None and not _is_fp8(spec.checkpoint):
+        if spec.checkpoint is not None and not (_is_fp8(spec.checkpoint) or spec.checkpoint.is_dequantized):
             reasons.append(f"the checkpoint's weights (quant_method {spec.checkpoint.method!r}) are not float8")
         if spec.device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)

@@ -34,7 +34,7 @@ class Int4(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse experts, checkpoints with other quantized weights, and old GPUs."""
         reasons = []
-        if spec.checkpoint is not None:
+        if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
             try:
                 _formats(spec.checkpoint)
             except ModelFormatError as error:
@@ -67,7 +67,7 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
         """
         stored = self.spec.checkpoint
-        if stored is None:
+        if stored is None or stored.is_dequantized:
             group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
             if group is None:
                 logger.warning(

@@ -76,6 +76,11 @@ class CheckpointQuantization:
             self._groups.append((_Modules(group, "targets"), weights))
 
     @property
+    def is_dequantized(self) -> bool:
+        """Return True for a GGUF file, whose weights are dequantized when they are read if a layer takes no packed ones."""
+        return self.method == _GGUF
+
+    @property
     def groups(self) -> list[Mapping[str, Any]]:
         """Weight formats of all groups of modules; only compressed-tensors has several groups."""
         return [weights for _, weights in self._groups] if self.method == _COMPRESSED else [self.config]
@@ -142,6 +147,35 @@ class Int4Format:
     zero_point_offset: int = 0
 
 
+def is_int8(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> bool:
+    """Return True for 8-bit integers with a scale per tensor or output channel, for activations in 8 bits (W8A8).
+
+    Args:
+        stored: quantization of the checkpoint.
+        weights: weight format, one of ``stored.groups``.
+
+    Raises:
+        ModelFormatError: they are 8-bit integers of a kind that is not supported; the message names the key.
+    """
+    if not _is_compressed_int(stored, weights) or weights.get("num_bits") != 8:
+        return False
+    _one_of(weights, "strategy", None, ("channel", "tensor"))
+    _one_of(weights, "symmetric", True, (True,))
+    _one_of(weights, "dynamic", False, (False,))
+    _one_of(weights, "actorder", None, (None, "weight", "static"))
+    for group in (stored.config, *stored.config["config_groups"].values()):
+        _one_of(group, "format", "int-quantized", ("int-quantized",))
+        inputs = group.get("input_activations") or {}
+        if isinstance(inputs, Mapping) and inputs:
+            _one_of(inputs, "type", "int", ("int",))
+            _one_of(inputs, "num_bits", 8, (8,))
+    return True
+
+
+def _is_compressed_int(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> bool:
+    return stored.method == _COMPRESSED and weights.get("type", "int") == "int"
+
+
 def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> Int4Format | None:
     """Return the format of 4-bit integers; None if the checkpoint has weights of another kind.
 
@@ -153,7 +187,8 @@ def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> I
         ModelFormatError: a value is malformed or not supported; the message names its key.
     """
     if stored.method == _COMPRESSED:
-        return _compressed_int4(stored.config, weights) if weights.get("type", "int") == "int" else None
+        is_other = not _is_compressed_int(stored, weights) or weights.get("num_bits") == 8
+        return None if is_other else _compressed_int4(stored.config, weights)
     if stored.method not in ("awq", "gptq"):
         return None
     bits = _one_of(weights, "w_bit" if "w_bit" in weights else "bits", None, (4,))
