@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def quantized(model_type: str, name: str, folder: Path, left: str = "layers.1.ml
     stored, tensors = FORMATS[name], {}
     for key, value in reference.state_dict().items():
         module, _, kind = key.rpartition(".")
+        if kind in ("gate_up_proj", "down_proj"):  # all experts in one tensor
+            for expert, matrix in enumerate(value):
+                names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+                for name, rows in zip(names, matrix.chunk(len(names)), strict=True):
+                    packed, known = stored.pack(rows)
+                    rows.copy_(known)
+                    at = f"{module}.{expert}.{name}"
+                    tensors |= {f"{at}.{each}": tensor.contiguous() for each, tensor in packed.items()}
+            continue
         if not module.endswith("_proj") or kind != "weight" or module.endswith(left):
             tensors[key] = value.clone()
             continue
@@ -81,6 +91,17 @@ def check(reference: Any, folder: Path, **options: Any) -> None:
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "compressed-zeros", "compressed-channel"])
 def test_greedy_tokens(model_type: str, name: str, tmp_path: Path) -> None:
     check(quantized(model_type, name, tmp_path), tmp_path)
+
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 112, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2)])
+def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, the second begins within a block of 32 inputs of the down projection, and within a group of 64."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", SHAPE | EXPERTS)
+    check(quantized("qwen3_moe", name, tmp_path, "none"), tmp_path, tp=ranks)
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "compressed-zeros"])

@@ -192,7 +192,8 @@ def test_what_it_refuses() -> None:
     assert reasons(None) == reasons(dict(FORMATS["awq"].config)) == []
     assert "(quant_method 'fp8') are not 4-bit integers" in reasons({"quant_method": "fp8"})[0]
     assert "bits=8" in reasons({**FORMATS["gptq"].config, "bits": 8})[0]
-    assert "experts" in reasons(None, 8)[0]
+    assert reasons(None, 8) == reasons(dict(FORMATS["awq"].config), 8) == []
+    assert "experts with act-order" in reasons(dict(FORMATS["gptq-act-order"].config), 8)[0]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, block_shape, int4_format
+from minisgl_core.contracts.checkpoint_quantization import (
+    CheckpointQuantization,
+    Int4Format,
+    block_shape,
+    int4_format,
+    is_int8,
+)
 from minisgl_core.errors import ModelFormatError
 
 Q, GATE, HEAD = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.gate_proj", "lm_head"
@@ -177,7 +183,7 @@ def test_formats_of_4_bit_integers(config: dict[str, Any], expected: Int4Format 
         (GPTQ | {"modules_in_block_to_quantize": [["a"]]}, "modules_in_block_to_quantize is not supported"),
         (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic has rules"),
         (GPTQ | {"dynamic": ["-:a"]}, "dynamic has rules"),
-        (packed(INT4 | {"num_bits": 8}), "num_bits=8"),
+        (packed(INT4 | {"num_bits": 3}), "num_bits=3"),
         (packed(INT4 | {"strategy": "tensor"}), "strategy='tensor'"),
         (packed(INT4 | {"actorder": "columns"}), "actorder='columns'"),
         (packed(INT4 | {"dynamic": True}), "dynamic=True"),
@@ -195,6 +201,15 @@ def test_malformed_and_unsupported_values_are_named(config: dict[str, Any], key:
 
     with pytest.raises(ModelFormatError, match=re.escape(key)):
         read()
+
+
+def test_integers_of_8_bits() -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    stored = CheckpointQuantization(packed(weights, format="int-quantized"))
+    assert is_int8(stored, weights)
+    assert int4_format(stored, weights) is None
+    with pytest.raises(ModelFormatError, match="format='pack-quantized', but only 'int-quantized'"):
+        is_int8(CheckpointQuantization(packed(weights)), weights)
 
 
 def test_modules_that_gptqmodel_excludes() -> None:

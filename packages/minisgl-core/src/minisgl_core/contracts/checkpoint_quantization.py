@@ -81,6 +81,12 @@ class CheckpointQuantization:
         return self.method == _GGUF
 
     @property
+    def is_float8(self) -> bool:
+        """Return True if the quantized weights are float8, with scales per tensor, channel or block."""
+        kinds = {(each.get("type"), each.get("num_bits")) for each in self.groups}
+        return self.method == "fp8" or (self.method == _COMPRESSED and kinds == {("float", 8)})
+
+    @property
     def groups(self) -> list[Mapping[str, Any]]:
         """Weight formats of all groups of modules; only compressed-tensors has several groups."""
         return [weights for _, weights in self._groups] if self.method == _COMPRESSED else [self.config]

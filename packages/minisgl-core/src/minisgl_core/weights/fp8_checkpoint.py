@@ -49,6 +49,8 @@ def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
         return [
             f"its weights are 4-bit integers (quant_method {quantization.method!r}), which --quantization int4 reads"
         ]
+    if quantization.method == "mxfp4":
+        return ["its experts are in MXFP4, which --quantization mxfp4 reads"]
     if are_int8 and all(are_int8):
         return ["its weights are 8-bit integers (compressed-tensors), which --quantization int8 reads"]
     if quantization.method not in METHODS:
