@@ -39,9 +39,9 @@ def pack(codes: torch.Tensor, num_bytes: int) -> torch.Tensor:
 
 
 def in_whole_blocks(inner: Shard) -> Shard:
-    """Return the shard from the beginning of its first block of 32 to the end of its last one."""
-    start, stop = inner.start // BLOCK * BLOCK, min(-(-inner.stop // BLOCK) * BLOCK, inner.total)
-    return Shard(start, stop, max(1, stop - start), inner.total)
+    """Return the shard from the beginning of its first block of 32 to the end of its last one; an empty shard gets one block."""
+    start, stop = min(inner.start, inner.total - 1) // BLOCK * BLOCK, min(-(-inner.stop // BLOCK) * BLOCK, inner.total)
+    return Shard(start, stop, stop - start, inner.total)
 
 
 def clear_rows_of_others(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> None:
