@@ -192,7 +192,7 @@ def resolve_options(
         hardware,
         checkpoint.config,
         registry.names,
-        _asker(config, registry),
+        _unsupported_reasons(config, registry),
         lambda kind: preferred(kind, hardware),
         lambda name: roles_of(registry.load("ops", name)),
         lambda name, spec: str(registry.load("attention", name).uncompiled(spec)),
@@ -215,7 +215,7 @@ def _preferred(hooks: Hooks) -> Preferred:
     return ask
 
 
-def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
+def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
     """Return a function that asks providers for the reasons why they do not support a spec.
 
     If a provider does not load, that is an error if the user named it, and otherwise a reason and a warning.
