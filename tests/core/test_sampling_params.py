@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, out to the edges of the numbers that the engine computes with."""
+"""Validation of sampling parameters, up to the limits of the engine's number types."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ assert variants(_decode, ["q"]) == 2, "nothing tells variants apart"
 
 
 def run(code: str) -> None:
-    """In a process of its own: where Triton interprets kernels, it compiles none."""
+    """Run code in a new process, because Triton's interpreter compiles no kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of processes in which all of them are installed."""
+    """Environment of processes in which all packages are installed."""
     site = tmp_path_factory.mktemp("site")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(site), *map(str, folder.iterdir())], check=True)

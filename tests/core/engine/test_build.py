@@ -1,4 +1,4 @@
-"""Whom a checkpoint's config is shown to, and in which order; what a start that fails leaves."""
+"""Order in which providers see a checkpoint's config, and cleanup after a failed start."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_a_start_that_fails_closes_what_it_joined(
 
 @pytest.mark.parametrize("is_equal", [False, True])
 def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path: Path) -> None:
-    """As in transformers, which ties the two only if the checkpoint has no other LM head."""
+    """The engine ties the two only if the checkpoint has no other LM head, like transformers."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -44,7 +44,7 @@ def built(folder: Path, **options: Any) -> BuiltEngine:
 
 
 def logprobs(folder: Path, **options: Any) -> torch.Tensor:
-    """Of the prompts' tokens and of the output's, which decodes made."""
+    """Return log-probabilities of the prompts' tokens and of the decoded ones."""
     fixed = {"dtype": "float32", "num_pages": 24, "page_size": 4, "max_prefill_length": 4}
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(str(folder), **(fixed | options)) as llm:

@@ -1,4 +1,4 @@
-"""When a grammar holds: from the beginning, or after a model's thoughts, if it thinks."""
+"""A grammar applies from the first token, or after the reasoning content."""
 
 from __future__ import annotations
 

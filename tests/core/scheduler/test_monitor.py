@@ -1,4 +1,4 @@
-"""What people who watch are told: exact, bounded, and recorded only while they watch."""
+"""Engine snapshots are exact, bounded, and made only while a client asks for them."""
 
 from __future__ import annotations
 

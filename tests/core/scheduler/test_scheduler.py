@@ -1,4 +1,4 @@
-"""What the scheduler promises, one situation at a time, in steps and tokens."""
+"""Guarantees of the scheduler, one situation per test, in steps and tokens."""
 
 from __future__ import annotations
 
@@ -416,7 +416,7 @@ def test_min_tokens_holds_the_end_back() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("early_length", [26, 27, 28])
 def test_a_resumed_request_goes_on_from_the_token_that_it_had(early_length: int, overlap: bool) -> None:
-    """What is left for the last piece may be a single token: a decode whose token the device does not have."""
+    """The last chunk of a resumed request may be one token: a decode whose token is not on the device."""
     loop = tiny.new_loop(
         page_size=1,
         num_pages=50,

@@ -15,7 +15,7 @@ EMOJI = "a👩‍👩‍👧‍👦b 🇫🇷é漢字 \ufffd naïve ☃\n\n  x"
 
 
 def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """`ids` in pieces of the given sizes, over and over; single tokens where there are none."""
+    """Split `ids` into chunks of the given sizes, repeated as needed; of one token if no size is given."""
     result, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] if sizes else 1
@@ -40,7 +40,7 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
 
 @pytest.fixture(scope="module", params=["bytes", "window"])
 def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
-    """Of a byte-level tokenizer, decoded as such, or as any other is."""
+    """`TokenBytes` of a byte-level tokenizer, which decodes bytes or, like other tokenizers, texts."""
     made = TokenBytes(engine_tokenizer)
     assert made.make_up_texts
     made.make_up_texts = request.param == "bytes"
