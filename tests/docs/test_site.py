@@ -78,7 +78,7 @@ def names(text: str) -> list[str]:
 # The site.
 
 
-def test_it_builds(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_loads_no_foreign_files(tmp_path: Path) -> None:
     """Strictly: every page is listed, every link and anchor leads somewhere. Nothing is loaded from elsewhere."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -139,7 +139,7 @@ def test_the_start_as_a_server(url: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands("index.md", "inspect") + commands(CORE, "list"), ids=" ".join)
-def test_what_is_installed(command: list[str]) -> None:
+def test_documented_commands_that_list_and_print_run(command: list[str]) -> None:
     assert command[0] == "minisgl"
     done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
     assert done.exit_code == 0, done.output

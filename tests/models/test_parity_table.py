@@ -28,7 +28,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def test_the_table_is_what_the_tests_show() -> None:
+def test_the_parity_table_equals_the_test_results() -> None:
     found = re.search(
         r"with transformers ([\d.]+):\n\n(\| architecture \| logits .*?)\n\n", DOCS.read_text(), re.DOTALL
     )

@@ -510,7 +510,7 @@ def test_a_broken_provider_fails_the_kit(broken: type[OpsProvider]) -> None:
 
 
 @pytest.mark.parametrize("right", [TorchOps, *ROLES.values(), Grouped], ids=lambda right: right.__name__)
-def test_what_the_mistakes_are_made_in_passes(right: type[OpsProvider]) -> None:
+def test_the_unbroken_provider_passes(right: type[OpsProvider]) -> None:
     class TestRight(Kit):
         provider = right
 

@@ -178,6 +178,6 @@ def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_largest_prefill_fits_into_the_shared_memory_of_small_gpus() -> None:
+def test_the_largest_prefill_fits_small_gpus_shared_memory() -> None:
     """Float32 and heads of 256, on Ada and on Blackwell for workstations."""
     run(SHARED_MEMORY)

@@ -95,6 +95,6 @@ def test_a_scale_that_is_none(folder: Path, tmp_path: Path) -> None:
         built(scaled, kv_dtype="fp8")
 
 
-def test_who_cannot_says_so(folder: Path) -> None:
+def test_a_backend_without_the_kv_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ProviderUnsupportedError, match="KV pool must hold float32 or float8_e4m3fn, not bfloat16"):
         built(folder, kv_dtype="bfloat16", attn="torch")

@@ -38,7 +38,7 @@ class LateEvent:
 
 
 @given(st.lists(st.tuples(st.integers(1, SIZE), st.integers(0, 3)), min_size=1, max_size=12))
-def test_each_step_has_its_own_numbers_and_tokens(steps: list[tuple[int, int]]) -> None:
+def test_each_step_reads_its_inputs_and_keeps_its_tokens(steps: list[tuple[int, int]]) -> None:
     """However far the host is ahead, and whenever, or never, it reads what steps leave: `steps` are (requests, reads)."""
     device, ops = LateDevice(), StepOps(torch.device("cpu"), torch.float32)
     io = ZeroCopyIO(device, 5, SIZE)
@@ -70,7 +70,7 @@ def test_each_step_has_its_own_numbers_and_tokens(steps: list[tuple[int, int]]) 
     assert seen == [[number] * SIZE for number in range(len(steps))]
 
 
-def test_a_run_that_the_host_does_not_count() -> None:
+def test_restart_resets_the_buffer_index_on_the_device() -> None:
     io = ZeroCopyIO(LateDevice(), 1, 1)
     io.turn.fill_(1)
     io.restart()

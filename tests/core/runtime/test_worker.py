@@ -50,7 +50,7 @@ def run(messages: list[Stop]) -> None:
         worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
 
 
-def test_a_rank_that_is_told_to_stop_closes_its_engine_when_the_others_know(ends: list[str]) -> None:
+def test_a_stopped_rank_closes_its_engine_after_telling_others(ends: list[str]) -> None:
     run([Stop()])
     assert ends == ["stop the others", "close"]
 

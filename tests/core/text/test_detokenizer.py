@@ -153,7 +153,7 @@ def test_stop_texts_end_nothing_before_so_many_tokens(
     assert ("".join(texts), stop) == (free + rest.partition("one")[0], "one" if "one" in rest else None)
 
 
-def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_a_possible_stop_text_is_withheld_and_then_sent(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     detokenizer = IncrementalDetokenizer(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""

@@ -95,7 +95,7 @@ def quantized(plain: Path, to: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_matrices_are_what_they_stand_for(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_dequantized_matrices_and_slices_are_equal(kind: str, plain: Path, tmp_path: Path) -> None:
     known = quantized(plain, tmp_path, kind)
     assert SafetensorsWeights.unsupported(tmp_path) == []
     source = SafetensorsWeights(tmp_path)

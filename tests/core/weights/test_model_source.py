@@ -141,7 +141,9 @@ def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_pa
         ("tiny.gguf", "", "there is no such file or folder"),
     ],
 )
-def test_what_the_hub_refuses(model: str, revision: str, message: str, hub_url: str, tmp_path: Path) -> None:
+def test_models_that_the_hub_refuses_are_not_found(
+    model: str, revision: str, message: str, hub_url: str, tmp_path: Path
+) -> None:
     line = locate(model, tmp_path, revision, HF_ENDPOINT=hub_url)
     assert line.startswith(f"ModelNotFoundError: --model={model!r}: ")
     assert message in line

@@ -131,7 +131,7 @@ def longest_earlier_prefixes(requests: list[SimulatedRequest]) -> list[int]:
     return found
 
 
-def test_prefix_beats_round_robin_and_nearly_equals_one_large_replica() -> None:
+def test_prefix_beats_round_robin_and_nears_one_large_replica() -> None:
     trace = chats(400)
     num_pages = round(num_distinct_pages(trace) / (0.667 * 4))
     rates = {name: run(setup(name, num_pages=num_pages), trace).hit_rate for name in ("round-robin", "prefix")}
