@@ -126,7 +126,7 @@ def build_engine(
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
             num_captures = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_captures)
+            pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)

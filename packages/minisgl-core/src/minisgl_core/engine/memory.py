@@ -89,7 +89,7 @@ def size_pool(
         )
     num_pages = min(budgets) // spec.bytes_per_page
     is_short = num_pages < 2
-    num_pages = groups.least_of_stages(num_pages, platform.device)
+    num_pages = groups.min_over_stages(num_pages, platform.device)
     if peak is None:
         longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
         num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)
