@@ -1,6 +1,7 @@
 """The parity table of docs/models.md: a cell for every test that compares an architecture with transformers, and no other.
 
-The tests run in CI, and `conftest` lets none of them be skipped.
+The tests run in CI, except that `nox -s nightly` runs the greedy ones of most architectures on two ranks. `conftest` lets none of
+them be skipped.
 """
 
 from __future__ import annotations
