@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -122,10 +122,8 @@ def test_every_block_is_tested() -> None:
         assert re.findall(r"^<!-- test: (.*) -->\n```", (DOCS / page).read_text(), re.M) == known
 
 
-def test_the_start_in_a_program() -> None:
-    done = subprocess.run([sys.executable, "-c", block("index.md", "run")], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+def test_the_start_in_a_program(run_python: Callable[[str], str]) -> None:
+    assert "Paris" in run_python(block("index.md", "run"))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
