@@ -1,7 +1,7 @@
 """Insert a section per module into the pages of the API reference, for mkdocstrings to fill from docstrings.
 
-mkdocs.yml names this file as a hook. A page has a line ``<!-- modules: minisgl_core.contracts.* -->``; every module that
-matches the pattern gets a heading and mkdocstrings' directive, so that the pages follow the packages.
+mkdocs.yml names this file as a hook. A line of the page such as ``<!-- modules: minisgl_core.contracts.* -->`` becomes
+a heading and mkdocstrings' directive for every module that matches the pattern.
 """
 
 from __future__ import annotations

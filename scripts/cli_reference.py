@@ -30,7 +30,7 @@ def cli_reference() -> str:
 
 
 def commands() -> Iterator[tuple[str, click.Command]]:
-    """What a user types, and the command, without what installed plugins add."""
+    """Yield the command line and the command of each shipped command, without those of installed plugins."""
     yield "minisgl", main
     registry = Registry.from_environment({})
     for name in KNOWN_COMMANDS:

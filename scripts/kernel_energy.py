@@ -1,10 +1,11 @@
-"""What kernels cost in energy on a Hopper GPU, one after the other: right first, then joules.
+"""Energy per call of kernels on a Hopper GPU, after a check of their results.
 
     python scripts/kernel_energy.py [--matrix 34816x5120] [--rows 8 --rows 128 --rows 8192] [--decode 240x640] [--heads 40]
 
-A GPU that would draw more than its limit lowers its clock, so that where all kernels do, what they take together is their energy
-over that limit. Reading memory, decode attention, and the GEMMs of a gated MLP, each repeated for some seconds after a pause
-in which the clock falls to what it keeps; microseconds, watts, MHz and millijoules of a call, by NVML's counters.
+A GPU lowers its clock when it would exceed its power limit. If all kernels reach the limit, their duration is their energy
+divided by the limit. The script measures reads of memory, decode attention, and the GEMMs of a gated MLP. Each runs for
+some seconds until the clock settles, and then for the measurement. It prints microseconds, watts, MHz and millijoules per
+call, from NVML's counters.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Meter:
         self._check(self._nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self._device)))
 
     def joules(self) -> float:
-        """Since the driver was loaded."""
+        """Return the energy used since the driver was loaded."""
         found = ctypes.c_ulonglong()
         self._check(self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._device, ctypes.byref(found)))
         return found.value / 1000
 
     def megahertz(self) -> int:
-        """Of the processors, now."""
+        """Return the current clock of the SMs."""
         found = ctypes.c_uint()
         self._check(self._nvml.nvmlDeviceGetClockInfo(self._device, 1, ctypes.byref(found)))
         return found.value
@@ -58,7 +59,7 @@ class Meter:
 
 
 def measure(meter: Meter, name: str, run: Callable[[], object], num_bytes: int, flops: int, calls: int = 1) -> None:
-    """Print a line for what `run`, so many calls, costs; `num_bytes` and `flops` are one call's."""
+    """Print a line with the cost of `run`, which makes `calls` calls of `num_bytes` and `flops` each."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -89,14 +90,14 @@ def measure(meter: Meter, name: str, run: Callable[[], object], num_bytes: int, 
 
 
 def measure_reading(meter: Meter) -> None:
-    """What is read matters: bits that change cost energy."""
+    """Measure reads of random and of constant numbers, because bits that change cost energy."""
     numbers = torch.randn(READ_BYTES // 4, device="cuda")
     measure(meter, "sum of float32 random numbers", numbers.sum, READ_BYTES, 0)
     measure(meter, "sum of float32 ones", numbers.fill_(1).sum, READ_BYTES, 0)
 
 
 def measure_decode(meter: Meter, num_requests: int, length: int, heads: int) -> bool:
-    """Attention of `num_requests`, 8 KV heads of 128; False where it is wrong."""
+    """Measure attention of `num_requests` with 8 KV heads of 128. Return False if the result is wrong."""
     device = torch.device("cuda")
     spec = AttentionSpec(heads, 8, 128, 64, torch.bfloat16, torch.bfloat16, device, 8192, num_requests)
     backend = Registry.from_environment().load("attention", "hopper")

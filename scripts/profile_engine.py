@@ -1,9 +1,10 @@
-"""Where the time goes on a GPU: workload W by kernel, and how long the device idles in a decode step.
+"""Profile of workload W on a GPU: time per kind of kernel, and idle time per decode step.
 
     python scripts/profile_engine.py MODEL_DIR [--dummy-weight] [any option of LLM as name=value ...]
 
-Prints the throughput of W without a profiler, then tables from traces: W by kind of kernel, a layer of its recorded decode steps
-by the number of requests, and for decodes of 256 requests and of one, the part of a step in which no kernel runs.
+Prints the throughput of W without a profiler, then tables from traces: the time of W per kind of kernel, and the time of a
+layer in captured decode steps per number of requests. For decodes of 256 requests and of one request, it prints the part
+of a step in which no kernel runs.
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ KINDS = {
 PREFILL = r"flash|Flash|_prefill\b|Prefill"
 """Attention of prompts, where decodes have another kernel (``attn=fa,triton``)."""
 LAST_OF_STEP = r"^_find|argmax"
-RECORDED = "_decode_inputs", "_decode_outputs"
-"""What recorded decode steps begin and end with."""
+CAPTURED = "_decode_inputs", "_decode_outputs"
+"""First and last kernel of captured decode steps."""
 REQUESTS = 32
-"""The table of layers has a line for each so many more."""
+"""Width of a line of the table of layers, in requests."""
 Kernels = list[tuple[str, int, int]]
 """(name, start, end) in nanoseconds, by start."""
 
 
 def trace(run: Callable[[], Any]) -> Kernels:
-    """What the device did while `run` ran."""
+    """Return the kernels that ran during `run`."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -56,7 +57,7 @@ def trace(run: Callable[[], Any]) -> Kernels:
 
 
 def kernels_of(profiler: profile) -> Kernels:
-    """What it saw on the device."""
+    """Return the kernels in a profile."""
     events = profiler.profiler.kineto_results.events()
     kernels = [
         (event.name(), event.start_ns(), event.end_ns())
@@ -67,7 +68,7 @@ def kernels_of(profiler: profile) -> Kernels:
 
 
 def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) -> tuple[Kernels, int]:
-    """The kernels of some steps of decodes alone, from the end of one to the end of another, and how many steps those are."""
+    """Return the kernels of some steps that only decode, from the end of one step to the end of another, and their number."""
     profiler = profile(activities=[ProfilerActivity.CUDA])
     num_pure = 0
 
@@ -89,25 +90,25 @@ def trace_decodes(llm: LLM, prompts: list[list[int]], sampling: SamplingParams) 
 
 
 def additions(kernels: Kernels, end: int = 0) -> Iterator[tuple[str, float]]:
-    """Each kernel's name and the seconds that it adds: from the end of those before it, and from `end`, to its own."""
+    """Yield each kernel's name and the seconds that it adds: from the end of the kernels before it, or `end`, to its own."""
     for name, start, stop in kernels:
         yield name, max(0, stop - max(start, end)) / 1e9
         end = max(end, stop)
 
 
 def busy(kernels: Kernels) -> tuple[float, float]:
-    """Seconds in which any kernel ran, and seconds from the first to the last."""
+    """Return the seconds in which a kernel ran, and the seconds from the first to the last."""
     span = max(stop for _, _, stop in kernels) - kernels[0][1]
     return sum(added for _, added in additions(kernels)), span / 1e9
 
 
 def kind_of(name: str) -> str:
-    """Row of the table."""
+    """Return the row of the table for a kernel."""
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "other")
 
 
 def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
-    """Print a table of kinds of kernels. Of those that overlap, one has what it adds: from the end of those before to its own."""
+    """Print a table of the kinds of kernels. A kernel counts for the time that it adds; see `additions`."""
     in_use, span = busy(kernels)
     seconds: dict[str, float] = defaultdict(float)
     names: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
@@ -117,7 +118,7 @@ def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
         names[name][1] += 1
     total = sum(seconds.values())
     print(
-        f"\n{title}: {span:.3f} s, idle {1 - in_use / span:.1%}, {len(kernels)} kernels, {span / steps * 1e3:.3f} ms a step"
+        f"\n{title}: {span:.3f} s, idle {1 - in_use / span:.1%}, {len(kernels)} kernels, {span / steps * 1e3:.3f} ms per step"
     )
     for kind, part in sorted(seconds.items(), key=lambda item: -item[1]):
         print(f"  {kind:18} {part:8.3f} s {part / total:6.1%}")
@@ -128,13 +129,14 @@ def report(title: str, kernels: Kernels, steps: int) -> dict[str, Any]:
 
 
 def report_layers(kernels: Kernels, plans: list[tuple[int, int]], num_layers: int, token_bytes: int) -> None:
-    """Print what a layer takes in recorded decode steps, of which `plans` has the requests and all their tokens.
+    """Print the time of a layer in captured decode steps. `plans` has the requests and all their tokens per step.
 
-    As in `report`, a kernel has what it adds; what comes after a step's last norm is no layer's. `token_bytes`: of K and V.
+    A kernel counts for the time that it adds. Kernels after a step's last norm belong to no layer. `token_bytes` is the size
+    of K and V per token.
     """
-    firsts, lasts = ([i for i, kernel in enumerate(kernels) if name in kernel[0]] for name in RECORDED)
+    firsts, lasts = ([i for i, kernel in enumerate(kernels) if name in kernel[0]] for name in CAPTURED)
     if not len(firsts) == len(lasts) == len(plans):
-        print(f"\n{len(plans)} steps of decodes were planned, {len(firsts)} recorded ones ran: no table of layers")
+        print(f"\n{len(plans)} steps of decodes were planned, {len(firsts)} captured ones ran: no table of layers")
         return
     microseconds: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for (num_requests, num_tokens), first, last in zip(plans, firsts, lasts, strict=True):
@@ -151,7 +153,7 @@ def report_layers(kernels: Kernels, plans: list[tuple[int, int]], num_layers: in
                 row[kind_of(name)] += added * 1e6 / num_layers
     kinds = list(dict.fromkeys(kind for row in microseconds.values() for kind in row if kind != "steps"))
     print(
-        f"\na layer in recorded decode steps, us, and of a step what is no layer's:\n  requests  steps  {'  '.join(kinds)}"
+        f"\nmicroseconds per layer in captured decode steps, and per step for the rest:\n  requests  steps  {'  '.join(kinds)}"
     )
     for most, row in sorted(microseconds.items()):
         values = "  ".join(f"{row[kind] / row['steps']:{len(kind)}.1f}" for kind in kinds)

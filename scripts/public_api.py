@@ -1,4 +1,4 @@
-"""Print what plugins and users may rely on, one name a line: the pinned copy is tests/public_api.txt.
+"""Print the public API, one name per line; tests/public_api.txt is the pinned copy.
 
     python scripts/public_api.py > tests/public_api.txt
 
@@ -79,7 +79,7 @@ def _describe(prefix: str, node: ast.stmt) -> Iterator[str]:
 
 
 def _arguments(arguments: ast.arguments) -> str:
-    """As in a signature, with the annotations left out and defaults shown as ``=...``."""
+    """Return the arguments as in a signature, without annotations and with ``=...`` for each default."""
     for arg in ast.walk(arguments):
         if isinstance(arg, ast.arg):
             arg.annotation = None

@@ -2,8 +2,8 @@
 
     python scripts/serve_once.py [OPTIONS OF minisgl launch]
 
-Ask the embedded model with `--dtype float32`: the two best first words of its answer are nearly tied, and rounding to bfloat16
-may take the other one, which leads nowhere. The tests use `served` as well.
+Ask the embedded model with `--dtype float32`: the two best first tokens are nearly tied, and rounding to bfloat16 may select
+the other one, whose answer is wrong. The tests use `served` as well.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 
 def program() -> str:
-    """Where this interpreter's `minisgl` is: beside it, or, where packages were installed to a folder, on the path."""
+    """Return this interpreter's `minisgl`: beside it, or on the path if the packages were installed to a folder."""
     beside = Path(sys.executable).with_name("minisgl")
     return str(beside) if beside.exists() else shutil.which("minisgl") or "minisgl"
 
@@ -73,7 +73,7 @@ def _wait_for_url(process: subprocess.Popen[str], lines: list[str], deadline: fl
 
 
 def ask(url: str, question: str, **fields: Any) -> str:
-    """The answer of the server at `url` to one chat message, greedy unless `fields` say otherwise."""
+    """Return the server's answer to one chat message, greedy unless `fields` set another sampling."""
     body = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, "temperature": 0, **fields}
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), headers)

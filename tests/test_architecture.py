@@ -1,4 +1,4 @@
-"""The shape of the repository: who imports whom, what is public, and what every package carries."""
+"""Structure of the repository: imports between packages, public names, and the files of each package."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_every_folder_of_modules_is_a_package() -> None:
 
 @pytest.mark.parametrize("project", PROJECTS, ids=PROJECT_IDS)
 def test_what_is_imported_is_required(project: Path) -> None:
-    """By the package itself or by one of its extras, not by luck through another package's requirements."""
+    """The package or one of its extras requires it, not only another package's requirements."""
     metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
     extras = metadata.get("optional-dependencies", {}).values()
     required = {

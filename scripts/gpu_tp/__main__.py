@@ -1,19 +1,19 @@
-"""Tensor parallelism and the KV pool's limits on a machine with GPUs: first whether they are right, then how fast.
+"""Tests and measurements of tensor parallelism and of the KV pool's limits on a machine with GPUs.
 
     python scripts/gpu_tp [--tp N ...] [--phase NAME ...] [--communicator NAME ...] [--out DIR]
 
-Phases, each in processes of its own that are ended at a time limit, so that one that hangs costs that much and no more:
+Each phase runs in processes of its own, which are killed at a time limit:
 
-    sums    every communicator sums right, with the same bits on every rank, eagerly and in CUDA graphs; microseconds of an
-            all-reduce in a graph, 2 KB to 8 MB, beside the link's floor
-    tokens  greedy float32 tokens of tiny Llama, Qwen3 and Qwen3-MoE models are those of one GPU, graphs on and off; a rank
-            killed in the middle of a generate ends it within 10 s, by an error that names it, and a new LLM works
-    fill    one GPU, Qwen3-0.6B shape: every page of the pool in use, the most requests, the longest prompts, penalties and
-            log-probabilities, and what memory is left then
-    speed   Qwen3-32B shape, dummy weights: what the start spends its time on, and the throughput of workload W
+    sums    All-reduces of every communicator are correct and equal to the bit on all ranks, eagerly and in CUDA graphs.
+            Latencies of 2 KB to 8 MB in a graph, beside the limit of the link.
+    tokens  Greedy float32 tokens of tiny Llama, Qwen3 and Qwen3-MoE models equal those of one GPU, with and without graphs.
+            A killed rank ends `generate` within 10 s with an error that names it, and a new LLM works.
+    fill    Qwen3-0.6B on one GPU with every page in use: most requests, longest prompts, penalties, log-probabilities.
+            The memory that is left.
+    speed   Qwen3-32B with dummy weights: phases of the start-up, and throughput of workload W.
 
-Writes DIR/gpu_tp.json and DIR/gpu_tp.log; prints a table at the end; exits with 1 if anything was wrong. Without
---tp, every size of 2 and 4 that the machine has GPUs for (the speed only for the largest). NVLink multicast is not used.
+Writes DIR/gpu_tp.json and DIR/gpu_tp.log, prints a table, and exits with 1 after a failure. Without --tp, it tests 2 and 4
+if the machine has as many GPUs (the speed only for the larger). It does not use NVLink multicast.
 """
 
 from __future__ import annotations

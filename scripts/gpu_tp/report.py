@@ -1,4 +1,4 @@
-"""How a worker of a phase speaks to the process that prints the table."""
+"""Results that a phase's worker sends to the process that prints the table."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ Result = dict[str, Any]
 
 
 def report(**values: Any) -> None:
-    """Hand a result over."""
+    """Send a result."""
     print("RESULT", json.dumps(values), flush=True)

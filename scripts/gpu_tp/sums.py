@@ -61,7 +61,7 @@ def variants(communicators: list[str]) -> Iterator[tuple[list[str], Any, Callabl
     registry = Registry.from_environment()
 
     def leave(group: Any, name: str) -> None:
-        """As it is."""
+        """Keep the communicator's own selection of kernels."""
 
     def force(group: Any, name: str) -> None:
         group._one_shot_bytes = 4 * group._row_words if name.startswith("one") else 0
@@ -76,7 +76,7 @@ def variants(communicators: list[str]) -> Iterator[tuple[list[str], Any, Callabl
 
 
 def wrong_sums(group: Any, device: Any) -> str:
-    """What is wrong, or nothing. Eagerly, one call after another without waiting, then in a graph."""
+    """Return the first fault, or an empty text. Run eagerly, one call after another without waiting, then in a CUDA graph."""
     import torch
 
     def part(rank: int, case: int, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -134,7 +134,7 @@ def recorded(run: Callable[[], Any], device: Any, times: int = 1) -> Iterator[tu
 
 
 def microseconds(group: Any, num_bytes: int, device: Any) -> float:
-    """Of one all-reduce in place, among 20 in a graph; the median of 15 replays."""
+    """Return the time of one all-reduce in place, among 20 in a CUDA graph; the median of 15 replays."""
     import torch
 
     x = torch.zeros(num_bytes // 2, dtype=torch.bfloat16, device=device).normal_()

@@ -71,7 +71,7 @@ def new_tiny(folder: str, model: str, tp: int, graph: int, communicator: str = "
 
 
 def tiny_prompts() -> list[list[int]]:
-    """Of several lengths, some longer than a chunk."""
+    """Return prompts of several lengths, some longer than a chunk."""
     import random
 
     draw = random.Random(0)
@@ -105,7 +105,7 @@ def unasked(llm: Any) -> list[list[list[int]]]:
 
 
 def references(folder: str) -> None:
-    """What one GPU generates, with and without graphs, which is the same."""
+    """Write the tokens of one GPU to the folder, and report the time."""
     write_tiny_models(folder)
     found = {}
     for model in ("llama", "qwen3", "qwen3-moe"):
@@ -118,12 +118,12 @@ def references(folder: str) -> None:
 
 
 def default_graph() -> int:
-    """Largest batch to record; none where the script is tried out without a GPU."""
+    """Return the largest capture size; 0 if the script is tried out without a GPU."""
     return 0 if os.environ.get("GPU_TP_PLATFORM") == "cpu" else 16
 
 
 def compare(found: list[Any], expected: list[Any]) -> tuple[bool, str]:
-    """Whether the tokens are the same, but for what follows a near-tie."""
+    """Return True if the tokens are the same up to a near-tie, and notes on the differences."""
     notes, ok = [], True
     for place, ((tokens, _), (wanted, gaps)) in enumerate(zip(found, expected, strict=True)):
         if tokens != wanted:
@@ -134,7 +134,7 @@ def compare(found: list[Any], expected: list[Any]) -> tuple[bool, str]:
 
 
 def compare_unasked(found: list[list[list[int]]], expected: list[list[list[int]]]) -> tuple[bool, str]:
-    """Whether nearly all tokens are the same: where a sum's order tips the balance, one of a few texts goes on otherwise."""
+    """Return True if nearly all texts are the same: the order of a sum may change a few of them from a near-tie on."""
     pairs = [pair for one, other in zip(found, expected, strict=True) for pair in zip(one, other, strict=True)]
     num_other = sum(one != other for one, other in pairs)
     return num_other <= len(pairs) // 6, f"{num_other} of {len(pairs)} without log-probabilities differ;"

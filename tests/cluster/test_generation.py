@@ -49,7 +49,7 @@ def test_ranks_on_one_host_generate_what_one_does(model: Callable[[], str], node
     assert ranks == [*alone, f"ranks 0-3 on {node.address}"]
 
 
-def test_without_an_address_it_starts_a_cluster_that_ends_with_it() -> None:
+def test_without_an_address_a_cluster_starts_and_ends_with_it() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
         environ = {"RAY_ADDRESS": "", "RAY_TMPDIR": folder}
         alone, ranks = generate(tiny_folder.llama(), {}, {"executor": "ray", "pp": 2}, **environ)

@@ -1,4 +1,4 @@
-"""A CPU whose graphs are lists of torch's calls, done again on the same tensors: recorded steps without a GPU."""
+"""A CPU with graphs: a capture lists torch's calls, and a replay repeats them on the same tensors."""
 
 from __future__ import annotations
 

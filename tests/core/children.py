@@ -1,4 +1,4 @@
-"""What the supervisor's tests run in child processes; importable by name there."""
+"""Functions that the supervisor's tests run in child processes, which import them by name."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def generate(folder: Path, count: int, **options: Any) -> list[list[int]]:
 
 
 def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
-    """Of all prompts' tokens, some of which run beside decodes of others."""
+    """Return log-probabilities of all prompt tokens; some prompts run beside decodes."""
     asked = [SamplingParams(temperature=0.0, max_tokens=n, prompt_logprobs=0, ignore_eos=True) for n in (20, 1) * 12]
     with LLM(
         str(folder), max_prefill_length=150, max_running_requests=16, num_pages=4096, page_size=16, **options
@@ -80,7 +80,7 @@ def prompt_logprobs(folder: Path, **options: Any) -> torch.Tensor:
 
 
 def gap(folder: Path, prompt: list[int], one: list[int], other: list[int], **options: Any) -> float:
-    """How far apart the log-probabilities of two answers' first differing tokens are; 0 where none differ."""
+    """Return the difference in log-probability of the first tokens that differ; 0 if none differ."""
     pairs = zip(one, other, strict=True)
     same = next((place for place, (a, b) in enumerate(pairs) if a != b), None)
     if same is None:

@@ -321,7 +321,7 @@ class Difficult(Grammar):
         return GivesUp()
 
 
-def test_a_grammar_that_gives_up_costs_its_own_output_and_says_why(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_grammar_ends_only_its_own_output(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "load_grammar", lambda built, registry: Difficult(None, 0, ()))
     form = greedy(9, structured_outputs=StructuredOutputs(regex=".*"))
     expected = [list(tiny.greedy(tuple(prompt), 9)) for prompt in PROMPTS[:2]]
@@ -522,9 +522,7 @@ def test_the_models_files_say_how_to_sample_and_where_to_end(tmp_path: Any) -> N
         assert len(llm.generate([[5, 6]])[0].token_ids) <= 128
 
 
-def test_sampling_that_is_not_allowed_is_told_before_the_weights_are_read(
-    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_sampling_is_refused_before_weights_are_read(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(tiny_folder.llama(), tmp_path, dirs_exist_ok=True)
     (tmp_path / "generation_config.json").write_text('{"do_sample": true, "top_k": 20.5}')
     monkeypatch.setattr("minisgl_core.engine.build.load_weights", None)

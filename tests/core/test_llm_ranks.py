@@ -92,7 +92,7 @@ def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
 
 
 def assert_ranks_start_anew() -> None:
-    """In the same process, after a failure."""
+    """Check that a new `LLM` works in the same process after a failure."""
     with new_llm(tiny_folder.llama(), 2) as llm:
         assert len(llm.generate(PROMPTS, GREEDY)[0].token_ids) == GREEDY.max_tokens
     assert children() == []
@@ -102,7 +102,7 @@ def assert_ranks_start_anew() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [100, None])
 def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the pool's size to agree on, rank 0 waits in a collective; without, it is done before it knows."""
+    """Rank 0 waits in a collective to agree on the pool's size; with a given size it does not wait."""
     monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_among_the_ranks)
     with pytest.raises(WorkerDiedError, match="'scheduler rank 1' was killed by SIGKILL"):
         new_llm(tiny_folder.llama(), 2, num_pages=num_pages)

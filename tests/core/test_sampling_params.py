@@ -1,4 +1,4 @@
-"""What a request may ask of sampling, out to the edges of the numbers that the engine computes with."""
+"""Validation of sampling parameters, up to the limits of the engine's number types."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_the_first_of_several_outputs_has_the_seed_of_one(seed: int) -> None:
     assert all(SamplingParams(seed=each).seed == each for each in seeds)
 
 
-def test_what_would_take_a_server_long_is_bounded() -> None:
+def test_sizes_of_sampling_parameters_are_bounded() -> None:
     with pytest.raises(InvalidValueError, match="stop='257 texts' is not valid: must be at most 256 texts"):
         SamplingParams(stop=["a"] * 257)
     with pytest.raises(InvalidValueError, match="bad_words='1025 texts' is not valid: must be at most 1024 texts"):

@@ -103,7 +103,7 @@ FORMS: list[tuple[dict[str, Any], Any]] = [
 ]
 
 
-def test_every_form(llm: LLM) -> None:
+def test_outputs_match_every_kind_of_grammar(llm: LLM) -> None:
     work = [(form, fits) for form, fits in FORMS for _ in range(6)]
     outputs = llm.generate(["x"] * len(work), [params(form, seed=seed) for seed, (form, _) in enumerate(work)])
     for output, (form, fits) in zip(outputs, work, strict=True):
@@ -132,7 +132,7 @@ def test_200_random_schemas_in_one_batch() -> None:
     assert num_ended >= 180
 
 
-def test_requests_without_a_form_do_not_notice(llm: LLM) -> None:
+def test_unconstrained_requests_do_not_change_beside_constrained(llm: LLM) -> None:
     plain = [params(None, seed=7), params(None, temperature=0.0), params(None, presence_penalty=1.0, logprobs=3)]
     alone = llm.generate(PROMPTS[:3], plain)
     mixed = llm.generate([*PROMPTS[:3], *PROMPTS], [*plain, *(params(form) for form, _ in FORMS[:4])])
@@ -179,7 +179,7 @@ def test_where_the_output_ends(llm: LLM) -> None:
     assert (empty.text, empty.finish_reason) == ("", "stop")
 
 
-def test_it_goes_with_everything_else(llm: LLM) -> None:
+def test_grammars_combine_with_other_sampling_options(llm: LLM) -> None:
     """Penalties, biases, filters, several outputs, and log-probabilities, which are the model's own."""
     likely = byte_tokenizer().convert_tokens_to_ids("d")
     form = {"regex": "[a-d]{12}"}
@@ -197,7 +197,7 @@ def test_it_goes_with_everything_else(llm: LLM) -> None:
     assert "".join(llm.stream("x", params(form))) == llm.generate("x", params(form))[0].text
 
 
-def test_an_output_that_is_given_up_leaves_nothing(llm: LLM) -> None:
+def test_a_closed_stream_frees_its_request(llm: LLM) -> None:
     stream = llm.stream("x", params({"regex": "[a-d]*"}, ignore_eos=True, max_tokens=200))
     next(stream)
     stream.close()
@@ -222,7 +222,7 @@ def test_an_output_that_is_given_up_leaves_nothing(llm: LLM) -> None:
         ({"grammar": "start: ("}, "structured_outputs.grammar"),
     ],
 )
-def test_invalid_forms(form: dict[str, Any], name: str) -> None:
+def test_invalid_structured_outputs_are_refused_by_name(form: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidValueError) as raised:
         shared().generate("x", params(form))
     assert raised.value.name == name

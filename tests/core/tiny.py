@@ -67,7 +67,7 @@ def checkpoint() -> Path:
 
 @lru_cache
 def greedy(prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """What transformers generates, not stopping anywhere."""
+    """Return the greedy tokens of transformers, without stopping at EOS."""
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         for _ in range(num_tokens):
@@ -110,7 +110,7 @@ class TakesAPageATime(RadixPrefixCache):
 
 @dataclass
 class Collected:
-    """What came out for one request."""
+    """Collected outputs of one request."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: str | None = None

@@ -15,7 +15,7 @@ CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}{% if add
 
 
 def words(token_ids: list[int]) -> str:
-    """What the folders' tokenizers make of tokens; the special ones (0 to 2) are left out."""
+    """Decode tokens like the folders' tokenizers, without the special tokens 0 to 2."""
     return " ".join(f"w{token}" for token in token_ids if token > 2)
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,7 @@ def test_every_block_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("name", "num_answers"), [("responses example", 2), ("messages example", 1)])
-def test_example(url: str, name: str, num_answers: int) -> None:
-    code = BLOCKS[name].replace("http://127.0.0.1:1919", url)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
-    assert len(done.stdout.splitlines()) >= num_answers
+def test_example(url: str, name: str, num_answers: int, run_python: Callable[[str], str]) -> None:
+    output = run_python(BLOCKS[name].replace("http://127.0.0.1:1919", url))
+    assert "Paris" in output
+    assert len(output.splitlines()) >= num_answers

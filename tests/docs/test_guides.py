@@ -149,7 +149,7 @@ def test_guide(
 
 
 def test_the_models_guide_type_checks(tmp_path: Path) -> None:
-    """As strictly as the core; and so does an MLP of a layer that is none of ours."""
+    """It passes mypy as strictly as the core, also with an MLP of a foreign layer."""
     text = (DOCS / "plugins/model.md").read_text()
     blocks = marked(text)
     files = {mark.removeprefix("file "): code for mark, code in blocks.items() if mark.startswith("file ")}

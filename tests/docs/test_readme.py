@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -28,14 +29,6 @@ def blocks(mark: str) -> list[str]:
     found = [match["code"] for match in BLOCK.finditer(README) if match["mark"] == f"test: {mark}"]
     assert found, f"README has no block marked {mark!r}"
     return found
-
-
-def run_python(code: str, **environ: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environ}, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_every_block_is_tested_or_says_why_not() -> None:
@@ -65,12 +58,12 @@ def test_the_paths_of_the_quick_session_exist() -> None:
     assert "\ndef quick(" in (ROOT / "noxfile.py").read_text()
 
 
-def test_in_process() -> None:
+def test_in_process(run_python: Callable[[str], str]) -> None:
     [code] = blocks("run")
     assert "Paris" in run_python(code)
 
 
-def test_openai_client(url: str) -> None:
+def test_openai_client(url: str, run_python: Callable[[str], str]) -> None:
     [code] = blocks("server")
     code, count = re.subn(r"http://127\.0\.0\.1:\d+", "URL", code)
     assert count == 1

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -78,7 +78,7 @@ def names(text: str) -> list[str]:
 # The site.
 
 
-def test_it_builds(tmp_path: Path) -> None:
+def test_the_site_builds_strictly_and_loads_no_foreign_files(tmp_path: Path) -> None:
     """Strictly: every page is listed, every link and anchor leads somewhere. Nothing is loaded from elsewhere."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -122,10 +122,8 @@ def test_every_block_is_tested() -> None:
         assert re.findall(r"^<!-- test: (.*) -->\n```", (DOCS / page).read_text(), re.M) == known
 
 
-def test_the_start_in_a_program() -> None:
-    done = subprocess.run([sys.executable, "-c", block("index.md", "run")], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert "Paris" in done.stdout
+def test_the_start_in_a_program(run_python: Callable[[str], str]) -> None:
+    assert "Paris" in run_python(block("index.md", "run"))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
@@ -139,7 +137,7 @@ def test_the_start_as_a_server(url: str) -> None:
 
 
 @pytest.mark.parametrize("command", commands("index.md", "inspect") + commands(CORE, "list"), ids=" ".join)
-def test_what_is_installed(command: list[str]) -> None:
+def test_documented_commands_that_list_and_print_run(command: list[str]) -> None:
     assert command[0] == "minisgl"
     done = CliRunner().invoke(main, command[1:], catch_exceptions=False)
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""What `scripts/gpu_tp` makes of how its workers end; needs no GPU."""
+"""Results of `scripts/gpu_tp` after each way in which its workers end; needs no GPU."""
 
 from __future__ import annotations
 

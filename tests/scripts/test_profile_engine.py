@@ -1,4 +1,4 @@
-"""How `scripts/profile_engine.py` sorts kernels; needs no GPU."""
+"""Classification of kernels by `scripts/profile_engine.py`; needs no GPU."""
 
 from __future__ import annotations
 

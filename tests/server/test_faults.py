@@ -62,7 +62,7 @@ def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim:
     assert not alive
 
 
-@pytest.mark.parametrize("parallel", ["--tp", "--pp"])
+@pytest.mark.parametrize("parallel", ["--tp", pytest.param("--pp", marks=pytest.mark.nightly)])
 def test_a_killed_rank_ends_the_launch(launch: Launch, parallel: str) -> None:
     flags = {"--model": tiny_folder.llama(), parallel: 2, "--dtype": "float32", "--ops": "torch"}
     flags["--max-seq-len-override"] = 256

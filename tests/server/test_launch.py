@@ -160,6 +160,7 @@ def test_a_port_in_use_is_reported_before_loading(start: Launch) -> None:
     assert f"127.0.0.1:{port}" in server.stderr()
 
 
+@pytest.mark.nightly
 def test_several_servers_run_side_by_side(start: Launch) -> None:
     servers = [start("--served-model-name", name) for name in ("one", "two")]
     for name, server in zip(("one", "two"), servers, strict=True):

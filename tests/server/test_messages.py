@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -357,29 +356,3 @@ def test_the_answer_continues_a_last_turn_of_the_assistant(claude: anthropic.Ant
     assert "Berlin" in answer.content[0].text
     count = claude.messages.count_tokens(model=MODEL, messages=turns)  # type: ignore[arg-type]
     assert count.input_tokens == expected.usage.prompt_tokens
-
-
-def test_a_template_with_thinking_gets_its_variable(
-    launch: Callable[..., Any], tiny_checkpoint: Path, tmp_path: Path
-) -> None:
-    """The number of the prompt's tokens says what the template was told."""
-    template = tmp_path / "template.jinja"
-    template.write_text(
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking %} a a a a{% endif %}{% if"
-        " reasoning_effort == 'high' %} a a a a a a a a{% endif %}"
-    )
-    server = launch("--model", str(tiny_checkpoint), "--num-pages", "600", "--chat-template", str(template))
-    server.wait_started()
-    body = {"model": "served", "messages": [{"role": "user", "content": "Hi"}]}
-    with httpx.Client(base_url=server.url, timeout=100) as http:
-        body["model"] = http.get("/v1/models").json()["data"][0]["id"]
-
-        def count(**more: Any) -> int:
-            return int(http.post("/v1/messages/count_tokens", json=body | more).json()["input_tokens"])
-
-        plain = count()
-        assert count(thinking={"type": "disabled"}) == plain
-        assert count(thinking={"type": "enabled", "budget_tokens": 1024}) == plain + 4
-        assert count(output_config={"effort": "high"}) == plain + 8
-        reasoning = {"input": "Hi", "reasoning": {"effort": "high"}}
-        assert http.post("/v1/responses/input_tokens", json=reasoning).json()["input_tokens"] == plain + 12

@@ -193,14 +193,6 @@ def test_every_metric_is_in_the_docs(client: httpx.Client) -> None:
     assert listed == {name for name in names if name.startswith("minisgl_")}
 
 
-def test_no_metrics_flag_disables_metrics(launch: Callable[..., Any], tiny_checkpoint: Path) -> None:
-    server = launch("--model", str(tiny_checkpoint), "--num-pages", "1100", "--no-metrics").wait_started()
-    assert httpx.get(f"{server.url}/metrics").status_code == 404
-    maps = {path.path for path in server.children()["scheduler rank 0"].memory_maps()}
-    assert not any("/metrics/" in path for path in maps)
-    assert httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 1}).status_code == 200
-
-
 def test_in_process(tiny_checkpoint: Path) -> None:
     """A script around `LLM` asks by an environment variable."""
     code = f"""

@@ -234,8 +234,7 @@ NAMELESS = """() => [...document.querySelectorAll("button, input, select, textar
 }).map((node) => node.outerHTML)"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "dark"), (390, "light")])
 def test_figures_are_whole_and_controls_have_names(
     open_page: Callable[..., Any], server: Any, width: int, scheme: str
 ) -> None:

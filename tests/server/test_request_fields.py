@@ -78,10 +78,10 @@ NEUTRAL_CHAT: dict[str, Any] = {
 
 
 def test_fields_without_effect_are_accepted(http: httpx.Client) -> None:
-    whole = chat(http)["choices"]
+    whole = chat(http, max_tokens=2)["choices"]
     for name, value in {**NEUTRAL, **NEUTRAL_CHAT}.items():
-        assert chat(http, **{name: value})["choices"] == whole, name
-    assert chat(http, tool_choice="none", top_logprobs=0)["choices"] == whole
+        assert chat(http, max_tokens=2, **{name: value})["choices"] == whole, name
+    assert chat(http, max_tokens=2, tool_choice="none", top_logprobs=0)["choices"] == whole
     assert complete(http, **NEUTRAL, suffix="")["choices"] == complete(http)["choices"]
 
 
@@ -185,11 +185,6 @@ def test_prompts_are_cut_at_their_beginning(http: httpx.Client, engine_tokenizer
     assert cut["prompt_token_ids"] == ids[-2:]
     assert cut["text"].startswith(engine_tokenizer.decode(ids[-2:]))
     assert complete(http, truncate_prompt_tokens=100, return_token_ids=True)["choices"][0]["prompt_token_ids"] == ids
-    text = "once upon a time " * 20_000
-    long = complete(http, prompt=f"{text}and the end", truncate_prompt_tokens=-1, return_token_ids=True)
-    assert long["usage"]["total_tokens"] == 8192
-    ids = engine_tokenizer(" time and the end")["input_ids"]
-    assert long["choices"][0]["prompt_token_ids"][-len(ids) :] == ids, "the end of the text is kept"
     refused = http.post("/v1/completions", json={"prompt": "a", "truncate_prompt_tokens": 8192})
     assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
 
@@ -318,13 +313,20 @@ def test_the_context_length_error_is_the_known_sentence(
 
 @pytest.fixture(scope="module")
 def reasoning(launch_shared: Callable[..., Any]) -> Iterator[httpx.Client]:
-    """A server whose outputs begin with reasoning content, and which renders requests' templates."""
-    flags = ["--reasoning-parser", "deepseek_r1", "--trust-request-chat-template", "--num-pages", "600"]
-    server = launch_shared(
-        "--dtype", "float32", "--quantization", "none", "--max-running-requests", "8", *flags
-    ).wait_started()
+    """A server with a short context, whose outputs begin with reasoning content, and which renders requests' templates."""
+    flags = ["--reasoning-parser", "deepseek_r1", "--trust-request-chat-template", "--max-seq-len-override", "512"]
+    model = ["--dtype", "float32", "--quantization", "none", "--num-pages", "600", "--max-running-requests", "8"]
+    server = launch_shared(*model, *flags).wait_started()
     with httpx.Client(base_url=server.url, timeout=250) as made:
         yield made
+
+
+def test_a_prompt_is_truncated_to_the_context(reasoning: httpx.Client, engine_tokenizer: Any) -> None:
+    text = "once upon a time " * 300
+    long = complete(reasoning, prompt=f"{text}and the end", truncate_prompt_tokens=-1, return_token_ids=True)
+    assert long["usage"]["total_tokens"] == 512
+    ids = engine_tokenizer(" time and the end")["input_ids"]
+    assert long["choices"][0]["prompt_token_ids"][-len(ids) :] == ids, "the end of the text is kept"
 
 
 def test_reasoning_content_is_separated_and_counted(reasoning: httpx.Client) -> None:

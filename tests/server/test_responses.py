@@ -403,13 +403,3 @@ def test_the_store_evicts_the_least_recently_used(small: openai.OpenAI) -> None:
     large = ask(small, input="word " * 1200, max_output_tokens=1)
     assert large.store is False  # type: ignore[attr-defined]
     small.responses.retrieve(ids[-1])
-
-
-def test_a_server_without_a_store_stores_nothing(launch: Callable[..., Any], tiny_checkpoint: Any) -> None:
-    made = launch("--model", str(tiny_checkpoint), "--num-pages", "600", "--response-store-size", "0").wait_started()
-    with openai.OpenAI(base_url=f"{made.url}/v1", api_key="none", max_retries=0, timeout=250) as client:
-        answer = client.responses.create(input="Hi", max_output_tokens=2)
-        assert answer.store is False  # type: ignore[attr-defined]
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.responses.create(input="Hi", store=True)
-        assert caught.value.param == "store"

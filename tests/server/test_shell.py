@@ -110,7 +110,7 @@ def test_in_a_pipe_each_line_is_a_message(server: Any) -> None:
     assert done.stderr == "No such command: /nope. /help lists them.\n"
 
 
-def test_commands_change_how_it_answers(server: Any) -> None:
+def test_commands_set_sampling_and_system_prompt(server: Any) -> None:
     text = """/system
 /set
 /set max_tokens 3

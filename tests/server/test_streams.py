@@ -20,6 +20,8 @@ import tiny_folder
 
 from minisgl_core import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 NUM_STREAMS = 1000
 NUM_VANISH = 300
 NUM_TOKENS = 16

@@ -652,7 +652,7 @@ def test_what_the_config_has_must_be_in_the_layers() -> None:
 
 
 @pytest.mark.parametrize("right", RIGHT)
-def test_what_the_mistakes_are_made_in_passes(right: type[RightAttention]) -> None:
+def test_the_unbroken_provider_passes(right: type[RightAttention]) -> None:
     class Kit(SmallKit):
         provider = right
 

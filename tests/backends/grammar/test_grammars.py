@@ -35,7 +35,7 @@ def test_the_largest_number_of_choices_compiles() -> None:
     ],
 )
 def test_a_grammar_may_name_special_tokens(text: str) -> None:
-    """In llguidance's notation, a name stands for the special token; a string with the same text does not."""
+    """A name in llguidance's notation stands for the special token; a string with the same text does not."""
     state = LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS).compile("grammar", text, "it")
     call = byte_tokenizer().convert_tokens_to_ids("<|call|>")
     for letter in "<|call|>":

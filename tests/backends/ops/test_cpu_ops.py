@@ -41,7 +41,7 @@ def test_single_rows_leave_onednn_as_it_was(kernels: type[OneDnnOps], is_on: boo
 
 
 @pytest.mark.parametrize("prepare", ["prepare_linear", "prepare_gated"])
-def test_products_of_what_does_not_fit_the_matrix_are_refused(prepare: str) -> None:
+def test_inputs_of_another_width_or_dtype_are_refused(prepare: str) -> None:
     """The C would read past the end."""
     if reasons := NativeOps.unsupported(CPU, torch.bfloat16):
         pytest.skip("; ".join(reasons))

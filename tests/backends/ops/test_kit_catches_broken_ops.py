@@ -157,7 +157,7 @@ class KeepsTheFirstTables(RotaryOps):
 
 
 class RotatesNeighbours(RotaryOps):
-    """As checkpoints of another form have it."""
+    """RoPE of interleaved pairs, as in GPT-J."""
 
     def rotary(self, q, k, cos, sin) -> tuple[torch.Tensor, torch.Tensor]:
         half = cos.shape[-1]
@@ -487,7 +487,7 @@ BROKEN = [
 
 
 def flat(x: torch.Tensor) -> torch.Tensor:
-    """What a kernel reads that takes all for contiguous."""
+    """Return the values that a kernel reads if it takes every tensor for contiguous."""
     strides: list[int] = [1]
     for size in x.shape[:0:-1]:
         strides.insert(0, strides[0] * size)
@@ -510,7 +510,7 @@ def test_a_broken_provider_fails_the_kit(broken: type[OpsProvider]) -> None:
 
 
 @pytest.mark.parametrize("right", [TorchOps, *ROLES.values(), Grouped], ids=lambda right: right.__name__)
-def test_what_the_mistakes_are_made_in_passes(right: type[OpsProvider]) -> None:
+def test_the_unbroken_provider_passes(right: type[OpsProvider]) -> None:
     class TestRight(Kit):
         provider = right
 

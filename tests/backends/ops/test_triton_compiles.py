@@ -159,7 +159,7 @@ assert variants(_decode, ["q"]) == 2, "nothing tells variants apart"
 
 
 def run(code: str) -> None:
-    """In a process of its own: where Triton interprets kernels, it compiles none."""
+    """Run code in a new process, because Triton's interpreter compiles no kernels."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr[-2000:]
@@ -178,6 +178,6 @@ def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
-def test_the_largest_prefill_fits_into_the_shared_memory_of_small_gpus() -> None:
+def test_the_largest_prefill_fits_small_gpus_shared_memory() -> None:
     """Float32 and heads of 256, on Ada and on Blackwell for workstations."""
     run(SHARED_MEMORY)

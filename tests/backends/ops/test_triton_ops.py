@@ -43,7 +43,7 @@ def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.mark.parametrize("vocab_size", [10, 9001])
 def test_rows_without_a_distribution_give_the_reference_token(vocab_size: int) -> None:
-    """What an overflow in the model leaves: such a row is lost, but its token must be one that the vocabulary has."""
+    """After an overflow in the model, the token of the row must still be one of the vocabulary."""
     ours, reference = pair(torch.float32)
     logits = random(8, vocab_size, dtype=torch.float32)
     logits[:2] = torch.nan

@@ -16,7 +16,7 @@ class TestNaive(PrefixCacheTests):
 class TestRadix(PrefixCacheTests):
     provider = RadixPrefixCache
 
-    def test_evicts_exactly_what_is_asked_for(self) -> None:
+    def test_evict_returns_exactly_the_requested_pages(self) -> None:
         cache = RadixPrefixCache(4)
         tokens = np.arange(40, dtype=np.int32)
         cache.insert(tokens, np.arange(10, dtype=np.int32))

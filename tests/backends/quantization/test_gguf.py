@@ -196,7 +196,7 @@ def test_parts_of_different_types(rows: int, is_gated: bool) -> None:
         assert relative(method.prepare()(x), expected) < 1e-3
 
 
-def test_what_is_dequantized(caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_without_a_kernel_are_dequantized(caplog: pytest.LogCaptureFixture) -> None:
     """A type without kernel, and columns that ranks would split within a block. A module that is not in `types` is plain."""
     modules = {"m": module("Q4_K", 16, 512)}
     whole = layer(modules)

@@ -225,7 +225,7 @@ class Kit(QuantizationTests):
     checkpoints = (PER_TENSOR, PER_CHANNEL, BLOCKS)
 
 
-def test_the_provider_that_they_change_passes() -> None:
+def test_the_unbroken_provider_passes() -> None:
     class TestRight(Kit):
         provider = OtherOp
 

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Of processes in which all of them are installed."""
+    """Environment of processes in which all packages are installed."""
     site = tmp_path_factory.mktemp("site")
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--no-index"]
     subprocess.run([*install, "--target", str(site), *map(str, folder.iterdir())], check=True)
@@ -54,7 +54,7 @@ def environ(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
-def test_they_pass_their_own_tests(folder: Path, environ: dict[str, str]) -> None:
+def test_generated_plugins_pass_their_tests(folder: Path, environ: dict[str, str]) -> None:
     files = sorted(map(str, folder.glob("*/tests")))
     options = ["-q", "-rs", "-p", "no:cacheprovider", "--import-mode=importlib", "-W", "error:Argument(s):UserWarning"]
     command = [sys.executable, "-m", "pytest", *options, *files]  # pluggy only warns of a hook's call that lacks some
@@ -65,7 +65,7 @@ def test_they_pass_their_own_tests(folder: Path, environ: dict[str, str]) -> Non
     assert int(passed[1]) > 150, "the kits' tests ran"
 
 
-def test_they_are_listed_and_load(environ: dict[str, str]) -> None:
+def test_generated_plugins_are_listed_and_load(environ: dict[str, str]) -> None:
     code = (
         "import json, sys; from minisgl_core.plugins.registry import Registry; r = Registry.from_environment();"
         "found = [e for k in json.loads(sys.argv[1]) for e in r.entries(k) if 'brand-new' in e.distribution];"
@@ -83,7 +83,7 @@ def test_they_are_listed_and_load(environ: dict[str, str]) -> None:
     assert loaded["attention"] == "brand-new-attention"
 
 
-def test_they_are_tidy(folder: Path) -> None:
+def test_generated_plugins_pass_ruff_and_have_metadata(folder: Path) -> None:
     """Linted and formatted; and their metadata says what they are."""
     ruff = Path(sys.executable).with_name("ruff")
     rules = ["--isolated", "--line-length", "120", "--quiet"]

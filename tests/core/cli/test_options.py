@@ -74,7 +74,7 @@ def test_defaults_are_those_of_the_dataclasses(run: Run):
     assert set(run.sources) == set(run.values) - {"other"}
 
 
-def test_a_flag_wins_over_the_environment_over_the_file_over_the_default(run: Run):
+def test_flags_override_environment_override_file(run: Run):
     file = "page_size = 2\nnum_pages = 20\ntp = 3\nport = 30\nother = 300\n"
     environ = {"MINISGL_PAGE_SIZE": "4", "MINISGL_NUM_PAGES": "40", "MINISGL_HOST": "::"}
     result = run("--page-size", "8", file=file, **environ)
@@ -180,7 +180,7 @@ def test_help_lists_installed_providers_without_importing_them(run: Run):
     assert "Installed: none." in text
 
 
-def test_print_config_is_a_config_file_that_gives_the_same_values(run: Run):
+def test_print_config_writes_an_equivalent_config_file(run: Run):
     arguments = ["--page-size", "4", "--model", 'C:\\odd "name"\n', "--memory-ratio", "0.5", "--no-cors"]
     assert run(*arguments).exit_code == 0
     direct = run.values

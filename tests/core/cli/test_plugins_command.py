@@ -62,7 +62,7 @@ def test_list_as_json_and_by_kind(site):
     assert run("list", "--kind", "nonsense").exit_code == 2
 
 
-def test_list_notes_duplicates_and_hidden_providers_on_standard_error(site, monkeypatch):
+def test_list_reports_duplicates_and_hidden_on_standard_error(site, monkeypatch):
     for name in ("one", "two", "three"):
         site.install(name, {"policy": {"p": "p:P"}, "hooks": {"h": "h"}})
     monkeypatch.setenv("MINISGL_PLUGINS_BLOCK", "three,policy:q,one:policy:q")

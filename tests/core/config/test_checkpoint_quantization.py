@@ -78,7 +78,7 @@ def test_groups_have_their_targets() -> None:
     assert stored.groups == [attention["weights"], mlp["weights"]]
 
 
-def test_where_it_is_read_from() -> None:
+def test_the_config_is_read_from_either_key() -> None:
     assert CheckpointQuantization.of({}) is None
     assert CheckpointQuantization.of({"quantization_config": None}) is None
     for key in ("quantization_config", "compression_config"):
@@ -113,7 +113,7 @@ def test_where_it_is_read_from() -> None:
         ),
     ],
 )
-def test_what_cannot_be_read(config: Any, message: str) -> None:
+def test_invalid_quantization_configs_are_refused(config: Any, message: str) -> None:
     with pytest.raises(ModelFormatError, match=message):
         CheckpointQuantization.of({"quantization_config": config})
 

@@ -129,7 +129,7 @@ def test_windows_of_architectures_that_are_not_known() -> None:
     assert read("LlamaForCausalLM", sliding_window=32).sliding_windows == (None,) * 4, "as in transformers"
 
 
-def test_what_a_plugin_may_know_how_to_do_is_read() -> None:
+def test_unknown_activations_and_rope_kinds_are_kept_for_plugins() -> None:
     assert read().hidden_act == "silu"
     assert read("GemmaForCausalLM", hidden_act="gelu_pytorch_tanh").hidden_act == "gelu_pytorch_tanh"
     gemma3 = read("Gemma3ForCausalLM", hidden_activation="gelu_pytorch_tanh")
@@ -274,7 +274,7 @@ def test_dynamic_ntk_ends_at_the_unscaled_context() -> None:
         ({"num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": 3}, "mlp_only_layers=3 is not a list"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], message: str) -> None:
+def test_invalid_config_values_are_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelFormatError) as error:
         model_config({key: value for key, value in {**LLAMA, **changes}.items() if value is not ...})
     assert message in str(error.value)

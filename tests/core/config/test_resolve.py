@@ -90,7 +90,7 @@ def test_nothing_is_left_open() -> None:
         )
 
 
-def test_a_laptop_gets_what_runs_there() -> None:
+def test_a_laptop_gets_cpu_providers_and_float32() -> None:
     resolved = choose(LAPTOP)
     flat = resolved.config.flat()
     assert (flat["attn"], flat["ops"], flat["cache"]) == ("native", "native,torch", "radix")
@@ -104,7 +104,7 @@ def test_a_laptop_without_a_compiler_gets_the_next() -> None:
     assert (flat["attn"], flat["ops"]) == ("torch", "onednn,torch")
 
 
-def test_a_gpu_gets_the_first_that_applies_and_hears_why_not_the_others() -> None:
+def test_a_gpu_gets_the_first_supported_provider_and_reasons() -> None:
     assert choose(H200).config.backends.attn == "fa,hopper"
     assert choose(H200).config.backends.ops == "hopper,triton"
     resolved = choose(H200, refused=["fa", "hopper"])
@@ -144,7 +144,7 @@ def test_each_role_of_ops_goes_to_the_first_that_has_it() -> None:
     assert ops_of(H200, preferred={"ops": "mynorm"})[0] == "mynorm,hopper,triton"
 
 
-def test_what_was_asked_for_is_taken_or_refused_with_the_reason() -> None:
+def test_named_providers_are_used_or_refused_with_the_reason() -> None:
     assert choose(H200, attn="torch,theirs", page_size=64, dtype="float16").config.flat()["attn"] == "torch,theirs"
     with pytest.raises(ProviderUnsupportedError, match="fi is not for this"):
         choose(H200, refused=["fi"], attn="fi")
@@ -206,7 +206,7 @@ def test_stages_may_have_another_communicator_than_their_ranks() -> None:
         chosen(tp=2, pp=2, communicator="oneshot")
 
 
-def test_what_needs_one_host_is_not_chosen_for_groups_over_several() -> None:
+def test_one_host_communicators_are_not_chosen_across_hosts() -> None:
     def unsupported(kind: str, name: str, *spec: Any) -> list[str]:
         return ["not over hosts"] if name == "oneshot" and spec[0].spans_hosts else []
 
@@ -263,7 +263,7 @@ def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
         assert resolved.config.backends.moe == "torch"
 
 
-def test_matrices_are_quantized_where_the_checkpoints_are_and_the_hardware_can() -> None:
+def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
     assert choose(H200).config.backends.quantization == "none"
     assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
     fp8 = replace(MODEL, quantization="fp8")

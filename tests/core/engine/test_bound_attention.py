@@ -1,4 +1,4 @@
-"""Attention as a model calls it: whoever rotates, results and the pool are the same."""
+"""Attention as a model calls it: results and pool are the same, whether the engine or the backend applies RoPE."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whom a checkpoint's config is shown to, and in which order; what a start that fails leaves."""
+"""Order in which providers see a checkpoint's config, and cleanup after a failed start."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def with_config(folder: Path, **changes: Any) -> EngineConfig:
     return EngineConfig.from_flat(model=str(folder), platform="cpu", ops="torch", dtype="float32")
 
 
-def test_an_architecture_without_a_provider_is_named_whatever_its_config_has(tmp_path: Path) -> None:
+def test_an_architecture_without_a_provider_is_named(tmp_path: Path) -> None:
     config = with_config(tmp_path, architectures=["GPT2LMHeadModel"], hidden_size=..., num_hidden_layers=...)
     config = config.with_flat(model_impl="minisgl")
     with pytest.raises(ProviderNotFoundError, match=r"no model is called 'GPT2LMHeadModel' \(installed: .*Llama"):
         open_checkpoint(config, tiny.registry())
 
 
-def test_auto_falls_back_to_transformers_where_no_provider_is_installed() -> None:
+def test_auto_falls_back_to_transformers_without_a_provider() -> None:
     registry = tiny.registry()
     assert model_provider("auto", "LlamaForCausalLM", registry) == ("LlamaForCausalLM", "")
     assert model_provider("transformers", "LlamaForCausalLM", registry) == ("transformers", "set by the user")
@@ -201,7 +201,7 @@ def test_a_start_that_fails_closes_what_it_joined(
 
 @pytest.mark.parametrize("is_equal", [False, True])
 def test_another_lm_head_beside_tied_embeddings_is_used(is_equal: bool, tmp_path: Path) -> None:
-    """As in transformers, which ties the two only if the checkpoint has no other LM head."""
+    """The engine ties the two only if the checkpoint has no other LM head, like transformers."""
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 

@@ -85,7 +85,7 @@ class OverAllPages(AttentionBackend):
 
 
 class OverGatheredPages(OverAllPages):
-    """What is recorded reads rows of the page table that are gathered before, as for FlashAttention."""
+    """The graph reads page-table rows that are gathered before the replay, as with FlashAttention."""
 
     capabilities = replace(OverAllPages.capabilities, graph_reads_page_table=False)
 
@@ -220,7 +220,7 @@ def test_masks_hold_in_captured_decodes(
 
 
 class OtherHalf(SingleRank):
-    """Of two ranks the first, whose gathering computes the other's logits."""
+    """The first of two ranks; its all-gather computes the other rank's logits."""
 
     def __init__(self, model: Model) -> None:
         self.rank, self.size = 0, 2
@@ -275,7 +275,7 @@ def test_every_size_runs_with_new_pages_and_without(
 def test_pages_of_other_tokens_are_written_before(
     engine: Engine, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a request that decodes was given pages that the cache had meanwhile."""
+    """A decoding request may have been moved to pages of the cache."""
     if not engine.attention.capabilities.graph_reads_page_table:
         pytest.skip("all pages are written before")
     wanted = outputs(("greedy",) * 6, options, overlap=False)

@@ -44,7 +44,7 @@ def built(folder: Path, **options: Any) -> BuiltEngine:
 
 
 def logprobs(folder: Path, **options: Any) -> torch.Tensor:
-    """Of the prompts' tokens and of the output's, which decodes made."""
+    """Return log-probabilities of the prompts' tokens and of the decoded ones."""
     fixed = {"dtype": "float32", "num_pages": 24, "page_size": 4, "max_prefill_length": 4}
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0, prompt_logprobs=0)
     with LLM(str(folder), **(fixed | options)) as llm:
@@ -95,6 +95,6 @@ def test_a_scale_that_is_none(folder: Path, tmp_path: Path) -> None:
         built(scaled, kv_dtype="fp8")
 
 
-def test_who_cannot_says_so(folder: Path) -> None:
+def test_a_backend_without_the_kv_dtype_is_refused(folder: Path) -> None:
     with pytest.raises(ProviderUnsupportedError, match="KV pool must hold float32 or float8_e4m3fn, not bfloat16"):
         built(folder, kv_dtype="bfloat16", attn="torch")

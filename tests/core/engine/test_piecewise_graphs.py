@@ -1,4 +1,4 @@
-"""Steps recorded in pieces give the tokens of others, whatever ran in the same buffers before."""
+"""Steps with piecewise CUDA graphs give the same tokens as eager ones, whatever ran in the same buffers before."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_tokens_are_those_of_transformers(
 def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where two attentions are subtracted from each other."""
+    """Differential attention subtracts two outputs."""
     forward = engine.model.forward
 
     def with_another(ids: torch.Tensor, positions: torch.Tensor, attend: Attend, index: None) -> torch.Tensor:
@@ -131,7 +131,7 @@ def test_a_layer_may_hold_one_output_while_it_asks_for_the_next(
 
 
 def test_prompts_of_whose_tokens_all_are_wanted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run in pieces where these compute all tokens, and otherwise not in pieces."""
+    """They use piecewise CUDA graphs if these compute all tokens, and run eagerly otherwise."""
     sizes: set[int] = set()
     run = PiecewiseGraphs.run
     monkeypatch.setattr(

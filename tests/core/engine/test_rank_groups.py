@@ -44,7 +44,7 @@ def test_stages_and_rows_of_ranks_are_groups(url, tmp_path: Path) -> None:
             received = -1.0
         else:
             received = groups.pipeline.recv(torch.zeros(1), 0).item()
-        return total, received, groups.least_of_stages(7 + rank, CPU), joined, groups
+        return total, received, groups.min_over_stages(7 + rank, CPU), joined, groups
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(run, range(size)))

@@ -69,9 +69,7 @@ sampling = st.builds(
 
 @settings(max_examples=60)
 @given(st.lists(sampling, min_size=1, max_size=5), st.integers(0, 2**32 - 1), st.sampled_from([40, 2000]))
-def test_tokens_are_those_of_the_definition_and_do_not_depend_on_the_batch(
-    params: list[SamplingParams], seed: int, vocab_size: int
-) -> None:
+def test_tokens_equal_the_definition_in_any_batch(params: list[SamplingParams], seed: int, vocab_size: int) -> None:
     rng = np.random.default_rng(seed)
     logits = rng.normal(size=(len(params), vocab_size)).astype(np.float32) * 4
     uniform = rng.random(len(params)).astype(np.float32)
@@ -118,7 +116,7 @@ def test_no_sum_over_one_row_is_taken_in_any_order(top_k: int) -> None:
     assert scans.found == [logits.shape]
 
 
-def test_running_sums_of_one_row_are_those_it_has_beside_others() -> None:
+def test_cumulative_sums_do_not_depend_on_the_batch() -> None:
     rows = torch.from_numpy(np.random.default_rng(5).random((3, 3000)).astype(np.float32))
     for count in range(4):
         assert torch.equal(deterministic_cumsum(rows[:count]), rows[:count].cumsum(-1))

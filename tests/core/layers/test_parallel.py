@@ -1,4 +1,4 @@
-"""How dimensions are split, and the layers' parts of their own."""
+"""Sharding of dimensions, and the shards of the layers."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def fill(model: Model) -> None:
 
 
 class Counting(SingleRank):
-    """Of two ranks one, which only counts."""
+    """One of two ranks, which only counts its collectives."""
 
     def __init__(self) -> None:
         self.rank, self.size, self.calls = 0, 2, Counter[str]()
@@ -349,7 +349,7 @@ def test_an_mlp_may_keep_its_projections_apart() -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 3])
 def test_fused_matrices_are_shared_out_like_single_ones(tp_size: int) -> None:
-    """With biases; on three ranks the rows do not divide."""
+    """The layers have biases, and three ranks do not divide the rows."""
     sizes = {"a": 4, "b": 7}
     whole = {
         "m.ba.weight": torch.randn(11, 5, generator=torch.Generator().manual_seed(0)),

@@ -79,7 +79,7 @@ class WidensIntegers(CpuPlatform):
 
 
 class CopiesTooLate(CpuPlatform):
-    """What comes to the host is what is there when somebody waits."""
+    """A copy to the host takes place only when the host waits for it."""
 
     def __init__(self, local_rank: int = 0) -> None:
         super().__init__(local_rank)

@@ -29,7 +29,7 @@ def hook_names() -> set[str]:
     return {name for name, value in vars(hookspecs).items() if hasattr(value, f"{hookspecs.PROJECT}_spec")}
 
 
-def test_every_spec_has_an_attribute_that_is_none_without_implementations():
+def test_every_hook_without_implementations_is_none():
     hooks = Hooks()
     assert len(hook_names()) == 10
     assert all(getattr(hooks, name) is None for name in hook_names())
@@ -71,7 +71,7 @@ def test_a_bad_module_is_skipped_with_one_warning(site, caplog, source, cause):
     assert cause in caplog.text
 
 
-def test_a_class_in_place_of_a_module_is_made_once_for_each_engine(site, caplog):
+def test_a_hook_class_is_instantiated_once_per_engine(site, caplog):
     source = """
 from minisgl_core import hookimpl
 
@@ -109,7 +109,7 @@ def test_a_function_that_returns_none_registers_nothing(site, caplog):
 
 
 @pytest.mark.parametrize("failure", ["RuntimeError('no licence')", "SystemExit('no licence')"])
-def test_what_cannot_be_made_is_left_out(site, caplog, failure):
+def test_hooks_that_fail_to_start_are_skipped_with_a_warning(site, caplog, failure):
     site.install("bad", {"hooks": {"metrics": "bad_hooks:Hooks"}}, bad_hooks=f"def Hooks():\n    raise {failure}\n")
     assert Hooks(Registry.from_environment()).engine_started is None
     assert "no licence" in caplog.text

@@ -118,7 +118,7 @@ class Odd(CpuPlatform):
         pick_platform("odd", Registry.from_environment())
 
 
-def test_an_unknown_name_lists_what_is_installed_and_a_close_match():
+def test_an_unknown_name_lists_providers_and_a_close_match():
     with pytest.raises(ProviderNotFoundError, match=r"--policy.*'fcsf'.*installed: .*fcfs.*Did you mean 'fcfs'\?"):
         Registry.from_environment().entry("policy", "fcsf")
 
@@ -134,13 +134,13 @@ def test_an_unknown_name_lists_what_is_installed_and_a_close_match():
         ("commands", "launch", "pip install minisgl-server"),
     ],
 )
-def test_a_shipped_name_that_is_not_installed_says_what_brings_it(kind, name, remedy):
+def test_a_missing_shipped_name_names_its_package(kind, name, remedy):
     with pytest.raises(ProviderNotFoundError) as caught:
         Registry([]).entry(kind, name)
     assert remedy in str(caught.value)
 
 
-def test_a_typo_of_a_shipped_name_that_is_not_installed_is_recognised():
+def test_a_typo_of_a_missing_shipped_name_is_recognised():
     with pytest.raises(ProviderNotFoundError, match="Did you mean 'trtllm'"):
         Registry([]).entry("attention", "trtlm")
 

@@ -71,7 +71,7 @@ def test_a_peer_without_the_key_is_refused(prepare: Callable[[Any], None]) -> No
         peer.disable_monitor()
 
 
-def test_a_peer_without_the_key_cannot_announce_a_message_of_any_size() -> None:
+def test_a_peer_without_the_key_that_sends_too_much_is_closed() -> None:
     """A greeting and the header of a command, as ZMTP 3.0 lays them out, come before any key."""
     greeting = struct.pack(">B8xBBx20s32x", 0xFF, 0x7F, 3, b"CURVE")
     port = free_port()

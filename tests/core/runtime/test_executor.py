@@ -17,7 +17,7 @@ from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.local_executor import LocalExecutor
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.testing.executor_kit import ExecutorTests
-from minisgl_core.testing.kit_runner import failures
+from minisgl_core.testing.kit_runner import iter_failures
 
 
 class TestLocal(ExecutorTests):
@@ -29,15 +29,15 @@ class GivesAllOneAddress(LocalExecutor):
         return [replace(each, address=f"ipc://{directory}/all") for each in super().place(directory)]
 
 
-class HasTwoMeetingPlaces(LocalExecutor):
+class HasTwoInitMethods(LocalExecutor):
     def place(self, directory: str) -> Sequence[RankPlacement]:
         placed = super().place(directory)
         return [replace(each, init_method=f"{each.init_method}-{each.rank}") for each in placed]
 
 
 class CountsFromOne(LocalExecutor):
-    def place(self, size: int, directory: str) -> Sequence[RankPlacement]:
-        return [replace(each, local_rank=each.rank + 1) for each in super().place(size, directory)]
+    def place(self, directory: str) -> Sequence[RankPlacement]:
+        return [replace(each, local_rank=each.rank + 1) for each in super().place(directory)]
 
 
 class StartsThemAllAsRankZero(LocalExecutor):
@@ -57,22 +57,23 @@ class LosesCountOfTheNodes(LocalExecutor):
 
 
 @pytest.mark.parametrize(
-    "broken",
+    ("broken", "caught_by"),
     [
-        GivesAllOneAddress,
-        HasTwoMeetingPlaces,
-        CountsFromOne,
-        StartsThemAllAsRankZero,
-        StartsNothing,
-        LosesCountOfTheNodes,
+        (GivesAllOneAddress, "test_placements"),
+        (HasTwoInitMethods, "test_placements"),
+        (CountsFromOne, "test_placements"),
+        (LosesCountOfTheNodes, "test_placements"),
+        (StartsThemAllAsRankZero, "test_ranks_start"),
+        (StartsNothing, "test_ranks_start"),
     ],
 )
-def test_a_broken_executor_fails_the_kit(broken: type[Executor]) -> None:
+def test_a_broken_executor_fails_the_kit(broken: type[Executor], caught_by: str) -> None:
     class Kit(ExecutorTests):
         provider = broken
-        limit_s = 8.0
+        limit_s = 4.0
 
-    assert failures(Kit())
+    [(_, error)] = iter_failures(Kit(), caught_by)
+    assert isinstance(error, AssertionError), error
 
 
 def test_local_refuses_a_placement_over_hosts() -> None:

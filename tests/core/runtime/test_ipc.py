@@ -37,7 +37,7 @@ def test_a_temporary_directory_too_deep_for_sockets_is_refused(tmp_path: Path, m
     assert list(deep.iterdir()) == []
 
 
-def test_messages_arrive_whole_and_in_order_even_if_sent_before_the_receiver_is_there() -> None:
+def test_messages_sent_before_the_receiver_binds_arrive_in_order() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
         ids = np.array([1, 2, 3], dtype=np.int32)
         sampling = SamplingParams(stop=("x",), logit_bias={5: 1.5}, seed=3)
@@ -59,7 +59,7 @@ def test_what_was_sent_last_arrives_after_the_sender_has_closed() -> None:
         assert receiver.receive(timeout_s=10) == Stop()
 
 
-def test_closing_does_not_wait_long_for_a_receiver_that_never_came() -> None:
+def test_closing_without_a_receiver_does_not_wait_long() -> None:
     with IpcAddresses.create() as endpoints, Sender(endpoints.scheduler_in) as sender:
         sender.send(Stop())
 

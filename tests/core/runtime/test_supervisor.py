@@ -141,7 +141,7 @@ def test_an_end_that_was_asked_for_is_no_error(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.timeout(60)
-def test_an_end_right_after_the_condition_was_looked_at_wakes_the_wait(supervisor: Supervisor) -> None:
+def test_an_end_after_the_check_of_the_condition_wakes_the_wait(supervisor: Supervisor) -> None:
     supervisor.start("one", children.serve, "one")
     assert supervisor.wait_ready()
     pid = supervisor.pid("one")
@@ -164,7 +164,7 @@ def test_a_child_that_does_not_end_is_killed(supervisor: Supervisor) -> None:
     assert not child.is_running()
 
 
-def test_children_of_a_killed_parent_end_and_remove_the_directory(tmp_path: Path) -> None:
+def test_children_of_a_killed_parent_end_and_clean_up(tmp_path: Path) -> None:
     sockets = tmp_path / "sockets"
     sockets.mkdir()
     pid_file = tmp_path / "pids"

@@ -1,4 +1,4 @@
-"""How a rank's process serves, and how it ends: its engine is closed, and after an error the other ranks are not waited for."""
+"""A rank's process serves, closes its engine at the end, and after an error does not wait for the other ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = EngineConfig.from_flat(
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was done at the end, in order."""
+    """Calls at the end of the process, in order."""
     done: list[str] = []
     close, abort, send_all = Engine.close, SingleRank.abort, worker.send_all
     monkeypatch.setattr(Engine, "close", lambda self: (done.append("close"), close(self))[1])
@@ -50,7 +50,7 @@ def run(messages: list[Stop]) -> None:
         worker.run_worker(CONFIG, [RankPlacement()], 0, endpoints, report)
 
 
-def test_a_rank_that_is_told_to_stop_closes_its_engine_when_the_others_know(ends: list[str]) -> None:
+def test_a_stopped_rank_closes_its_engine_after_telling_others(ends: list[str]) -> None:
     run([Stop()])
     assert ends == ["stop the others", "close"]
 
@@ -104,7 +104,7 @@ def test_a_step_that_fails_later_ends_the_rank_with_its_error(monkeypatch: pytes
 
 
 class Backlog:
-    """What has arrived all at once, and a Stop when there is nothing left to do."""
+    """A receiver with all messages at once, and a Stop when no work is left."""
 
     def __init__(self, *messages: Any) -> None:
         self._messages = list(messages)

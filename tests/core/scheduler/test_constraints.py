@@ -1,4 +1,4 @@
-"""When a grammar holds: from the beginning, or after a model's thoughts, if it thinks."""
+"""A grammar applies from the first token, or after the reasoning content."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Broken(LlguidanceGrammar):
         (Forgetful, "a", "internal", None, r"Forgetful.compile\(\)"),
     ],
 )
-def test_whose_fault_it_is(
+def test_errors_of_grammars_name_the_request_or_the_provider(
     provider: type[LlguidanceGrammar], text: str, kind: str, param: str | None, message: str
 ) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=20)

@@ -21,28 +21,28 @@ INTERSECTION = "start: A\nA: " + " & ".join(f"/(.|\\n)*[a-m].{{{k}}}[n-z](.|\\n)
 
 
 @pytest.fixture(scope="module")
-def guard() -> Iterator[GrammarChecker]:
+def checker() -> Iterator[GrammarChecker]:
     made = GrammarChecker("llguidance")
     yield made
     made.close()
 
 
-def new_grammars(guard: GrammarChecker | None = None) -> Grammars:
-    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, guard)
+def new_grammars(checker: GrammarChecker | None = None) -> Grammars:
+    return Grammars(lambda: LlguidanceGrammar(byte_tokenizer(), VOCAB_SIZE, EOS), VOCAB_SIZE, checker)
 
 
-def test_what_takes_too_long_names_field_and_limit(guard: GrammarChecker) -> None:
+def test_what_takes_too_long_names_field_and_limit(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError, match="must be compiled within") as raised:
-        guard.check("grammar", INTERSECTION, "field.of_the_user")
+        checker.check("grammar", INTERSECTION, "field.of_the_user")
     assert raised.value.name == "field.of_the_user"
-    assert guard.check("regex", "a|b", "it") > 0  # by a new process
+    assert checker.check("regex", "a|b", "it") > 0  # by a new process
 
 
-def test_a_fault_is_told_as_by_the_provider(guard: GrammarChecker) -> None:
+def test_a_fault_is_told_as_by_the_provider(checker: GrammarChecker) -> None:
     with pytest.raises(InvalidValueError) as wanted:
         LlguidanceGrammar.check("regex", "(a", "it")
     with pytest.raises(InvalidValueError) as raised:
-        guard.check("regex", "(a", "it")
+        checker.check("regex", "(a", "it")
     assert str(raised.value) == str(wanted.value)
 
 
@@ -52,18 +52,18 @@ def test_an_unknown_provider_is_a_plugin_error() -> None:
 
 
 def test_close_ends_the_process() -> None:
-    guard = GrammarChecker("llguidance")
-    guard.check("regex", "a", "it")
-    process = psutil.Process(guard._process.pid)
+    checker = GrammarChecker("llguidance")
+    checker.check("regex", "a", "it")
+    process = psutil.Process(checker._process.pid)
     assert process.cmdline()[0] == "minisgl: grammar check"
-    guard.close()
+    checker.close()
     assert not process.is_running()
 
 
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = (
-        "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; guard = GrammarChecker('llguidance');"
-        "guard.check('regex', 'a', 'it'); print(guard._process.pid, flush=True); time.sleep(600)"
+        "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; checker = GrammarChecker('llguidance');"
+        "checker.check('regex', 'a', 'it'); print(checker._process.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -75,8 +75,8 @@ def test_it_ends_with_a_parent_that_is_killed() -> None:
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_no_failed_grammar_is_remembered(guard: GrammarChecker) -> None:
-    grammars = new_grammars(guard)
+def test_no_failed_grammar_is_remembered(checker: GrammarChecker) -> None:
+    grammars = new_grammars(checker)
     for text in ("(a", "b)", "[c"):
         with pytest.raises(InvalidValueError):
             grammars.check(GrammarSource("regex", text, "it"))
@@ -85,8 +85,8 @@ def test_no_failed_grammar_is_remembered(guard: GrammarChecker) -> None:
     assert grammars.num_kept == 1
 
 
-def test_grammars_are_forgotten_by_their_bytes(guard: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = new_grammars(guard)
+def test_grammars_are_forgotten_by_their_bytes(checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = new_grammars(checker)
     monkeypatch.setattr(constraints, "MAX_KEPT_BYTES", 3 * 64 * 1000)
     for number in range(10):
         grammars.check(GrammarSource("regex", f"{number}" * 1000, "it"))
@@ -105,9 +105,9 @@ def test_too_much_text_that_waits_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     grammars.close()
 
 
-def test_a_part_is_named_before_the_whole(guard: GrammarChecker) -> None:
+def test_a_part_is_named_before_the_whole(checker: GrammarChecker) -> None:
     parts = (("tools[0].function.parameters", '{"type": "no"}'),)
     source = GrammarSource("choice", '["a"]', "tools", parts=parts)
     with pytest.raises(InvalidValueError) as raised:
-        new_grammars(guard).check(source)
+        new_grammars(checker).check(source)
     assert raised.value.name == "tools[0].function.parameters"

@@ -1,4 +1,4 @@
-"""What people who watch are told: exact, bounded, and recorded only while they watch."""
+"""Engine snapshots are exact, bounded, and made only while a client asks for them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_counts_while_requests_run_and_after() -> None:
     tiny.assert_nothing_in_use(loop)
 
 
-def test_it_crosses_processes_and_stays_small() -> None:
+def test_a_snapshot_of_many_requests_stays_small() -> None:
     loop = new_loop(num_pages=3000, max_running_requests=256, max_prefill_length=4096)
     watch = Monitor(loop.scheduler)
     watch.state(SnapshotRequest(worker=0))

@@ -176,7 +176,7 @@ class Walk:
     slack=st.integers(0, 300),
     rate=st.sampled_from([0.05, 0.3]),
 )
-def test_arrays_do_what_a_walk_does(
+def test_schedules_equal_those_of_a_plain_loop(
     seed: int,
     page_size: int,
     cache: str,

@@ -41,7 +41,7 @@ def samplings(draw: st.DrawFn) -> SamplingParams:
 
 @lru_cache
 def prompt_logprobs(prompt: tuple[int, ...]) -> list[float]:
-    """Of all but the first token, by transformers."""
+    """Return transformers' log-probabilities of all tokens but the first."""
     with torch.inference_mode():
         logits = tiny.reference_model()(torch.tensor([prompt])).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
@@ -99,7 +99,7 @@ class Traffic(RuleBasedStateMachine):
         max_prefill: int,
         slack: int,
     ) -> None:
-        """With `pp`, as many steps are in flight as with that many stages, although one rank computes them all."""
+        """Start a loop with as many steps in flight as `pp` stages would have, although one rank computes them all."""
         # As tight as it gets: one longest sequence fits, and little more.
         num_pages = -(-tiny.MAX_SEQ_LEN // page_size) + 1 + slack
         self.loop = tiny.new_loop(

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one situation at a time, in steps and tokens."""
+"""Guarantees of the scheduler, one situation per test, in steps and tokens."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_prompts_that_begin_alike_are_scored(chunk: int) -> None:
     tiny.assert_nothing_in_use(loop)
 
 
-def test_a_cache_that_takes_less_than_it_is_offered() -> None:
+def test_a_cache_may_take_fewer_pages_than_it_is_offered() -> None:
     """A request ends, and so leaves a page to the cache, of which another one, halfway through its prompt, has its own."""
     loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=12)
     loop.scheduler.pages.cache = tiny.TakesAPageATime(4)
@@ -133,7 +133,7 @@ def test_the_same_prompt_again_computes_at_most_a_page(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prefill_moves_to_pages_that_another_request_leaves_behind(overlap: bool) -> None:
+def test_a_prefill_moves_to_pages_that_another_request_cached(overlap: bool) -> None:
     """The second turn of a chat arrives before the first has ended: halfway, the first one's pages replace its own."""
     loop = tiny.new_loop(page_size=4, num_pages=100, max_prefill_length=8, cache="radix", disable_overlap=not overlap)
     collected: dict[str, tiny.Collected] = {}
@@ -150,7 +150,7 @@ def test_a_prefill_moves_to_pages_that_another_request_leaves_behind(overlap: bo
     tiny.assert_nothing_in_use(loop)
 
 
-def test_running_out_of_pages_preempts_and_resumes_without_losing_a_token() -> None:
+def test_preemption_and_resumption_lose_no_token() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=tiny.MAX_SEQ_LEN + 2, cache="naive", max_running_requests=4)
     prompts = [prompt(i, 10) for i in range(4)]
     for i, each in enumerate(prompts):
@@ -199,7 +199,7 @@ def test_longest_prefix_match_prefers_what_is_cached() -> None:
     assert orders == {"fcfs": ["cold", "cached"], "lpm": ["cached", "cold"]}
 
 
-def test_longest_output_first_counts_what_a_preempted_request_has_left() -> None:
+def test_longest_output_first_counts_remaining_tokens() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1, policy="longest-output-first")
     tiny.submit(loop, "long", prompt(1, 4), greedy(20))
     for _ in range(17):
@@ -220,7 +220,7 @@ class LastComeFirstServed(Policy):
         return cast(Sequence[RequestView], waiting)
 
 
-def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
+def test_a_policy_that_sorts_in_place_keeps_the_queues_order() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200, max_running_requests=1)
     loop.scheduler.policy = LastComeFirstServed()
     for name in ("a", "b", "c"):
@@ -232,7 +232,7 @@ def test_a_policy_that_sorts_in_place_leaves_the_queue_in_its_order() -> None:
 
 
 @pytest.mark.parametrize("change", [lambda waiting: waiting[1:], lambda waiting: waiting[:1] * 2, lambda _: None])
-def test_a_policy_that_loses_requests_is_an_error_and_not_a_wait_for_ever(change: Callable[[Any], Any]) -> None:
+def test_a_policy_that_loses_requests_is_a_plugin_error(change: Callable[[Any], Any]) -> None:
     loop = tiny.new_loop(page_size=1, num_pages=200)
     loop.scheduler.policy = type(
         "Odd", (Policy,), {"order": lambda self, waiting, running, num_cached: change(waiting)}
@@ -329,7 +329,7 @@ class Hoards(RadixPrefixCache):
         return 0
 
 
-def test_a_cache_that_keeps_pages_is_an_error_and_not_a_wait_for_ever() -> None:
+def test_a_cache_that_keeps_pages_is_a_plugin_error() -> None:
     loop = tiny.new_loop(page_size=1, num_pages=40)
     loop.scheduler.pages.cache = Hoards(1)
     tiny.submit(loop, "a", prompt(1, 30), greedy(2))
@@ -375,7 +375,7 @@ def test_what_cannot_run_is_refused_by_name(tokens: list[int], sampling: Samplin
 
 
 @pytest.mark.parametrize("num_pages", [5, 20])
-def test_more_pages_are_recommended_only_where_they_bound_the_context(num_pages: int) -> None:
+def test_more_pages_are_recommended_only_if_they_are_the_limit(num_pages: int) -> None:
     loop = tiny.new_loop(page_size=4, num_pages=num_pages)
     max_seq_len = loop.scheduler.limits.max_seq_len
     assert max_seq_len == min(4 * (num_pages - 1), tiny.MAX_SEQ_LEN)
@@ -416,7 +416,7 @@ def test_min_tokens_holds_the_end_back() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("early_length", [26, 27, 28])
 def test_a_resumed_request_goes_on_from_the_token_that_it_had(early_length: int, overlap: bool) -> None:
-    """What is left for the last piece may be a single token: a decode whose token the device does not have."""
+    """The last chunk of a resumed request may be one token: a decode whose token is not on the device."""
     loop = tiny.new_loop(
         page_size=1,
         num_pages=50,

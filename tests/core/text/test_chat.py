@@ -49,7 +49,7 @@ def test_arguments_that_are_no_object_are_given_as_they_came(tokenizer: Any, arg
     assert render_chat(tokenizer, [message]).startswith("assistant: <f >")
 
 
-def test_what_says_nothing_is_left_out() -> None:
+def test_empty_fields_of_messages_are_dropped() -> None:
     said = {"role": "assistant", "content": "a", "name": "b"}
     assert plain_messages([said | {"tool_calls": [], "annotations": [], "refusal": None}]) == [said]
 
@@ -70,7 +70,7 @@ def test_what_says_nothing_is_left_out() -> None:
         ({"role": "function", "content": "a"}, "messages[0].role"),
     ],
 )
-def test_what_is_not_a_message(tokenizer: Any, message: dict[str, Any], name: str) -> None:
+def test_invalid_messages_are_refused_by_name(tokenizer: Any, message: dict[str, Any], name: str) -> None:
     with pytest.raises(InvalidValueError) as raised:
         render_chat(tokenizer, [message])
     assert raised.value.name == name
@@ -89,7 +89,7 @@ def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
         read_chat_template(str(tmp_path / "missing.jinja"))
 
 
-def test_a_template_that_is_none_is_found_where_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_template_file_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("chat.jinja").write_text("{% for m in messages %}\n{{ m.role }")
     with pytest.raises(InvalidValueError, match=r"^--chat-template='chat.jinja' .* Line 2: "):
@@ -98,7 +98,7 @@ def test_a_template_that_is_none_is_found_where_it_is_read(tmp_path: Path, monke
         read_chat_template("{% if %}")
 
 
-def test_templates_may_have_the_tags_that_transformers_knows(tokenizer: Any) -> None:
+def test_templates_may_use_the_tags_of_transformers(tokenizer: Any) -> None:
     text = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
     tokenizer.chat_template = read_chat_template(text)
     assert render_chat(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]) == "a"

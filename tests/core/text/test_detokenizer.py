@@ -15,7 +15,7 @@ EMOJI = "a👩‍👩‍👧‍👦b 🇫🇷é漢字 \ufffd naïve ☃\n\n  x"
 
 
 def chunks(ids: list[int], sizes: list[int]) -> list[list[int]]:
-    """`ids` in pieces of the given sizes, over and over; single tokens where there are none."""
+    """Split `ids` into chunks of the given sizes, repeated as needed; of one token if no size is given."""
     result, at, turn = [], 0, 0
     while at < len(ids):
         size = sizes[turn % len(sizes)] if sizes else 1
@@ -40,7 +40,7 @@ def run(detokenizer: IncrementalDetokenizer, pieces: list[list[int]]) -> tuple[l
 
 @pytest.fixture(scope="module", params=["bytes", "window"])
 def tokens(request: pytest.FixtureRequest, engine_tokenizer: Any) -> TokenBytes:
-    """Of a byte-level tokenizer, decoded as such, or as any other is."""
+    """`TokenBytes` of a byte-level tokenizer, which decodes bytes or, like other tokenizers, texts."""
     made = TokenBytes(engine_tokenizer)
     assert made.make_up_texts
     made.make_up_texts = request.param == "bytes"
@@ -153,7 +153,7 @@ def test_stop_texts_end_nothing_before_so_many_tokens(
     assert ("".join(texts), stop) == (free + rest.partition("one")[0], "one" if "one" in rest else None)
 
 
-def test_text_that_may_begin_a_stop_text_is_held_back_and_then_shown(engine_tokenizer: Any, tokens: TokenBytes) -> None:
+def test_a_possible_stop_text_is_withheld_and_then_sent(engine_tokenizer: Any, tokens: TokenBytes) -> None:
     detokenizer = IncrementalDetokenizer(tokens, stop=("The end.",))
     shown = [detokenizer.push([token], False)[0] for token in engine_tokenizer("The endless")["input_ids"]]
     assert shown[0] == ""

@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def scales_of(weight: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """As stored, and one for each number."""
+    """Return the scales as stored, and expanded to one per number."""
     if kind == "tensor":
         scale = weight.abs().max() / FP8_MAX
         return scale, scale.expand(weight.shape)
@@ -95,7 +95,7 @@ def quantized(plain: Path, to: Path, kind: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
-def test_matrices_are_what_they_stand_for(kind: str, plain: Path, tmp_path: Path) -> None:
+def test_dequantized_matrices_and_slices_are_equal(kind: str, plain: Path, tmp_path: Path) -> None:
     known = quantized(plain, tmp_path, kind)
     assert SafetensorsWeights.unsupported(tmp_path) == []
     source = SafetensorsWeights(tmp_path)
@@ -111,7 +111,7 @@ def test_matrices_are_what_they_stand_for(kind: str, plain: Path, tmp_path: Path
 
 @pytest.mark.parametrize("kind", list(CONFIGS))
 def test_a_model_starts_from_it(kind: str, plain: Path, tmp_path: Path) -> None:
-    """Where products in float8 are slow, in the model's dtype; in float8 where that is asked for, with nearly the same logits."""
+    """FP8 weights are dequantized if FP8 GEMMs are slow, and kept if the user asks for FP8, with nearly equal logits."""
     known = quantized(plain, tmp_path, kind)
 
     def logits(folder: Path, **options: Any) -> tuple[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Where models are found, with a hub of our own on localhost."""
+"""Lookup of models, with a hub on localhost."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ print("torch" in sys.modules)
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the Hugging Face hub's API as a download asks for."""
+    """The part of the Hugging Face hub's API that a download uses."""
 
     requests: ClassVar[list[str]] = []
 
@@ -106,7 +106,7 @@ def hub_url() -> Iterator[str]:
 
 
 def locate(model: str, home: Path, revision: str = "", **environ: str) -> str:
-    """In a process of its own, because huggingface_hub reads the environment when it is imported."""
+    """Locate a model in a new process, because huggingface_hub reads the environment at import."""
     env = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     env |= {"HF_HOME": str(home), "HF_HUB_DISABLE_TELEMETRY": "1", **environ}
     done = subprocess.run(
@@ -141,7 +141,9 @@ def test_a_hub_id_is_downloaded_once_and_then_works_offline(hub_url: str, tmp_pa
         ("tiny.gguf", "", "there is no such file or folder"),
     ],
 )
-def test_what_the_hub_refuses(model: str, revision: str, message: str, hub_url: str, tmp_path: Path) -> None:
+def test_models_that_the_hub_refuses_are_not_found(
+    model: str, revision: str, message: str, hub_url: str, tmp_path: Path
+) -> None:
     line = locate(model, tmp_path, revision, HF_ENDPOINT=hub_url)
     assert line.startswith(f"ModelNotFoundError: --model={model!r}: ")
     assert message in line

@@ -276,7 +276,7 @@ def test_a_missing_tokenizer_is_reported(tmp_path: Path) -> None:
     ],
 )
 def test_rope_scaling_without_a_type_is_linear(keys: dict[str, Any], factor: float | None, tmp_path: Path) -> None:
-    """As in llama.cpp, where a factor of 0 means none, and rope.scale_linear is the older key."""
+    """llama.cpp ignores a factor of 0, and rope.scale_linear is the older key."""
     path = write_llama(tmp_path / "m.gguf", **{f"llama__rope__{key}": value for key, value in keys.items()})
     rope = model_config(GgufWeights(path).config).rope
     assert (rope.kind, rope.factor) == (("linear", factor) if factor else ("default", 1.0))

@@ -69,7 +69,7 @@ def simulated(outcome: Outcome) -> dict[str, Any]:
 
 @pytest.mark.parametrize("cache", [RadixPrefixCache, None])
 def test_a_seed_gives_one_result(cache: Any) -> None:
-    first, again, other = (simulated(run(setup(cache=cache), chats(seed=seed))) for seed in (3, 3, 4))
+    first, again, other = (simulated(run(setup(cache=cache), chats(80, seed=seed))) for seed in (3, 3, 4))
     assert first == again
     assert first != other
 
@@ -96,7 +96,7 @@ def as_dict(request: TraceRequest) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_pages", [150, 400, 20_000])
 def test_one_replica_hits_as_its_radix_cache_does(num_pages: int) -> None:
-    trace = far_apart(chats(160))
+    trace = far_apart(chats(100))
     cache, free, num_cached = RadixPrefixCache(16), list(range(1, num_pages + 1)), 0
     for request in simulated_requests(trace):
         known = request.sequence[:-1]  # the KV of the last token is not computed
@@ -131,7 +131,7 @@ def longest_earlier_prefixes(requests: list[SimulatedRequest]) -> list[int]:
     return found
 
 
-def test_prefix_beats_round_robin_and_nearly_equals_one_large_replica() -> None:
+def test_prefix_beats_round_robin_and_nears_one_large_replica() -> None:
     trace = chats(400)
     num_pages = round(num_distinct_pages(trace) / (0.667 * 4))
     rates = {name: run(setup(name, num_pages=num_pages), trace).hit_rate for name in ("round-robin", "prefix")}
@@ -140,8 +140,10 @@ def test_prefix_beats_round_robin_and_nearly_equals_one_large_replica() -> None:
     assert rates["prefix"] >= 0.9 * one
 
 
-@pytest.mark.parametrize("name", ROUTERS)
-@pytest.mark.parametrize(("num_pages", "request_rate"), [(3000, 40), (300, 40), (300, 400)])
+@pytest.mark.parametrize(
+    ("name", "num_pages", "request_rate"),
+    [*((name, 3000, 40) for name in ROUTERS), ("prefix", 300, 40), ("prefix", 300, 400)],
+)
 def test_the_simple_model_equals_the_scheduler(name: str, num_pages: int, request_rate: float) -> None:
     """If pages are few, requests wait for them; the simple model reserves more pages, and the scheduler preempts."""
     trace = chats(300, request_rate)

@@ -88,7 +88,7 @@ def num_errors(events: list[Any]) -> int:
     return sum("error" in event for event in events)
 
 
-def test_a_rank_that_dies_before_the_launch_is_ready_is_restarted(server: Any) -> None:
+def test_a_rank_that_dies_before_readiness_is_restarted(server: Any) -> None:
     assert "'replica 1 rank 1' was killed by SIGKILL" in server.stderr()
     assert "Replica 1 is restarted." in server.stderr()
     assert all(num_errors(events) == 0 for events in run_streams(server, 2, 3, lambda: None))

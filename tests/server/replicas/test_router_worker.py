@@ -215,7 +215,7 @@ def test_requests_of_a_lost_replica_wait_for_room(rig: Rig) -> None:
 
 
 def test_events_follow_a_real_cache() -> None:
-    """The blocks that the events leave are those whose pages the cache holds; a page has half a block."""
+    """The blocks that the events leave are those whose pages the cache holds; two pages make a block."""
     cache, rng = RadixPrefixCache(8), np.random.default_rng(0)
     with IpcAddresses.create() as endpoints, Receiver[CacheEvents](endpoints.router_events, CacheEvents) as inbox:
         hooks = CacheEventHooks(endpoints.router_events)

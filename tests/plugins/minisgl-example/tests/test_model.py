@@ -69,7 +69,7 @@ class TestExampleForCausalLM(ModelTests):
         )
         return random_reference(config)
 
-    def test_all_parts_together(self, tmp_path: Path) -> None:
+    def test_model_attention_and_cache_equal_transformers(self, tmp_path: Path) -> None:
         """`LLM` runs the model on this package's attention and cache, and generates what transformers does."""
         reference = self.make_reference()
         reference.save_pretrained(tmp_path)

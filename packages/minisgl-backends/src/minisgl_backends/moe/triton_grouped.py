@@ -125,14 +125,14 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
             right2 = _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         gate, up = add_dot(gate, left, right, WIDEN), add_dot(up, left, right2, WIDEN)
     if SCALED:
-        of_rows = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
-        of_cols = scales + expert * 2 * intermediate_size + cols
-        gate *= of_rows * tl.load(of_cols, mask=col_mask, other=0.0)[None, :]
-        up *= of_rows * tl.load(of_cols + intermediate_size, mask=col_mask, other=0.0)[None, :]
+        row_scales = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
+        col_scales = scales + expert * 2 * intermediate_size + cols
+        gate *= row_scales * tl.load(col_scales, mask=col_mask, other=0.0)[None, :]
+        up *= row_scales * tl.load(col_scales + intermediate_size, mask=col_mask, other=0.0)[None, :]
     if HAS_BIAS:
-        of_cols = bias + expert * 2 * intermediate_size + cols
-        gate += tl.load(of_cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
-        up += tl.load(of_cols + intermediate_size, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        col_bias = bias + expert * 2 * intermediate_size + cols
+        gate += tl.load(col_bias, mask=col_mask, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(col_bias + intermediate_size, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     result = _activated(gate, up, ACTIVATION, LIMIT)
     out_rows = out + rows[:, None] * intermediate_size
     tl.store(out_rows + cols[None, :], result.to(out.dtype.element_ty), mask=row_mask[:, None] & col_mask[None, :])
@@ -188,8 +188,8 @@ def _weighted_down(  # type: ignore[no-untyped-def]
             right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         result = add_dot(result, left, right, WIDEN)
     if SCALED:
-        of_rows = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
-        result *= of_rows * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
+        row_scales = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
+        result *= row_scales * tl.load(scales + expert * hidden_size + cols, mask=col_mask, other=0.0)[None, :]
     if HAS_BIAS:
         result += tl.load(bias + expert * hidden_size + cols, mask=col_mask, other=0.0).to(tl.float32)[None, :]
     result *= tl.load(row_weights + rows, mask=row_mask, other=0.0)[:, None]

@@ -23,10 +23,10 @@ class PackedGemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = _checked(x, self._packed).contiguous()
-        rows, out, room = _rows_out_room(x, self._size)
+        rows, out, scratch = _allocate(x, self._size)
         bias = None if self._bias is None else self._bias.data_ptr()
         packed = self._packed.data_ptr()
-        self._linear(out.data_ptr(), x.data_ptr(), packed, bias, room.data_ptr(), rows, self._size, x.shape[-1] // 2)
+        self._linear(out.data_ptr(), x.data_ptr(), packed, bias, scratch.data_ptr(), rows, self._size, x.shape[-1] // 2)
         return out
 
 
@@ -42,9 +42,9 @@ class PackedGatedGemm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = _checked(x, self._packed).contiguous()
-        rows, out, room = _rows_out_room(x, self._size)
+        rows, out, scratch = _allocate(x, self._size)
         packed = self._packed.data_ptr()
-        self._gated(out.data_ptr(), x.data_ptr(), packed, room.data_ptr(), rows, self._size, x.shape[-1] // 2)
+        self._gated(out.data_ptr(), x.data_ptr(), packed, scratch.data_ptr(), rows, self._size, x.shape[-1] // 2)
         return out
 
 
@@ -168,7 +168,8 @@ def _checked(x: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def _rows_out_room(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _allocate(x: torch.Tensor, size: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Return the number of rows of `x`, an output [..., size], and scratch memory for a copy of `x`."""
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype)
     return x.numel() // x.shape[-1], out, torch.empty_like(x)
 

@@ -20,12 +20,12 @@ class TritonLinear(TritonProvider, LinearOps):
 
     def prepare_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_linear`."""
-        return _of_rows(self._with_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False))
+        return _flatten_batch_dims(self._with_small_m(super().prepare_linear(weight, bias), weight, bias, gated=False))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_gated`."""
         gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
-        return _of_rows(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
+        return _flatten_batch_dims(self._with_small_m(lambda x: silu_and_mul(gate_up(x)), weight, bias, gated=True))
 
     def quantize_rows(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `LinearOps.quantize_rows`."""
@@ -35,13 +35,13 @@ class TritonLinear(TritonProvider, LinearOps):
         """See `LinearOps.prepare_fp8_linear`."""
         large = self._fp8_gemm(weight, scales, bias) if weight.is_cuda else None
         large = large or super().prepare_fp8_linear(weight, scales, bias)
-        return _of_rows(self._with_fp8_small_m(large, weight, scales, bias))
+        return _flatten_batch_dims(self._with_fp8_small_m(large, weight, scales, bias))
 
     def prepare_fp8_gated(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """See `LinearOps.prepare_fp8_gated`."""
         gate_up, silu_and_mul = self.prepare_fp8_linear(weight, scales, bias), self.silu_and_mul
         large = lambda x: silu_and_mul(gate_up(x))  # noqa: E731
-        return _of_rows(self._with_fp8_small_m(large, weight, scales, bias, gated=True))
+        return _flatten_batch_dims(self._with_fp8_small_m(large, weight, scales, bias, gated=True))
 
     def _fp8_gemm(self, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Return the FP8 GEMM of torch."""
@@ -81,13 +81,13 @@ class TritonLinear(TritonProvider, LinearOps):
         return lambda x: small_m(x) if len(x) <= max_rows else large(x)
 
 
-def _of_rows(gemm: LinearOp) -> LinearOp:
+def _flatten_batch_dims(gemm: LinearOp) -> LinearOp:
     """Return a GEMM that accepts [..., in], from one that accepts [M, in]."""
 
-    def of_rows(x: torch.Tensor) -> torch.Tensor:
+    def flattened(x: torch.Tensor) -> torch.Tensor:
         if x.dim() == 2 and x.stride(1) == 1:
             return gemm(x)
         out = gemm(dense(x.reshape(-1, x.shape[-1])))
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
-    return of_rows
+    return flattened

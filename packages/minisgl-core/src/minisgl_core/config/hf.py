@@ -87,7 +87,7 @@ def model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         # A config with a rope per kind of layer states the scaled context.
-        max_position=max_position if sliding_rope else _stretched(max_position, rope),
+        max_position=max_position if sliding_rope else _scaled_context(max_position, rope),
         rms_norm_eps=keys.above("rms_norm_eps", 0.0, 1e-6),
         rope=rope,
         dtype=keys.text("dtype", keys.text("torch_dtype", "float32")).removeprefix("torch."),
@@ -222,7 +222,7 @@ def _original_max_position(keys: Keys, rope: Keys, kind: str, max_position: int)
     return keys.whole(key, 2, rope.whole(key, 2, max_position))
 
 
-def _stretched(max_position: int, rope: RopeConfig) -> int:
+def _scaled_context(max_position: int, rope: RopeConfig) -> int:
     """Return the scaled context length. Some kinds of RoPE scaling keep the unscaled one in ``max_position_embeddings``.
 
     ``dynamic`` is not among them. Beyond the unscaled context, its rotation of every key depends on the length of the sequence,

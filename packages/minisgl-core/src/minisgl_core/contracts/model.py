@@ -129,14 +129,14 @@ class Model(Layer, ABC):
 
     @classmethod
     def unsupported(cls, config: ModelConfig) -> list[str]:
-        """Say why this class cannot run `config` (an option it lacks), one sentence a reason; empty if it can."""
+        """Return the reasons why this class does not support `config`, one sentence each; empty if it does."""
         return []
 
     @abstractmethod
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         """Allocate this rank's parameters, uninitialised, on ``build.device``. Subclasses call it first.
 
-        A rank builds the layers and the ends of its pipeline stage alone, ``build.stage(config)``.
+        A rank builds only its pipeline stage, ``build.stage(config)``.
 
         Raises:
             InvalidValueError: the model cannot be split over ``build.tp_size`` ranks (``--tp``).
@@ -154,19 +154,19 @@ class Model(Layer, ABC):
     ) -> torch.Tensor:
         """Run the layers of this pipeline stage.
 
-        CUDA graphs capture it once per number of tokens, with padding among them, and replay its kernels from then on. So
-        nothing on the host may depend on the values of tensors.
+        CUDA graphs capture it once per capture size and replay its kernels, with padding tokens. So nothing on the host may
+        depend on the values of tensors.
 
         Args:
             input_ids: int32 or int64 [T].
             positions: position of each token in its sequence, like `input_ids`.
             attend: attention of this step.
-            logits_index: tokens of the step whose hidden states are returned, int32 [N], at least one; None for all. Of a
-                prompt that is mostly the last one. The last layer may skip the others after attention. Always None with
-                several ranks: a fused all-reduce + RMSNorm may leave the residual spread over them. Always None if the stage
-                is not the last one.
-            intermediate: what the same rank of the stage before returned, [num_intermediate, T, hidden_size]; may be
-                overwritten. None in the first stage, which embeds `input_ids`.
+            logits_index: tokens of the step whose hidden states are returned, int32 [N], at least one; None for all. For a
+                prompt, this is usually its last token. The last layer may skip the other tokens after attention. Always None
+                with several tensor-parallel ranks, because a fused all-reduce + RMSNorm may distribute the residual over
+                them. Always None if the stage is not the last one.
+            intermediate: output of the same tensor-parallel rank in the previous stage, [num_intermediate, T, hidden_size]; may
+                be overwritten. None in the first stage, which embeds `input_ids`.
 
         Returns:
             Hidden states after the final norm, [T, hidden_size] or [N, hidden_size]. A stage that is not the last one returns
@@ -177,9 +177,9 @@ class Model(Layer, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the logits, as `vocab_shard` says, in the model's dtype.
+        """Return this rank's part of the logits (see `vocab_shard`), in the model's dtype.
 
-        Captured with decode steps, as `forward` is.
+        CUDA graphs capture it with decode steps, like `forward`.
 
         Args:
             hidden_states: [N, hidden_size].
@@ -191,7 +191,7 @@ class Model(Layer, ABC):
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
-        """Return every layer that needs a place in the KV pool, by index; of those built, which count from 0."""
+        """Return the attention layers of this pipeline stage in order. Their indices in the KV pool count from 0."""
 
     def tensor_name(self, stored: str) -> str | None:
         """Return the model's name of a checkpoint's tensor; None if the model does not use it.
@@ -203,8 +203,8 @@ class Model(Layer, ABC):
     def ignored_weights(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that the model does not use, such as ``*.rotary_emb.inv_freq``.
 
-        Scales of K and V are used where the pool is fp8 (`WeightTarget.optional`), and mean nothing elsewhere. A checkpoint
-        with tied embeddings may store the output matrix all the same.
+        Scales of K and V are used only with an FP8 pool (`WeightTarget.optional`). A checkpoint with tied embeddings may
+        contain a copy of the LM head.
         """
         tied = ("lm_head.weight",) if self.config.tie_embeddings else ()
         return "*.rotary_emb.inv_freq", "*.[qkv]_scale", "*.[qkv]_proj.output_scale", *tied
@@ -212,7 +212,7 @@ class Model(Layer, ABC):
     def weights_elsewhere(self) -> tuple[str, ...]:
         """Return patterns (fnmatch) of checkpoint tensors that only other pipeline stages load; empty for a whole model.
 
-        Override it where the checkpoint's names are not those of Llama (``model.layers.0``, ``model.embed_tokens`` and so on).
+        Override it if the checkpoint's names are not those of Llama (``model.layers.0``, ``model.embed_tokens`` and so on).
         """
         stage, indices = self.stage, range(self.config.num_layers)
         layers = (f"model.layers.{index}.*" for index in indices if index not in stage.layers)

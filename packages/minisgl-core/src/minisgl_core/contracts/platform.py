@@ -110,7 +110,7 @@ class Platform(ABC):
         """Allocate zeroed mapped pinned memory. Return its host tensor, and its device tensor, valid while the former lives.
 
         A kernel or graph sees all that the host wrote before the launch. The host sees what the device wrote once an event
-        recorded afterwards has passed. CUDA graphs of decodes use this, so that platforms with CUDA graphs must implement it.
+        recorded afterwards has passed. CUDA graphs of decodes use this, so platforms with CUDA graphs must implement it.
         By default both are the same tensor, for devices that use host memory.
 
         Raises:

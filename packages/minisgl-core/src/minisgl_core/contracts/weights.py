@@ -106,7 +106,7 @@ class WeightSource(ABC):
 
         Args:
             config: see `tensors`.
-            wanted: names of the tensors that the model's layers take, ``X.weight_scale`` among them where a provider takes
+            wanted: names of the tensors that the model's layers load. They include ``X.weight_scale`` if a provider loads
                 ``X`` as it is stored.
         """
         return self.tensors(config)

@@ -126,7 +126,7 @@ def build_engine(
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
             num_captures = len(graphs) + len(pieces)
-            pool = size_pool(parts.least_pool, config, platform, groups, parts.run_profile_batch, num_captures)
+            pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
@@ -192,7 +192,7 @@ def resolve_options(
         hardware,
         checkpoint.config,
         registry.names,
-        _asker(config, registry),
+        _unsupported_reasons(config, registry),
         lambda kind: preferred(kind, hardware),
         lambda name: roles_of(registry.load("ops", name)),
         lambda name, spec: str(registry.load("attention", name).uncompiled(spec)),
@@ -215,7 +215,7 @@ def _preferred(hooks: Hooks) -> Preferred:
     return ask
 
 
-def _asker(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
+def _unsupported_reasons(config: EngineConfig, registry: Registry) -> Callable[..., list[str]]:
     """Return a function that asks providers for the reasons why they do not support a spec.
 
     If a provider does not load, that is an error if the user named it, and otherwise a reason and a warning.

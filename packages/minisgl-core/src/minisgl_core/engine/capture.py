@@ -56,7 +56,7 @@ def capture_sizes(
 
 
 def free(captured: Mapping[int, CapturedStep]) -> None:
-    """Free the graphs even if references exist: a communicator can be left only after graphs with its collectives are freed."""
+    """Free the graphs even if references exist. A rank can leave a communicator only when no graph has its collectives."""
     for step in captured.values():
         for graph in step.graphs:
             graph.reset()

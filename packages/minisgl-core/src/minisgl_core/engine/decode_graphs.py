@@ -41,14 +41,14 @@ class DecodeResult:
         hidden: hidden states, [N, hidden_size].
         logits: logits, [N, V], or this rank's shard if the model has a `vocab_shard`.
         tokens: tokens sampled by temperature alone, int64 [N]; they are stored as the rows' last tokens already.
-        left: the same tokens, which are copied to the host; they stay valid after the next step.
+        pending: the same tokens, copied to the host asynchronously; they stay valid after the next step.
     """
 
     rows: torch.Tensor
     hidden: torch.Tensor
     logits: torch.Tensor
     tokens: torch.Tensor
-    left: PendingTokens
+    pending: PendingTokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +56,16 @@ class _Captured:
     """One CUDA graph of B requests and its fixed buffers.
 
     Attributes:
-        exchange: mapped pinned memory of the step inputs and the tokens.
+        io: mapped pinned memory of the step inputs and the tokens.
         inputs: rows, token ids, positions, new pages, sequence lengths, and the bits of temperatures and of random numbers;
-            int32 [7, B]. The replay copies them from `exchange`.
+            int32 [7, B]. The replay copies them from `io`.
         batch: views of the inputs, for the attention backend.
         attend: attention with the backend's plan, whose buffers the graph reads.
         graphs: the one graph, replayed with ``replay()``.
         hidden, logits, tokens: as in `DecodeResult`, for B requests. They do not keep the graph's memory alive.
     """
 
-    exchange: ZeroCopyIO
+    io: ZeroCopyIO
     inputs: torch.Tensor
     batch: AttentionBatch
     attend: BoundAttention
@@ -131,7 +131,7 @@ class DecodeGraphs:
         if new_pages is None:
             update_table(plan, self._platform, self._table)
         sample = plan.sample
-        inputs = captured.exchange.begin()
+        inputs = captured.io.begin()
         inputs[:, count:] = 0
         inputs[:3, :count] = plan.rows, plan.token_ids, plan.starts
         inputs[3] = -1
@@ -149,13 +149,13 @@ class DecodeGraphs:
             captured.hidden[:count],
             captured.logits[:count],
             captured.tokens[:count],
-            captured.exchange.launched(count),
+            captured.io.launched(count),
         )
 
     def _capture(self, size: int, pool: Any) -> _Captured:
         device = self._platform.device
-        exchange = ZeroCopyIO(self._platform, 7, size)
-        first = exchange.begin()
+        io = ZeroCopyIO(self._platform, 7, size)
+        first = io.begin()
         first[3], first[4] = -1, 1
         inputs = self._platform.to_device(first)
         rows, _, _, _, seq_lens = inputs[:5].unbind(0)
@@ -175,8 +175,8 @@ class DecodeGraphs:
         results: list[torch.Tensor] = []
 
         def run() -> torch.Tensor:
-            turn = exchange.turn
-            known, slots = step.decode_inputs(exchange.inputs, turn, inputs, last_tokens, table.data, table.page_size)
+            turn = io.turn
+            known, slots = step.decode_inputs(io.inputs, turn, inputs, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
             hidden = self._model.forward(known, inputs[2], attend)
             logits, shard = self._model.compute_logits(hidden), self._model.vocab_shard
@@ -184,13 +184,13 @@ class DecodeGraphs:
             tokens = (
                 sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
             )
-            step.decode_outputs(tokens, rows, last_tokens, exchange.tokens, turn)
+            step.decode_outputs(tokens, rows, last_tokens, io.tokens, turn)
             results[:] = weak_ref(hidden), weak_ref(logits), weak_ref(tokens)
             return tokens
 
         run()  # warm-up: compiles kernels and lets libraries allocate workspaces
-        exchange.restart()
+        io.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)
-        exchange.restart()
-        return _Captured(exchange, inputs, batch, attend, [graph], *results)
+        io.restart()
+        return _Captured(io, inputs, batch, attend, [graph], *results)

@@ -51,7 +51,7 @@ class BegunStep:
         logits: logits of these requests, [N, V]; None if N is 0 or another stage computes them. If `tokens` is set and the model
             has a `vocab_shard`, they are this rank's shard.
         tokens: tokens sampled by temperature alone, already stored as the rows' last tokens; int64 [N].
-        left: the same tokens, which are copied to the host.
+        pending: the same tokens, copied to the host asynchronously.
     """
 
     plan: BatchPlan
@@ -59,7 +59,7 @@ class BegunStep:
     rows: torch.Tensor
     logits: torch.Tensor | None
     tokens: torch.Tensor | None = None
-    left: PendingTokens | None = None
+    pending: PendingTokens | None = None
 
 
 class Engine:
@@ -111,7 +111,7 @@ class Engine:
         with self.platform.stream(), torch.inference_mode():
             if self._graphs is not None and self._graphs.fits(plan):
                 found = self._graphs.run(plan)
-                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens, found.left)
+                return BegunStep(plan, found.hidden, found.rows, found.logits, found.tokens, found.pending)
             inputs = upload(plan, self.platform, self._table, self._last_tokens)
             num_sampled = len(plan.sample.index)
             wants_all = num_sampled == plan.num_tokens or len(plan.prompt_logprobs) > 0
@@ -163,15 +163,15 @@ class Engine:
             return torch.empty(0, dtype=torch.int64, device=step.rows.device), None
         num_top = int(step.plan.sample.num_logprobs.max())
         tokens = None if needs_sampler(step.plan.sample) else step.tokens
-        left = None if tokens is None else step.left
-        if left is not None and num_top < 0:
-            return left, None
+        pending = None if tokens is None else step.pending
+        if pending is not None and num_top < 0:
+            return pending, None
         shard = None if step.tokens is None else self.model.vocab_shard
         logits = step.logits if shard is None else shard.gather(step.logits)
         if tokens is None:
             tokens = self._sampler(logits, step.plan.sample, step.rows, masks)
             self._ops.step.scatter(self._last_tokens, step.rows, tokens)
-        return left or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
+        return pending or tokens, token_logprobs(logits, tokens, num_top) if num_top >= 0 else None
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits of the whole vocabulary."""

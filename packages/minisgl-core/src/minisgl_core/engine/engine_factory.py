@@ -44,7 +44,7 @@ class EngineFactory:
     Attributes:
         attention: classes of the attention backends; the last one serves decodes.
         longest: longest sequence by the options, in tokens.
-        least_pool: spec of the smallest pool.
+        smallest_pool: spec of the smallest pool.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EngineFactory:
             raise ModelFormatError(f"the model {shape.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)
-        self.least_pool = KVPoolSpec.of_group(
+        self.smallest_pool = KVPoolSpec.of_group(
             KVCacheSpec((group,)).only_group, 2, spec.kv_dtype, platform.device, layout
         )
 
@@ -84,7 +84,7 @@ class EngineFactory:
         limits = self._config.scheduler
         prefill, vocab = int(limits.max_prefill_length), self._shape.vocab_size
         plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
-        self.engine(self.least_pool, self.longest).launch(plan).result()
+        self.engine(self.smallest_pool, self.longest).launch(plan).result()
 
     def graph_sizes(self) -> list[int]:
         """Return the batch sizes of decode steps to capture.

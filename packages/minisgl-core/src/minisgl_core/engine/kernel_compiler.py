@@ -1,7 +1,7 @@
 """Process that compiles the kernels which ``auto`` would have selected, for the next start.
 
-The parent writes its options to the process's standard input and keeps that open. When it closes, also because the parent was
-killed, the process ends itself and the compilers that it runs.
+The parent writes its options to the process's standard input and keeps that open. When that closes, even because the parent was
+killed, the process kills its compilers and ends.
 """
 
 from __future__ import annotations

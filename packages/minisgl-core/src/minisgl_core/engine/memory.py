@@ -80,8 +80,8 @@ def size_pool(
         budget = int(config.cache.memory_ratio * total) - in_use - peak - num_graphs * GRAPH_BYTES
         text = "device memory in GiB: %.1f total, %.1f in use, %.1f for the largest step, %.1f for KV"
         logger.info(text, *(value / _GIB for value in (total, in_use, peak, budget)))
-    mine = torch.tensor([budget], dtype=torch.int64, device=platform.device)
-    budgets = [int(value) for value in groups.tensor.all_gather(mine, dim=0)]
+    local_budget = torch.tensor([budget], dtype=torch.int64, device=platform.device)
+    budgets = [int(value) for value in groups.tensor.all_gather(local_budget, dim=0)]
     if peak is not None and max(budgets) - min(budgets) > MAX_IMBALANCE_BYTES:
         shown = ", ".join(f"rank {rank}: {value / _GIB:.1f} GiB" for rank, value in enumerate(budgets))
         raise OutOfMemoryError(
@@ -89,7 +89,7 @@ def size_pool(
         )
     num_pages = min(budgets) // spec.bytes_per_page
     is_short = num_pages < 2
-    num_pages = groups.least_of_stages(num_pages, platform.device)
+    num_pages = groups.min_over_stages(num_pages, platform.device)
     if peak is None:
         longest = -(-int(config.model.max_seq_len_override or 0) // spec.page_size)
         num_pages = min(num_pages, longest * (config.scheduler.max_running_requests + CPU_CACHED_SEQUENCES) + 1)

@@ -63,7 +63,7 @@ class RankGroups:
         """Return the decoder layers of this rank, for `BuildContext.layers`."""
         return stage_layers(num_layers, self.pipeline.size, self.pipeline.rank) if self.pipeline.size > 1 else None
 
-    def least_of_stages(self, value: int, device: torch.device) -> int:
+    def min_over_stages(self, value: int, device: torch.device) -> int:
         """Return the smallest `value` of all stages."""
         return int(self.pipeline.all_gather(torch.tensor([value], dtype=torch.int64, device=device), dim=0).min())
 

@@ -19,16 +19,16 @@ from minisgl_core.contracts.platform import Event, Platform
 class PendingTokens:
     """Tokens that a step writes to one of the buffers."""
 
-    def __init__(self, place: npt.NDArray[np.int64], event: Event) -> None:
-        """Refer to `place`, part of a buffer, int64 [N]. It has the tokens from `event` until the buffer is used again."""
-        self._place, self._event = place, event
+    def __init__(self, tokens: npt.NDArray[np.int64], event: Event) -> None:
+        """Refer to part of a buffer, int64 [N]. It is valid from `event` until the buffer is used again."""
+        self._buffer, self._event = tokens, event
         self._tokens: npt.NDArray[np.int64] | None = None
 
     def read(self) -> npt.NDArray[np.int64]:
         """Wait for the step and return a copy of its tokens, int64 [N]. Further calls return it at once."""
         if self._tokens is None:
             self._event.synchronize()
-            self._tokens = self._place.copy()
+            self._tokens = self._buffer.copy()
         return self._tokens
 
 
@@ -48,7 +48,7 @@ class ZeroCopyIO:
         self._host_tokens, self.tokens = platform.share_memory((2, size), torch.int64)
         self.turn = torch.zeros(1, dtype=torch.int32, device=platform.device)
         self._turn = 0
-        self._left: list[PendingTokens | None] = [None, None]
+        self._pending: list[PendingTokens | None] = [None, None]
 
     def restart(self) -> None:
         """Reset the device to the first buffer, after a run without a call of `launched`."""
@@ -56,15 +56,15 @@ class ZeroCopyIO:
 
     def begin(self) -> npt.NDArray[np.int32]:
         """Return the input buffer of the next step, int32 [K, B]. This waits for the step that used it last."""
-        left = self._left[self._turn]
-        if left is not None:
-            left.read()
-        place: npt.NDArray[np.int32] = self._host_inputs[self._turn].numpy()
-        return place
+        pending = self._pending[self._turn]
+        if pending is not None:
+            pending.read()
+        inputs: npt.NDArray[np.int32] = self._host_inputs[self._turn].numpy()
+        return inputs
 
     def launched(self, count: int) -> PendingTokens:
         """Return the pending tokens of the first `count` requests of the step that was just launched."""
-        left = PendingTokens(self._host_tokens[self._turn, :count].numpy(), self._platform.record_event())
-        self._left[self._turn] = left
+        pending = PendingTokens(self._host_tokens[self._turn, :count].numpy(), self._platform.record_event())
+        self._pending[self._turn] = pending
         self._turn = 1 - self._turn
-        return left
+        return pending

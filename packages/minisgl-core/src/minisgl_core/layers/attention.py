@@ -51,11 +51,11 @@ class Attention(Layer):
             num_sinks: query heads of the whole model if each has an attention sink; 0 if there are none. The checkpoint's
                 tensor is ``PARENT.sinks``, where PARENT is the module that contains this layer, as in gpt-oss.
         """
-        place = index - (build.layers.start if build.layers else 0)
+        index_in_pool = index - (build.layers.start if build.layers else 0)
         self._name = f"layer {index}"
         self._shard = Shard.of(num_sinks, build)
         self._sinks = empty_parameter(self._shard.size, build=build) if num_sinks else None
-        self.layer = AttentionLayer(place, scale, sliding_window, soft_cap=soft_cap, sinks=self._sinks)
+        self.layer = AttentionLayer(index_in_pool, scale, sliding_window, soft_cap=soft_cap, sinks=self._sinks)
         self._kv_scales = torch.ones(2) if build.kv_dtype == FP8 else None
 
     def forward(

@@ -120,13 +120,13 @@ class Grammars:
     """Compiler and cache of grammars for one engine. Call `start` and `fill` from one thread only."""
 
     def __init__(
-        self, make_provider: Callable[[], Grammar], vocab_size: int, guard: GrammarChecker | None = None
+        self, make_provider: Callable[[], Grammar], vocab_size: int, checker: GrammarChecker | None = None
     ) -> None:
-        """Prepare the thread pool. If `guard` is None, texts are compiled without a check of time and memory.
+        """Prepare the thread pool. If `checker` is None, texts are compiled without a check of time and memory.
 
         A thread calls `make_provider` for the first grammar, or earlier for `warm_up`.
         """
-        self._make_provider, self._vocab_size, self._guard = make_provider, vocab_size, guard
+        self._make_provider, self._vocab_size, self._checker = make_provider, vocab_size, checker
         self._made: Grammar | None = None
         self._making = Lock()
         self._pool = ThreadPoolExecutor(_NUM_THREADS, "grammar")
@@ -140,8 +140,8 @@ class Grammars:
     def close(self) -> None:
         """Cancel the grammars that wait to be compiled, and end the checker's process."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        if self._guard is not None:
-            self._guard.close()
+        if self._checker is not None:
+            self._checker.close()
 
     @property
     def num_kept(self) -> int:
@@ -233,10 +233,10 @@ class Grammars:
 
     def _compile(self, source: GrammarSource) -> CompiledGrammar:
         provider, num_bytes = self._provider(), 0
-        if self._guard is not None:
+        if self._checker is not None:
             for name, schema in source.parts:
-                self._guard.check("json_schema", schema, name)
-            num_bytes = self._guard.check(source.kind, source.text, source.name)
+                self._checker.check("json_schema", schema, name)
+            num_bytes = self._checker.check(source.kind, source.text, source.name)
         state = provider.compile(source.kind, source.text, source.name)
         if not isinstance(state, GrammarState):
             raise PluginError(

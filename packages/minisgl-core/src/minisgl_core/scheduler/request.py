@@ -25,7 +25,7 @@ class Request:
         KV       |<-- num_computed -->|<-- to compute ------------------------------->|
         pages    |<-- num_shared: the cache's, locked -->|<-- the request's own -->|
 
-    What changes with every token is in the arrays of `RunningRequests`, at the request's row.
+    The state that changes with every token is in the arrays of `RunningRequests`, at the request's row.
 
     Attributes:
         request_id: id of the request in messages.
@@ -122,12 +122,12 @@ class Request:
 
     @property
     def tokens(self) -> Int32Buffer:
-        """Prompt and output tokens known to the host; to be read until the next change."""
+        """Prompt and output tokens known to the host; valid until the next change."""
         return self._running.tokens[self.row] if self.row else self._tokens
 
     @property
     def pages(self) -> Int32Buffer:
-        """Page ids in order; to be read until the next change. `PageManager` changes them."""
+        """Page ids in order; valid until the next change. `PageManager` changes them."""
         return self._running.pages[self.row]
 
     @property

@@ -1,6 +1,6 @@
 """Estimates of the duration of steps, from the steps before.
 
-A step takes about as long as its decodes alone, plus some time for each prompt token. Both are medians of the last few steps,
+The estimate is the duration of the decodes alone, plus a time per prompt token. Both are medians of the last few steps,
 so that single slow steps, such as the first ones, do not count.
 """
 

@@ -23,8 +23,8 @@ class DummyWeights(FolderSource):
     """A folder with a ``config.json``; `LLM` and the server also need its tokenizer.
 
     Norms are 1, everything else is drawn from N(0, 0.02) with a fixed seed. Packed weights are drawn from N(0, 1) in float8 or
-    from all integers of their dtype, and their scales are 0.02. Values are copied on the device from one block of random
-    numbers, so the speed of memory limits the time for a model of any size.
+    from all integers of their dtype, and their scales are 0.02. Values are copied from a block of random numbers on
+    the device, so loading is as fast as its memory.
     """
 
     @classmethod

@@ -23,7 +23,7 @@ _LM_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 class _Everything:
-    """A container of all names: tensors come as the checkpoint stores them."""
+    """Container of all names, so that all tensors are read as the checkpoint stores them."""
 
     def __contains__(self, name: object) -> bool:
         return True
@@ -56,12 +56,11 @@ def has_other_lm_head(source: WeightSource, config: ModelConfig) -> bool:
 def load_weights(model: Model, source: WeightSource, progress: bool = True) -> None:
     """Fill `model` from `source` and prepare its layers.
 
-    Only this rank's slices are read, and one tensor's slice is in memory besides the model. Weights are allocated here, with
-    the dtypes and shapes that the layers' methods take from the checkpoint. With `progress`, a bar is drawn on stderr where
-    that is a terminal.
+    Only this rank's slices are read, and only one slice is in memory besides the model. The layers' methods allocate the
+    weights, with dtypes and shapes from the checkpoint. With `progress`, a bar is shown on stderr if that is a terminal.
 
     Raises:
-        ModelFormatError: tensors are missing, left over, or of another shape or dtype than the config says.
+        ModelFormatError: tensors are missing or unknown, or their shapes or dtypes do not fit the config.
     """
     targets = _targets(model)
     with torch.no_grad(), progress_bar(progress) as bar:
@@ -82,8 +81,8 @@ def _targets(model: Model) -> Targets:
 
 
 def _generate(source: WeightGenerator, targets: Targets, advance: Callable[[], None]) -> None:
-    for name, places in targets.items():
-        for target in places:
+    for name, destinations in targets.items():
+        for target in destinations:
             if not target.optional:
                 source.generate(name, target)
         advance()
@@ -113,12 +112,12 @@ def _copy(model: Model, source: WeightSource, targets: Targets, advance: Callabl
 
 
 def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
-    """Copy this rank's part of a checkpoint's tensor to where it goes.
+    """Copy this rank's slice of a checkpoint's tensor to its destination.
 
     Raises:
         ModelFormatError: the tensor has another shape or dtype than the target.
     """
-    shape = tuple(tensor.shape) or (1,)  # a number is as good as a list of one
+    shape = tuple(tensor.shape) or (1,)  # a scalar is equivalent to one element
     destination = target.destination
     held = tuple(destination.shape)
     if target.broadcast and math.prod(shape) == 1:
@@ -134,7 +133,7 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
 
 
 def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
-    """Refuse values that a cast would change: packed weights, where others are expected, or the reverse."""
+    """Refuse values that a cast would change: packed weights if plain ones are expected, or the reverse."""
     if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
         found, expected = (str(each).removeprefix("torch.") for each in (values.dtype, wanted))
         raise ModelFormatError(
@@ -149,7 +148,7 @@ def _is_packed(dtype: torch.dtype) -> bool:
 
 
 def _taken(shape: Sequence[int], index: Sequence[slice]) -> tuple[int, ...]:
-    """The shape of what `index` takes of a tensor."""
+    """Return the shape of the slice `index` of a tensor."""
     whole = (slice(None),) * (len(shape) - len(index))
     return tuple(len(range(*part.indices(size))) for part, size in zip((*index, *whole), shape, strict=False))
 

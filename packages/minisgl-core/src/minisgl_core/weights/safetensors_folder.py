@@ -18,18 +18,18 @@ from minisgl_core.weights.fp8_checkpoint import join_scales, reasons_not_to_read
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _PLAIN = (".weight", ".bias", ".sinks", "_bias", ".gate_up_proj", ".down_proj")
-"""Ends of the names of tensors that are not packed; the last two are those of all experts in one tensor."""
+"""Suffixes of the names of tensors that are not packed; the last two are for tensors with all experts of a layer."""
 
 
 class SafetensorsWeights(FolderSource):
-    """A folder with ``config.json`` and ``*.safetensors``, of whose tensors only the requested slices are read.
+    """A folder with ``config.json`` and ``*.safetensors``. Only the requested slices of tensors are read.
 
     Weights in float8 are dequantized, or read as they are stored; see `minisgl_core.weights.fp8_checkpoint`.
     """
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:
-        """Name a missing config or missing safetensors, or an unsupported quantization format."""
+        """Return the reasons: no config, no safetensors, or an unsupported quantization format."""
         if not path.is_dir():
             return ["it is not a folder"]
         reasons = [] if (path / "config.json").is_file() else ["the folder has no config.json"]
@@ -66,10 +66,10 @@ class SafetensorsWeights(FolderSource):
     def stored_tensors(self, config: ModelConfig, wanted: Container[str]) -> Iterator[tuple[str, LazyTensor]]:
         """Yield `tensors`, but leave weights in float8 whose ``weight_scale`` is wanted as they are stored.
 
-        Weights that are quantized in another way always come as they are stored.
+        Weights with another quantization are always yielded as they are stored.
 
         Raises:
-            ModelFormatError: they are, and the layers take no packed tensors.
+            ModelFormatError: there are such weights, and the layers do not accept packed tensors.
         """
         if reasons := reasons_not_to_read(self.config):
             if not any(name in wanted and not name.endswith(_PLAIN) for name, _ in self._stored()):

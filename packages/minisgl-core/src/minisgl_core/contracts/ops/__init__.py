@@ -1,11 +1,11 @@
 """The contract of the kernels between attention calls, split into roles.
 
-Each role is a class, and is itself the reference in plain torch, which runs on any device. A provider subclasses one or more
-roles and overrides what it does faster. `Ops` puts an engine's roles together: each is served by the first provider that has it.
+Each role is a class, whose methods are the reference in plain torch and run on any device. A provider subclasses one or more
+roles and overrides methods with faster kernels. `Ops` composes an engine's roles: the first provider that has a role serves it.
 Shape legend of all roles: T tokens, H hidden size, D head dimension, V vocabulary size, E experts.
 
-Where a docstring says nothing else, input tensors may have any strides and are left as they are. Results have the dtype of
-the inputs: mostly the model's, but float32 and bfloat16 are taken by all but the FP8 GEMMs.
+Unless a docstring says otherwise, input tensors may have any strides and are not modified. Results have the dtype of the
+inputs, usually the model's. All methods except the FP8 GEMMs must accept float32 and bfloat16.
 """
 
 from minisgl_core.contracts.ops.composition import ROLES, Ops, TorchOps, roles_of

@@ -1,4 +1,4 @@
-"""The role of norms and activations. See the package for the shape legend."""
+"""Contract of the norm role: norms and activations. See the package for the shape legend."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NormOps(OpsProvider):
 
         Args:
             x: [..., H].
-            weight: [H], in x's dtype, or in float32, where the result is rounded once.
+            weight: [H], in x's dtype or float32. With float32, the result is rounded once.
             eps: added to the mean square.
 
         Returns:

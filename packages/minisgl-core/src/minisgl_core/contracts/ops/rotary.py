@@ -1,4 +1,4 @@
-"""The role of the rotary embedding, with the norms of heads before it and the KV store after it.
+"""Contract of the rotary role: rotary embedding, the norms of heads before it, and the KV store after it.
 
 See the package for the shape legend.
 """
@@ -17,10 +17,10 @@ from minisgl_core.utils.fp8 import FP8, to_fp8
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """The rotary embedding of a step's queries and keys, and the norm of each head before it.
+    """Rotary embedding of a step's queries and keys, and the norm of each head before it.
 
     Attributes:
-        cos: at each token's position, [T, rotary_dim / 2].
+        cos: cosines at each token's position, [T, rotary_dim / 2].
         sin: like `cos`.
         norms: weights of the norms of q's heads and of k's heads, [D] each, in q's dtype or float32; None without norms.
         eps: added to the mean squares of the norms.
@@ -36,7 +36,7 @@ class RotaryOps(OpsProvider):
     """Rotary embedding of queries and keys.
 
     Attributes:
-        fuses_store: whether `rotate_and_store` is one kernel, which is faster than `rotate` and a backend's own KV store.
+        fuses_store: True if `rotate_and_store` is one kernel, which is faster than `rotate` and a backend's own KV store.
     """
 
     fuses_store: ClassVar[bool] = False
@@ -51,7 +51,7 @@ class RotaryOps(OpsProvider):
         Args:
             q: [T, Hq, D].
             k: [T, Hkv, D].
-            cos: [T, rotary_dim / 2], float32 or q's dtype. The dimensions of a head behind rotary_dim pass through.
+            cos: [T, rotary_dim / 2], float32 or q's dtype. Dimensions of a head from rotary_dim on do not change.
             sin: like `cos`.
 
         Returns:
@@ -60,12 +60,12 @@ class RotaryOps(OpsProvider):
         return _rotate(q, cos, sin), _rotate(k, cos, sin)
 
     def rotate(self, q: torch.Tensor, k: torch.Tensor, rotation: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
-        """Normalize each head of q and k where the rotation has norms, then apply `rotary`. May overwrite both inputs.
+        """Normalize each head of q and k if the rotation has norms, then apply `rotary`. May overwrite both inputs.
 
         Args:
             q: [T, Hq, D].
             k: [T, Hkv, D].
-            rotation: of the step.
+            rotation: rotary embedding of the step.
 
         Returns:
             The rotated q and k.
@@ -91,11 +91,11 @@ class RotaryOps(OpsProvider):
             q: [T, Hq, D].
             k: [T, Hkv, D].
             v: like `k`.
-            rotation: of the step.
-            k_pages: the pages of one layer, [P, S, Hkv, D], contiguous, in q's dtype or float8_e4m3fn.
+            rotation: rotary embedding of the step.
+            k_pages: pages of one layer, [P, S, Hkv, D], contiguous, in q's dtype or float8_e4m3fn.
             v_pages: like `k_pages`.
             slots: ``page * S + offset`` of each token, int64 [T].
-            scales: k and v are divided by these where the pages are FP8; see `AttentionLayer.kv_scales`.
+            scales: k and v are divided by these if the pages are FP8; see `AttentionLayer.kv_scales`.
 
         Returns:
             The rotated q.

@@ -1,4 +1,4 @@
-"""The role of sampling: from logits to tokens. See the package for the shape legend; N is the number of requests."""
+"""Contract of the sampling role: from logits to tokens. See the package for the shape legend; N is the number of requests."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 class VocabShard:
     """This rank's part of the vocabulary.
 
-    Rank r of S columns has the tokens ``[r * S, (r + 1) * S)``. Columns past the vocabulary are padding.
+    Rank r has S columns, for the tokens ``[r * S, (r + 1) * S)``. Columns past the vocabulary are padding.
 
     Attributes:
-        communicator: the ranks.
+        communicator: tensor-parallel group.
         vocab_size: V.
     """
 
@@ -43,7 +43,7 @@ class SamplingOps(OpsProvider):
         CUDA graphs capture it with decode steps; see `Model.forward`.
 
         Args:
-            logits: [N, V], any float dtype; -inf rules a token out.
+            logits: [N, V], any float dtype; a token with -inf is never sampled.
             temperature: float32 [N], 0 or at least 1e-5. At 0, the first of the largest logits is taken.
             uniform: in [0, 1), float32 [N].
 
@@ -62,13 +62,13 @@ class SamplingOps(OpsProvider):
     def sample_shard(
         self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor, shard: VocabShard
     ) -> torch.Tensor:
-        """Apply `sample` to logits that are split over the ranks. Every rank calls it and gets the same tokens.
+        """Apply `sample` to logits that are sharded over the ranks. Every rank calls it and gets the same tokens.
 
         Args:
-            logits: this rank's, [N, S].
+            logits: logits of this rank's shard, [N, S].
             temperature: see `sample`.
             uniform: see `sample`.
-            shard: the part of the vocabulary that `logits` is of.
+            shard: part of the vocabulary that `logits` covers.
 
         Returns:
             int64 [N].
@@ -76,15 +76,15 @@ class SamplingOps(OpsProvider):
         return self.sample(shard.gather(logits), temperature, uniform)
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-        """Rule out the tokens that a bit mask does not allow. May overwrite `logits`.
+        """Set the logits of the tokens that a bit mask does not allow to -inf. May overwrite `logits`.
 
         Args:
             logits: [N, V], any float dtype.
             rows: indices of the requests that have a mask, each at most once, int64 [G].
-            words: bit ``t % 32`` of word ``t // 32`` is set where token t is allowed, int32 [G, ceil(V / 32)].
+            words: bit ``t % 32`` of word ``t // 32`` is set if token t is allowed, int32 [G, ceil(V / 32)].
 
         Returns:
-            [N, V], -inf where a token is ruled out.
+            Masked logits, [N, V].
         """
         bits = (1 << torch.arange(8, device=words.device)).to(torch.uint8)
         ruled_out = (words.view(torch.uint8)[:, :, None] & bits).view(len(rows), -1)[:, : logits.shape[1]] == 0

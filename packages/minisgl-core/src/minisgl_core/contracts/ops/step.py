@@ -1,4 +1,4 @@
-"""The role of step inputs and outputs: the metadata of decode steps, and lookups by index.
+"""Contract of the step role: metadata of decode steps, and reads and writes by index.
 
 See the package for the shape legend.
 """
@@ -26,16 +26,16 @@ class StepOps(OpsProvider):
 
         CUDA graphs capture it with decode steps; see `Model.forward`. The first four rows of the inputs are, per token:
 
-        - the row of the page table. One that comes again has the same position and no new page.
-        - the token id; -1 stands for the last token of that row.
+        - the page-table row. Tokens with the same row have the same position and no new page.
+        - the token id; -1 for the last token of that row.
         - the position.
-        - the new page, where the page table does not have it yet; otherwise -1.
+        - the new page, if the page table does not have it yet; otherwise -1.
 
         Args:
             shared: step inputs in mapped pinned memory (`Platform.share_memory`), int32 [2, K, T]. Reading it is slow.
             turn: 0 or 1, int32 [1]; ``shared[turn]`` has this step's inputs.
             inputs: device memory that they are copied to, int32 [K, T].
-            last_tokens: the last token of every row of the page table, int32 [R].
+            last_tokens: last token of each page-table row, int32 [R].
             page_table: int32 [R, C]; the new pages are written to it.
             page_size: tokens per page.
 
@@ -64,17 +64,17 @@ class StepOps(OpsProvider):
 
         Args:
             tokens: int64 [T].
-            rows: the row of the page table of each token, int32 [T]. Where one comes twice, either token becomes its last.
-            last_tokens: the last token of every row, int32 [R], written at `rows`.
+            rows: page-table row of each token, int32 [T]. If a row occurs twice, either token becomes its last token.
+            last_tokens: last token of each row, int32 [R], written at `rows`.
             shared: mapped pinned memory, int64 [2, T]; ``shared[turn]`` is written.
-            turn: 0 or 1, int32 [1]; becomes the other.
+            turn: 0 or 1, int32 [1]; flipped.
         """
         self.scatter(last_tokens, rows, tokens)
         shared.index_copy_(0, turn.long(), tokens[None])
         turn.neg_().add_(1)
 
     def gather_rows(self, table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return ``table[index]``, as an embedding does.
+        """Return ``table[index]``, such as an embedding lookup.
 
         Args:
             table: [N, D], contiguous.
@@ -86,7 +86,7 @@ class StepOps(OpsProvider):
         return table.index_select(0, index)
 
     def scatter(self, table: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
-        """Write ``table[index] = values``. Where an index comes twice, either value is written.
+        """Write ``table[index] = values``. If an index occurs twice, either value is written.
 
         Args:
             table: integers, [N].
