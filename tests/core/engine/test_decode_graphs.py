@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from capturing_cpu import CapturingCpu
 
 from minisgl_core.contracts.attention import (
     AttentionBackend,
@@ -29,6 +28,7 @@ from minisgl_core.engine import decode_graphs as graphs
 from minisgl_core.engine.decode_graphs import DecodeGraphs, DecodeResult
 from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
 from minisgl_core.sampling_params import SamplingParams
 
@@ -118,9 +118,10 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[OverAllPages, OverGatheredPages])
 def engine(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = tiny.built(**options).engine
+    engine.free_graphs()
     was = engine.platform, engine.attention, engine._ops
     pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-    engine.platform, engine._ops = CapturingCpu(), Ops.of(torch.device("cpu"), torch.float32)
+    engine.platform, engine._ops = CpuPlatform(), Ops.of(torch.device("cpu"), torch.float32)
     engine.attention = request.param(engine.attention.spec, pool, engine._table.data)
     yield engine
     engine.platform, engine.attention, engine._ops = was
@@ -150,6 +151,7 @@ def outputs(
 def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
     """Decodes of these sizes are replayed meanwhile."""
     engine.capture_decode_graphs(sizes, progress=False)
+    assert engine._graphs is not None
     try:
         yield
     finally:

@@ -124,6 +124,16 @@ class NativeOps(OneDnnOps):
         self._kernels.argmax(out.data_ptr(), logits.data_ptr(), *logits.shape)
         return out
 
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """See `SamplingOps.sample`."""
+        if not self._owns(logits):
+            return super().sample(logits, temperature, uniform)
+        logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        addresses = out.data_ptr(), logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr()
+        self._kernels.sample(*addresses, *logits.shape)
+        return out
+
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

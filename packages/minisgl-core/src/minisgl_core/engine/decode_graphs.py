@@ -105,13 +105,24 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs."""
+        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs.
+
+        On a CPU, only the smallest is captured now, and others when they are first needed, since a capture takes two steps.
+        """
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
+        self._captured: dict[int, _Captured] = {}
+        self._capture_all(sizes if platform.device.type != "cpu" else [min(sizes)], progress)
+
+    def _capture_all(self, sizes: Sequence[int], progress: bool) -> None:
         remedy = "--cuda-graph-max-bs 0 captures none"
-        self._captured = capture_sizes(sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress)
+        first = next(iter(self._captured.values()), None)
+        pool = None if first is None else first.graphs[0].pool()
+        self._captured |= capture_sizes(
+            sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress, pool=pool
+        )
 
     def close(self) -> None:
         """Free the graphs."""
@@ -126,6 +137,8 @@ class DecodeGraphs:
         """Run a step that `fits`."""
         count = plan.num_requests
         size = int(self._sizes[np.searchsorted(self._sizes, count)])
+        if size not in self._captured:
+            self._capture_all([size], progress=False)
         captured = self._captured[size]
         new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
         if new_pages is None:
