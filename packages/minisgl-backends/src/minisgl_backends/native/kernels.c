@@ -85,6 +85,28 @@ void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
     }
 }
 
+/* ---- Step inputs and outputs, sampling ---- */
+
+/* See StepOps.decode_inputs: `inputs` [count][tokens] = shared[turn]; the first rows are rows of the table, token ids, positions and
+   new pages. */
+void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t *shared, const int32_t *turn,
+                   const int32_t *last_tokens, int32_t *table, int64_t columns, int64_t page_size, int64_t count, int64_t tokens) {
+    memcpy(inputs, shared + *turn * count * tokens, count * tokens * sizeof *inputs);
+    for (int64_t i = 0; i < tokens; i++) {
+        int64_t row = inputs[i], id = inputs[tokens + i], position = inputs[2 * tokens + i], page = inputs[3 * tokens + i];
+        int32_t *entry = table + row * columns + position / page_size;
+        if (page >= 0) *entry = (int32_t)page;
+        slots[i] = *entry * page_size + position % page_size;
+        ids[i] = id < 0 ? last_tokens[row] : (int32_t)id;
+    }
+}
+
+void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *shared, int32_t *turn, int64_t tokens) {
+    memcpy(shared + *turn * tokens, sampled, tokens * sizeof *sampled);
+    for (int64_t i = 0; i < tokens; i++) last_tokens[rows[i]] = (int32_t)sampled[i];
+    *turn = 1 - *turn;
+}
+
 #define SAMPLE_PART 1024
 
 /* weights = exp((x - best) * factor); return their sum. */

@@ -33,6 +33,8 @@ _ARGUMENTS = {
     "rotate": "piipiippiiippf",
     "silu_and_mul": "ppii",
     "argmax": "ppii",
+    "decode_inputs": "pppppppiiii",
+    "decode_outputs": "pppppi",
     "sample": "ppppii",
     "store": "pipipppiiii",
     "causal_softmax": "ppiiiiififp",
