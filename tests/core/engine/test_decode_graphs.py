@@ -154,6 +154,9 @@ def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
     assert engine._graphs is not None
     try:
         yield
+        assert engine._graphs is not None
+        assert engine._graphs._captured
+        assert engine._graphs._sizes.tolist() == list(sizes), "a replay computed other logits"
     finally:
         engine.free_graphs()
 
@@ -227,15 +230,16 @@ class OtherHalf(SingleRank):
     def __init__(self, model: Model) -> None:
         self.rank, self.size = 0, 2
         self.whole = model.compute_logits
+        self.logits = torch.empty(SIZES[-1], tiny.VOCAB_SIZE)
         self.num_gathered = 0
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.hidden = hidden
-        return self.whole(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
+        self.logits[: len(hidden)].copy_(self.whole(hidden))  # also in a replay
+        return self.logits[: len(hidden), : -(-tiny.VOCAB_SIZE // 2)].clone()
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         self.num_gathered += 1
-        later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
+        later = self.logits[: len(x), x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
 
 
@@ -249,6 +253,7 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
     monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
     with recorded(engine, SIZES[-1:]):
+        outputs(kinds, options, cache="naive", overlap=False)  # captures
         num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
     assert tokens == wanted[0]

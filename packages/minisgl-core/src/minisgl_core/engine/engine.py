@@ -15,7 +15,6 @@ them on. Only the last stage has logits and samples, so only its results have to
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -33,11 +32,8 @@ from minisgl_core.engine.rank_groups import RankGroups
 from minisgl_core.engine.sampler import LogprobTensors, Sampler, needs_sampler, token_logprobs
 from minisgl_core.engine.step import PendingStep, StepInputs, upload
 from minisgl_core.engine.zero_copy_io import PendingTokens
-from minisgl_core.errors import MinisglError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
-
-logger = logging.getLogger(__name__)
 
 _LOGITS_ROWS = 256
 """Rows of prompt logits computed at once: [256, V] in float32 is 150 MB for a vocabulary of 150,000."""
@@ -91,26 +87,11 @@ class Engine:
         self._last_tokens = torch.zeros(num_rows + 1, dtype=torch.int32, device=platform.device)
 
     def capture_decode_graphs(self, sizes: Sequence[int], progress: bool) -> None:
-        """Capture CUDA graphs of decode steps with these batch sizes. Steps that fit are replayed from now on.
-
-        On a CPU, a model that cannot be captured is run without graphs, and a warning says why.
-        """
+        """Capture CUDA graphs of decode steps with these batch sizes. Steps that fit are replayed from now on."""
         with self.platform.stream(), torch.inference_mode():
-            try:
-                self._graphs = DecodeGraphs(
-                    self.platform,
-                    self.model,
-                    self.attention,
-                    self._ops,
-                    self._table,
-                    self._last_tokens,
-                    sizes,
-                    progress,
-                )
-            except MinisglError as error:
-                if self.platform.device.type != "cpu":
-                    raise
-                logger.warning("%s", error)
+            self._graphs = DecodeGraphs(
+                self.platform, self.model, self.attention, self._ops, self._table, self._last_tokens, sizes, progress
+            )
 
     def capture_piecewise_graphs(self, sizes: Sequence[int], progress: bool) -> None:
         """Capture piecewise CUDA graphs for these numbers of tokens. Steps that fit and have no decode graph use them."""
