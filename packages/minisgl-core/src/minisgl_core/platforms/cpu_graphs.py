@@ -62,7 +62,7 @@ class MemoryPool:
         )
 
 
-class CpuGraph(TorchDispatchMode):
+class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The calls that ran in its context.
 
     Attributes:
@@ -70,17 +70,17 @@ class CpuGraph(TorchDispatchMode):
     """
 
     def __init__(self, pool: MemoryPool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._pool, self._constants = pool, list[torch.Tensor]()
 
     def __enter__(self) -> CpuGraph:
         _current.graph = self
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         _current.graph = None
 
     def __torch_dispatch__(
