@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from capturing_cpu import CapturingCpu
 
 from minisgl_core.contracts.attention import (
     AttentionBackend,
@@ -29,6 +28,7 @@ from minisgl_core.engine import decode_graphs as graphs
 from minisgl_core.engine.decode_graphs import DecodeGraphs, DecodeResult
 from minisgl_core.engine.engine import BegunStep, Engine
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.protocol.batch_plan import BatchPlan, TokenMasks
 from minisgl_core.sampling_params import SamplingParams
 
@@ -118,9 +118,10 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.fixture(scope="module", params=[OverAllPages, OverGatheredPages])
 def engine(options: dict[str, Any], request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = tiny.built(**options).engine
+    engine.free_graphs()
     was = engine.platform, engine.attention, engine._ops
     pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
-    engine.platform, engine._ops = CapturingCpu(), Ops.of(torch.device("cpu"), torch.float32)
+    engine.platform, engine._ops = CpuPlatform(), Ops.of(torch.device("cpu"), torch.float32)
     engine.attention = request.param(engine.attention.spec, pool, engine._table.data)
     yield engine
     engine.platform, engine.attention, engine._ops = was
@@ -150,8 +151,12 @@ def outputs(
 def recorded(engine: Engine, sizes: Sequence[int] = SIZES) -> Iterator[None]:
     """Decodes of these sizes are replayed meanwhile."""
     engine.capture_decode_graphs(sizes, progress=False)
+    assert engine._graphs is not None
     try:
         yield
+        assert engine._graphs is not None
+        assert engine._graphs._captured
+        assert engine._graphs._sizes.tolist() == list(sizes), "a replay computed other logits"
     finally:
         engine.free_graphs()
 
@@ -225,15 +230,16 @@ class OtherHalf(SingleRank):
     def __init__(self, model: Model) -> None:
         self.rank, self.size = 0, 2
         self.whole = model.compute_logits
+        self.logits = torch.empty(SIZES[-1], tiny.VOCAB_SIZE)
         self.num_gathered = 0
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.hidden = hidden
-        return self.whole(hidden)[:, : -(-tiny.VOCAB_SIZE // 2)]
+        self.logits[: len(hidden)].copy_(self.whole(hidden))  # also in a replay
+        return self.logits[: len(hidden), : -(-tiny.VOCAB_SIZE // 2)].clone()
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
         self.num_gathered += 1
-        later = self.whole(self.hidden[: len(x)])[:, x.shape[1] :]
+        later = self.logits[: len(x), x.shape[1] :]
         return torch.cat((x, later, torch.full((len(x), 3), 99.0)), dim)
 
 
@@ -247,6 +253,7 @@ def test_logits_of_all_ranks_are_gathered_where_they_are_wanted(
     monkeypatch.setattr(engine.model, "compute_logits", group.compute_logits)
     monkeypatch.setattr(engine, "_logits", group.whole)  # of prompts
     with recorded(engine, SIZES[-1:]):
+        outputs(kinds, options, cache="naive", overlap=False)  # captures
         num_before = group.num_gathered
         tokens, logprobs = outputs(kinds, options, cache="naive", overlap=False)
     assert tokens == wanted[0]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from capturing_cpu import CapturingCpu
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
@@ -20,19 +19,15 @@ from minisgl_core.engine.engine import Engine
 from minisgl_core.engine.piecewise_graphs import PiecewiseGraphs, piecewise_sizes
 from minisgl_core.errors import InvalidValueError, MinisglError
 from minisgl_core.kv.pool import KVPool
+from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.runtime.engine_loop import EngineLoop
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_core.testing.attention_rig import dense_attention
-from minisgl_core.testing.platform_kit import PlatformTests
 
 OPTIONS = {"page_size": 2, "num_pages": 151, "num_rows": 6}
 SIZES = [4, 8, 24]
 """Some larger than the number of requests that can be in a step, one smaller."""
 OF_TINY = torch.device("cpu"), torch.float32
-
-
-class TestRecordingCpu(PlatformTests):
-    provider = CapturingCpu
 
 
 class FusesStore(RotaryOps):
@@ -69,7 +64,7 @@ class Apart(AttentionBackend):
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     engine = tiny.new_loop(**OPTIONS).engine
     was = engine.platform, engine.attention, engine._ops
-    engine.platform = CapturingCpu()
+    engine.platform = CpuPlatform()
     if request.param == "stored apart":
         pool = KVPool(replace(engine.attention.pool.spec, layout="NHD"))
         engine.attention, engine._ops = (
@@ -171,7 +166,7 @@ def test_padding_is_made_of_numbers(engine: Engine, monkeypatch: pytest.MonkeyPa
     assert filled == {True, False}
 
 
-class FailsInTheMiddle(CapturingCpu):
+class FailsInTheMiddle(CpuPlatform):
     def capture_piecewise(
         self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
     ) -> tuple[list[Any], torch.Tensor]:
@@ -199,6 +194,7 @@ def test_the_ladder(most: int) -> None:
     assert len(sizes) <= 64
 
 
-def test_a_platform_without_graphs_says_so() -> None:
+def test_a_platform_without_graphs_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "supports_graphs", False)
     with pytest.raises(InvalidValueError, match="--piecewise-cuda-graph-max-tokens=64 is not valid: must be 0 here"):
         tiny.built(piecewise_cuda_graph_max_tokens=64)

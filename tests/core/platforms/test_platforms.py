@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from capturing_cpu import CapturingCpu
 
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.platforms.cpu import CpuPlatform
@@ -20,10 +19,6 @@ from minisgl_core.testing.platform_kit import PlatformTests
 
 class TestCpu(PlatformTests):
     provider = CpuPlatform
-
-
-class TestRecordingCpu(PlatformTests):
-    provider = CapturingCpu
 
 
 @pytest.mark.gpu

@@ -16,8 +16,6 @@ from minisgl_backends.native import library
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
-_CHUNK = 128
-"""Keys per split-KV partition of a decode; CHUNK of kernels.c."""
 _ROWS = 16
 """Queries per tile of a prefill; keys are padded to a multiple. ROWS and COLUMNS of tiles.h."""
 _BLOCK = 128
@@ -57,21 +55,24 @@ class _Plan:
 
     Attributes:
         batch: all requests.
-        num_chunks: split-KV partitions of the longest decode.
-        partials: partial outputs of the decodes' partitions, float32, one row [G * (D + 2)] each; None without decodes.
-        prefills: the prefills as tiles, or as groups on processors without AVX512-BF16; None without prefills.
+        prefills: the prefills as tiles, or as groups if the processor has no tiles; None without prefills.
     """
 
     batch: AttentionBatch
-    num_chunks: int = 0
-    partials: torch.Tensor | None = None
     prefills: _Prefills | list[GatheredGroup] | None = None
 
 
 class NativeAttention(TorchAttention):
     """Attention on CPUs in C. Scores stay in float32, except in bfloat16 prefills on processors without AVX512-BF16."""
 
-    capabilities = AttentionCapabilities(layouts=("HND",), sliding_windows=True, soft_cap=True, sinks=True)
+    capabilities = AttentionCapabilities(
+        layouts=("HND",),
+        cuda_graphs=True,
+        graph_reads_page_table=True,
+        sliding_windows=True,
+        soft_cap=True,
+        sinks=True,
+    )
 
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
@@ -84,17 +85,19 @@ class NativeAttention(TorchAttention):
         self._has_tiles = self._kernels.has_tiles and spec.head_dim % _ROWS == 0
 
     def plan(self, batch: AttentionBatch) -> _Plan:  # type: ignore[override]
-        """Allocate the decodes' partial outputs, and split the prefills into tiles or groups."""
-        n, spec = batch.num_decodes, self.spec
-        plan = _Plan(batch)
-        if n:
-            plan.num_chunks = -(-int(batch.seq_lens_host[:n].max()) // _CHUNK)
-            group = spec.num_q_heads // spec.num_kv_heads
-            plan.partials = torch.empty(n * spec.num_kv_heads * plan.num_chunks, group * (spec.head_dim + 2))
+        """Split the prefills into tiles or groups."""
+        n, plan = batch.num_decodes, _Plan(batch)
         if n < batch.num_requests:
             prefills = batch.prefills() if n else batch
             plan.prefills = self._tiles(prefills) if self._has_tiles else self.groups(prefills)
         return plan
+
+    def plan_capture(self, batch: AttentionBatch) -> _Plan:
+        """See `AttentionBackend.plan_capture`."""
+        return _Plan(batch)
+
+    def plan_replay(self, batch: AttentionBatch) -> None:
+        """Do nothing, since the kernel reads all that changes from the batch's tensors."""
 
     def _tiles(self, batch: AttentionBatch) -> _Prefills:
         q_lens, seq_lens = batch.q_lens_host.astype(np.int64), batch.seq_lens_host.astype(np.int64)
@@ -123,17 +126,15 @@ class NativeAttention(TorchAttention):
         )  # fmt: skip
         out = torch.empty(q.shape, dtype=q.dtype)
         n = plan.batch.num_decodes
-        if plan.partials is not None:
-            self._decode(q, layer, plan, plan.partials, out)
+        if n:
+            self._decode(q, layer, plan, out)
         if isinstance(plan.prefills, _Prefills):
             self._prefill(q[n:], layer, plan.prefills, out[n:])
         elif plan.prefills is not None:
             out[n:] = self.attend_groups(q[n:], layer, plan.prefills)
         return out
 
-    def _decode(
-        self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, partials: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _decode(self, q: torch.Tensor, layer: AttentionLayer, plan: _Plan, out: torch.Tensor) -> None:
         k_pages, v_pages, table, batch = self.pool.k(layer.index), self.pool.v(layer.index), self.page_table, plan.batch
         heads, size, dim = k_pages.shape[1:]
         sinks = _float_sinks(layer)
@@ -141,7 +142,7 @@ class NativeAttention(TorchAttention):
             out.data_ptr(), q.data_ptr(), q.stride(0), k_pages.data_ptr(), v_pages.data_ptr(),
             table.data_ptr(), table.stride(0), batch.rows.data_ptr(), batch.seq_lens.data_ptr(),
             batch.num_decodes, heads, q.shape[1] // heads, dim, size, layer.scale, layer.sliding_window or 0,
-            layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(), partials.data_ptr(), plan.num_chunks,
+            layer.soft_cap or 0.0, sinks if sinks is None else sinks.data_ptr(),
         )  # fmt: skip
 
     def _prefill(self, q: torch.Tensor, layer: AttentionLayer, prefills: _Prefills, out: torch.Tensor) -> None:

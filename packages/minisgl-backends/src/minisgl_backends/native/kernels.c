@@ -2,6 +2,8 @@
    element type.
 
    Shape legend: N requests or tokens, Hq and Hkv heads, G = Hq / Hkv, D head dimension, S tokens per page. */
+#include <stdio.h>
+#include <stdlib.h>
 #include "common.h"
 
 /* ---- RMSNorm, RoPE, activation, argmax ---- */
@@ -83,6 +85,61 @@ void argmax(int64_t *out, const T *x, int64_t rows, int64_t size) {
     }
 }
 
+/* ---- Step inputs and outputs, sampling ---- */
+
+/* See StepOps.decode_inputs: `inputs` [count][tokens] = shared[turn]; the first rows are rows of the table, token ids, positions and
+   new pages. */
+void decode_inputs(int32_t *ids, int64_t *slots, int32_t *inputs, const int32_t *shared, const int32_t *turn,
+                   const int32_t *last_tokens, int32_t *table, int64_t columns, int64_t page_size, int64_t count, int64_t tokens) {
+    memcpy(inputs, shared + *turn * count * tokens, count * tokens * sizeof *inputs);
+    for (int64_t i = 0; i < tokens; i++) {
+        int64_t row = inputs[i], id = inputs[tokens + i], position = inputs[2 * tokens + i], page = inputs[3 * tokens + i];
+        int32_t *entry = table + row * columns + position / page_size;
+        if (page >= 0) *entry = (int32_t)page;
+        slots[i] = *entry * page_size + position % page_size;
+        ids[i] = id < 0 ? last_tokens[row] : (int32_t)id;
+    }
+}
+
+void decode_outputs(const int64_t *sampled, const int32_t *rows, int32_t *last_tokens, int64_t *shared, int32_t *turn, int64_t tokens) {
+    memcpy(shared + *turn * tokens, sampled, tokens * sizeof *sampled);
+    for (int64_t i = 0; i < tokens; i++) last_tokens[rows[i]] = (int32_t)sampled[i];
+    *turn = 1 - *turn;
+}
+
+#define SAMPLE_PART 1024
+
+/* weights = exp((x - best) * factor); return their sum. */
+INLINE float exp_weights(float *weights, const T *x, int64_t count, float best, float factor) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < count; i++) sum += weights[i] = exp_of_negative((to_float(x[i]) - best) * factor);
+    return sum;
+}
+
+/* Token per row: the first of the largest logits where the temperature is 0, else the first at which the cumulative sum of
+   exp(logit / temperature) exceeds `uniform` times its total. The total is summed in parts, so that one of them is computed again. */
+void sample(int64_t *out, const T *x, const float *temperature, const float *uniform, int64_t rows, int64_t size) {
+    const int64_t parts = (size + SAMPLE_PART - 1) / SAMPLE_PART, rest = size - (parts - 1) * SAMPLE_PART;
+    argmax(out, x, rows, size);
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *values = x + row * size;
+        float weights[SAMPLE_PART], sums[parts], best = to_float(values[out[row]]), factor = 1 / temperature[row];
+        if (temperature[row] <= 0 || !(fabsf(best) < INFINITY)) continue;
+        double total = 0;
+        for (int64_t p = 0; p < parts; p++)
+            total += sums[p] = exp_weights(weights, values + p * SAMPLE_PART, p < parts - 1 ? SAMPLE_PART : rest, best, factor);
+        double left = uniform[row] * total;
+        int64_t part = 0;
+        while (part < parts - 1 && left >= sums[part]) left -= sums[part++];
+        int64_t count = part < parts - 1 ? SAMPLE_PART : rest;
+        exp_weights(weights, values + part * SAMPLE_PART, count, best, factor);
+        for (int64_t i = 0; i < count && left >= 0; i++)
+            if (weights[i] > 0) left -= weights[i], out[row] = part * SAMPLE_PART + i;
+    }
+}
+
 /* ---- Attention over pages [P, Hkv, S, D] ---- */
 
 void store(const T *k, int64_t k_stride, const T *v, int64_t v_stride, T *k_pages, T *v_pages, const int64_t *slots,
@@ -139,6 +196,21 @@ void causal_softmax(T *scores, const int64_t *first, int64_t requests, int64_t h
 
 #define CHUNK 128 /* keys per split-KV partition */
 
+/* Memory of this thread, valid until the next call. */
+static void *scratch(size_t bytes) {
+    static __thread void *memory;
+    static __thread size_t size;
+    if (bytes > size) {
+        free(memory);
+        memory = malloc(size = 2 * bytes);
+        if (!memory) {
+            fprintf(stderr, "no memory for the %zu bytes of partial outputs of an attention step\n", size);
+            abort();
+        }
+    }
+    return memory;
+}
+
 /* Partial output of one chunk for the G queries of a KV head: sums of weighted values [G][D], then [G] maximum scores and [G]
    sums of weights. */
 INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const T *v_pages, const int32_t *pages,
@@ -186,12 +258,16 @@ INLINE void attend_chunk(float *partial, const float *q, const T *k_pages, const
 }
 
 /* Split-KV decode attention (Flash-Decoding): one query per request; partial outputs of chunks of keys are merged at the end.
-   `cap` and `sinks`: see causal_softmax. `partials` has room for requests * heads * chunks * group * (dim + 2) floats. */
+   `cap` and `sinks`: see causal_softmax. */
 void decode(T *out, const T *q, int64_t q_stride, const T *k_pages, const T *v_pages, const int32_t *table,
             int64_t columns, const int32_t *rows, const int32_t *seq_lens, int64_t requests, int64_t heads, int64_t group,
-            int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks,
-            float *partials, int64_t chunks) {
-    int64_t partial_size = group * (dim + 2);
+            int64_t dim, int64_t page_size, float scale, int64_t window, float cap, const float *sinks) {
+    int64_t partial_size = group * (dim + 2), chunks = 1;
+    for (int64_t n = 0; n < requests; n++) {
+        int64_t num_visible = window && seq_lens[n] > window ? window : seq_lens[n];
+        if (num_visible > chunks * CHUNK) chunks = (num_visible + CHUNK - 1) / CHUNK;
+    }
+    float *partials = scratch(requests * heads * chunks * partial_size * sizeof(float));
 #pragma omp parallel
     {
 #pragma omp for schedule(dynamic)

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
 from minisgl_core.errors import MinisglError
+from minisgl_core.platforms.cpu_graphs import call
 
 _LOG = logging.getLogger(__name__)
 _SOURCES = ("common.h", "tiles.h", "kernels.c", "prefill.c", "gemm.c", "packed.h", "repack.c", "packed_gemm.c")
@@ -32,14 +33,17 @@ _ARGUMENTS = {
     "rotate": "piipiippiiippf",
     "silu_and_mul": "ppii",
     "argmax": "ppii",
+    "decode_inputs": "pppppppiiii",
+    "decode_outputs": "pppppi",
+    "sample": "ppppii",
     "store": "pipipppiiii",
     "causal_softmax": "ppiiiiififp",
-    "decode": "ppipppippiiiiififppi",
+    "decode": "ppipppippiiiiififp",
     "prefill": "ppipppippppipiiiiififppppii",
     "linear": "pppppiii",
     "gated": "ppppiii",
     "repack": "ppiiiiiii",
-    "dequantize_rows": "pppiii",
+    "dequantize_rows": "pppiiii",
     "packed_linear": "pipipppiiiii",
 }
 """Argument types by function: p for a pointer (an address, None for null), i for int64, f for float."""
@@ -64,7 +68,7 @@ class Library:
             if hasattr(loaded, name):
                 function = getattr(loaded, name)
                 function.argtypes, function.restype = [types[each] for each in arguments], None
-                setattr(self, name, function)
+                setattr(self, name, partial(call, function))
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"the native kernels have no {name!r} on this processor")

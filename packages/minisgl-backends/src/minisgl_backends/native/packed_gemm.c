@@ -22,6 +22,8 @@ typedef struct {
 #define MAX_ROWS 4
 #endif
 
+#define WIDTH (TILE / LANES) /* registers of the rows of a tile */
+
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef float Floats __attribute__((vector_size(4 * LANES)));
@@ -32,39 +34,44 @@ INLINE Words load_words(const uint8_t *from) {
     return words;
 }
 
-/* Sum of the 4-column dot products of codes[k] with word k of x, in int32. Codes are below 2^bits, but signed if `bits` is 8. */
+/* With VNNI, signed codes are multiplied as unsigned ones with this zero. */
+#if LANES == 16 && defined(__AVX512VNNI__)
+#define SIGNED_ZERO 128
+#else
+#define SIGNED_ZERO 0
+#endif
+
+/* Codes of columns 4k to 4k + 3 of one register of rows: below 2^bits, but signed if `bits` is 8 and SIGNED_ZERO is 0. */
+INLINE Words word_of_codes(const uint8_t *block, int k, int bits) {
+    if (bits == 8) return load_words(block + k * 4 * TILE) ^ (SIGNED_ZERO ? 0x80808080u : 0);
+    Words codes = {0};
+    if (bits >= 4) codes = load_words(block + k % 4 * 4 * TILE) >> (k < 4 ? 0 : 4) & 0x0f0f0f0f;
+    if (bits == 6 || bits < 4) {
+        Words pairs = load_words(block + plane_of_2(bits) + k / 4 * 4 * TILE);
+        int shift = k % 4 * 2;
+        if (bits == 6) codes |= (shift <= 4 ? pairs << (4 - shift) : pairs >> (shift - 4)) & 0x30303030;
+        else codes = pairs >> shift & 0x03030303;
+    }
+    if (bits == 5 || bits == 3) {
+        Words single = load_words(block + plane_of_1(bits));
+        const int to = bits - 1;
+        codes |= (k <= to ? single << (to - k) : single >> (k - to)) & 0x01010101u << to;
+    }
+    return codes;
+}
+
+INLINE uint32_t word_of_x(const XBlock *x, int k) {
+    uint32_t word;
+    memcpy(&word, x->codes + 4 * k, 4);
+    return word;
+}
+
 #if LANES == 16 && defined(__AVX512VNNI__)
 INLINE Floats to_floats(const uint16_t *halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves)); }
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
-INLINE Ints dot(const Words *codes, const int8_t *x, int count, int bits) {
-    __m512i sum = _mm512_setzero_si512();
-    for (int k = 0; k < count; k++) {
-        int32_t word;
-        memcpy(&word, x + 4 * k, 4);
-        sum = _mm512_dpbusd_epi32(sum, (__m512i)codes[k], _mm512_set1_epi32(word));
-    }
-    return (Ints)sum;
-}
 #elif LANES == 8
 INLINE Floats to_floats(const uint16_t *halves) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves)); }
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-INLINE Ints dot(const Words *codes, const int8_t *x, int count, int bits) {
-    const int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;  /* products that int16 can sum */
-    __m256i sum = _mm256_setzero_si256();
-    for (int first = 0; first < count; first += most) {
-        __m256i pairs = _mm256_setzero_si256();
-        for (int k = first; k < first + most && k < count; k++) {
-            int32_t word;
-            memcpy(&word, x + 4 * k, 4);
-            __m256i w = (__m256i)codes[k], each = _mm256_set1_epi32(word);
-            if (bits == 8) each = _mm256_sign_epi8(each, w), w = _mm256_abs_epi8(w);
-            __m256i products = _mm256_maddubs_epi16(w, each);
-            pairs = k == first ? products : _mm256_add_epi16(pairs, products);
-        }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-    }
-    return (Ints)sum;
-}
 #else
 INLINE Floats to_floats(const uint16_t *halves) {
     Floats values;
@@ -75,76 +82,76 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
     for (int i = 0; i < LANES; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
 }
-INLINE Ints dot(const Words *codes, const int8_t *x, int count, int bits) {
-    Ints sum = {0};
-    for (int k = 0; k < count; k++)
-        for (int i = 0; i < LANES; i++)
-            for (int j = 0; j < 4; j++) {
-                int code = ((const uint8_t *)&codes[k])[4 * i + j];
-                sum[i] += (bits == 8 ? (int8_t)code : code) * x[4 * k + j];
-            }
-    return sum;
-}
 #endif
 
-/* With VNNI, signed codes are multiplied as unsigned ones with this zero. */
+#define UNROLL _Pragma("GCC unroll 16")
+#define AHEAD 2048 /* bytes that the weights are prefetched ahead */
+
+/* sums[r][w] = dot products of columns 4 * from to 4 * to of `count` rows of x, which are `blocks` apart, with register w of the
+   rows of a block. Each word of codes is unpacked once and multiplied by all rows of x. */
+INLINE void dot(Ints (*sums)[WIDTH], const uint8_t *block, const XBlock *x, int64_t blocks, const int count,
+                const int from, const int to, const int bits) {
+#if LANES == 8
+    const int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;  /* products that int16 can sum */
+    __m256i pairs[MAX_ROWS][WIDTH];
+#endif
+    UNROLL for (int k = from; k < to; k++) {
+        UNROLL for (int w = 0; w < WIDTH; w++) {
+            Words codes = word_of_codes(block + w * LANES * 4, k, bits);
+            UNROLL for (int r = 0; r < count; r++) {
+                uint32_t word = word_of_x(x + r * blocks, k);
 #if LANES == 16 && defined(__AVX512VNNI__)
-#define SIGNED_ZERO 128
+                Ints before = k == from ? (Ints){0} : sums[r][w];
+                sums[r][w] = (Ints)_mm512_dpbusd_epi32((__m512i)before, (__m512i)codes, _mm512_set1_epi32(word));
+#elif LANES == 8
+                __m256i each = _mm256_set1_epi32(word), factors = (__m256i)codes;
+                if (bits == 8) each = _mm256_sign_epi8(each, factors), factors = _mm256_abs_epi8(factors);
+                __m256i products = _mm256_maddubs_epi16(factors, each);
+                pairs[r][w] = (k - from) % most ? _mm256_add_epi16(pairs[r][w], products) : products;
+                if (k + 1 < to && (k - from) % most != most - 1) continue;
+                Ints wide = (Ints)_mm256_madd_epi16(pairs[r][w], _mm256_set1_epi16(1));
+                sums[r][w] = k - from < most ? wide : sums[r][w] + wide;
 #else
-#define SIGNED_ZERO 0
+                Ints sum = k == from ? (Ints){0} : sums[r][w];
+                for (int i = 0; i < LANES; i++)
+                    for (int j = 0; j < 4; j++) {
+                        int code = codes[i] >> (8 * j) & 255;
+                        sum[i] += (bits == 8 ? (int8_t)code : code) * (int8_t)(word >> (8 * j));
+                    }
+                sums[r][w] = sum;
 #endif
-
-/* Unpack the codes of one register of rows: codes[k] has columns 4k to 4k + 3. */
-INLINE void unpack_codes(Words *codes, const uint8_t *block, int bits) {
-    if (bits == 8)
-        for (int k = 0; k < 8; k++) codes[k] = load_words(block + k * 4 * TILE) ^ (SIGNED_ZERO ? 0x80808080u : 0);
-    if (bits >= 4 && bits < 8)
-        for (int k = 0; k < 4; k++) {
-            Words both = load_words(block + k * 4 * TILE);
-            codes[k] = both & 0x0f0f0f0f;
-            codes[k + 4] = both >> 4 & 0x0f0f0f0f;
+            }
         }
-    if (bits == 6 || bits < 4)
-        for (int k = 0; k < 8; k++) {
-            Words pairs = load_words(block + plane_of_2(bits) + k / 4 * 4 * TILE);
-            int shift = k % 4 * 2;
-            if (bits == 6) codes[k] |= (shift <= 4 ? pairs << (4 - shift) : pairs >> (shift - 4)) & 0x30303030;
-            else codes[k] = pairs >> shift & 0x03030303;
-        }
-    if (bits == 5 || bits == 3) {
-        Words single = load_words(block + plane_of_1(bits));
-        const int to = bits - 1;
-        for (int k = 0; k < 8; k++) codes[k] |= (k <= to ? single << (to - k) : single >> (k - to)) & 0x01010101u << to;
     }
 }
 
 /* sums[r] = row r of x @ tile.T, for `count` rows of x, which are `blocks` apart. */
 INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, const int count,
                           const int bits, const int groups, const int zero, const int has_min) {
-    for (int lane = 0; lane < TILE; lane += LANES) {
-        Floats total[MAX_ROWS];
-        for (int r = 0; r < count; r++) total[r] = (Floats){0};
-        const uint8_t *block = tile;
-        for (int64_t b = 0; b < blocks; b++, block += block_bytes(bits, groups, has_min)) {
-            Words codes[8];
-            __builtin_prefetch(block + 4096 + lane * 16);
-            unpack_codes(codes, block + lane * 4, bits);
-            const uint16_t *scales = (const uint16_t *)(block + codes_bytes(bits)) + lane;
-            for (int g = 0; g < groups; g++) {
-                Floats scale = to_floats(scales + g * TILE), min;
-                if (has_min) min = to_floats(scales + (groups + g) * TILE);
+    Floats total[MAX_ROWS][WIDTH];
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int w = 0; w < WIDTH; w++) total[r][w] = (Floats){0};
+    const int bytes = block_bytes(bits, groups, has_min);
+    for (int64_t b = 0; b < blocks; b++, tile += bytes) {
+        UNROLL for (int line = 0; line < bytes; line += 64) __builtin_prefetch(tile + AHEAD + line);
+        UNROLL for (int g = 0; g < groups; g++) {
+            Ints products[MAX_ROWS][WIDTH];
+            dot(products, tile, x + b, blocks, count, g * 8 / groups, (g + 1) * 8 / groups, bits);
+            UNROLL for (int w = 0; w < WIDTH; w++) {
+                const uint16_t *scales = (const uint16_t *)(tile + codes_bytes(bits)) + g * TILE + w * LANES;
+                Floats scale = to_floats(scales), min;
+                if (has_min) min = to_floats(scales + groups * TILE);
                 else min = scale * -(float)(bits == 8 ? SIGNED_ZERO : zero);
-                for (int r = 0; r < count; r++) {
+                UNROLL for (int r = 0; r < count; r++) {
                     const XBlock *from = x + r * blocks + b;
-                    Ints product = dot(codes + g * 8 / groups, from->codes + g * BLOCK / groups, 8 / groups, bits);
-                    Floats sum = (Floats){0} + (groups == 1 ? from->sum : from->halves[g]);
-                    total[r] = multiply_add(__builtin_convertvector(product, Floats), scale * from->scale, total[r]);
-                    if (has_min || zero || (bits == 8 && SIGNED_ZERO)) total[r] = multiply_add(min, sum, total[r]);
+                    Floats sum = (Floats){0} + (groups == 1 ? from->sum : from->halves[g]), *to = &total[r][w];
+                    *to = multiply_add(__builtin_convertvector(products[r][w], Floats), scale * from->scale, *to);
+                    if (has_min || zero || (bits == 8 && SIGNED_ZERO)) *to = multiply_add(min, sum, *to);
                 }
             }
         }
-        for (int r = 0; r < count; r++) memcpy(sums[r] + lane, &total[r], sizeof total[r]);
     }
+    UNROLL for (int r = 0; r < count; r++) memcpy(sums[r], total[r], sizeof total[r]);
 }
 
 /* One specialization per layout and number of rows, so that the accumulators stay in registers. */

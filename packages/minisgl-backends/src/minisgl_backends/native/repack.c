@@ -147,10 +147,14 @@ INLINE void dequantize_row(T *out, const uint8_t *tile, int row, int64_t blocks,
     }
 }
 
-/* out [count, 32 * blocks] = rows `ids` of the packed matrix. */
-void dequantize_rows(T *out, const uint8_t *packed, const int64_t *ids, int64_t layout, int64_t count, int64_t blocks) {
+/* out [count, 32 * blocks] = rows `ids` of the packed matrix with `rows`; NaN for other ids. */
+void dequantize_rows(T *out, const uint8_t *packed, const int64_t *ids, int64_t layout, int64_t count, int64_t rows, int64_t blocks) {
 #pragma omp parallel for if (count * blocks * BLOCK > PARALLEL_MIN)
     for (int64_t i = 0; i < count; i++) {
+        if (ids[i] < 0 || ids[i] >= rows) {
+            for (int64_t c = 0; c < blocks * BLOCK; c++) out[i * blocks * BLOCK + c] = from_float(NAN);
+            continue;
+        }
         int row = ids[i] % TILE;
         int64_t first = ids[i] / TILE * blocks;
         switch (layout) {

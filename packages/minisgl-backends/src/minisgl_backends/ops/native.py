@@ -6,7 +6,7 @@ import torch
 
 from minisgl_backends.native import library
 from minisgl_backends.ops.onednn import OneDnnOps
-from minisgl_core.contracts.ops import LinearOp, Rotation
+from minisgl_core.contracts.ops import LinearOp, Rotation, StepOps
 
 _COLUMNS = 16
 """Output columns per block of the packed weights; COLUMNS in tiles.h."""
@@ -48,8 +48,8 @@ class PackedGatedGemm:
         return out
 
 
-class NativeOps(OneDnnOps):
-    """Norms, rotary embedding and activations in one pass each, and bfloat16 GEMMs on processors with AVX512-BF16.
+class NativeOps(OneDnnOps, StepOps):
+    """Norms, rotary embedding, activations and step inputs in one pass each, and bfloat16 GEMMs on processors with AVX512-BF16.
 
     Other GEMMs are oneDNN's.
     """
@@ -123,6 +123,46 @@ class NativeOps(OneDnnOps):
         out = torch.empty(len(logits), dtype=torch.int64)
         self._kernels.argmax(out.data_ptr(), logits.data_ptr(), *logits.shape)
         return out
+
+    def sample(self, logits: torch.Tensor, temperature: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+        """See `SamplingOps.sample`."""
+        if not self._owns(logits):
+            return super().sample(logits, temperature, uniform)
+        logits, temperature, uniform = logits.contiguous(), temperature.contiguous(), uniform.contiguous()
+        out = torch.empty(len(logits), dtype=torch.int64)
+        addresses = out.data_ptr(), logits.data_ptr(), temperature.data_ptr(), uniform.data_ptr()
+        self._kernels.sample(*addresses, *logits.shape)
+        return out
+
+    def decode_inputs(
+        self,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+        inputs: torch.Tensor,
+        last_tokens: torch.Tensor,
+        page_table: torch.Tensor,
+        page_size: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StepOps.decode_inputs`."""
+        count, tokens = inputs.shape
+        ids, slots = torch.empty(tokens, dtype=torch.int32), torch.empty(tokens, dtype=torch.int64)
+        self._kernels.decode_inputs(
+            ids.data_ptr(), slots.data_ptr(), inputs.data_ptr(), shared.data_ptr(), turn.data_ptr(),
+            last_tokens.data_ptr(), page_table.data_ptr(), page_table.stride(0), page_size, count, tokens,
+        )  # fmt: skip
+        return ids, slots
+
+    def decode_outputs(
+        self,
+        tokens: torch.Tensor,
+        rows: torch.Tensor,
+        last_tokens: torch.Tensor,
+        shared: torch.Tensor,
+        turn: torch.Tensor,
+    ) -> None:
+        """See `StepOps.decode_outputs`."""
+        addresses = (each.data_ptr() for each in (tokens, rows, last_tokens, shared, turn))
+        self._kernels.decode_outputs(*addresses, len(tokens))
 
     def rotary(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor

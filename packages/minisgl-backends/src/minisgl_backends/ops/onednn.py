@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, Rotation, SamplingOps
+from minisgl_core.platforms.cpu_graphs import call
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _PACK_ROWS = 16
@@ -171,8 +172,8 @@ def _is_followed_by(q: torch.Tensor, k: torch.Tensor) -> bool:
 def _one_row(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     set_enabled: Any = torch._C._set_mkldnn_enabled
     before = torch._C._get_mkldnn_enabled()
-    set_enabled(False)
+    call(set_enabled, False)
     try:
         return F.linear(x, weight, bias)
     finally:
-        set_enabled(before)
+        call(set_enabled, before)

@@ -125,7 +125,8 @@ def build_engine(
             parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
-            num_captures = len(graphs) + len(pieces)
+            # On a CPU, decodes are captured when they occur.
+            num_captures = 0 if platform.device.type == "cpu" else len(graphs) + len(pieces)
             pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
@@ -135,7 +136,9 @@ def build_engine(
             if pieces:
                 engine.capture_piecewise_graphs(pieces, progress and rank == 0)
             platform.synchronize()
-            phases.done(f"captured {len(graphs)} decode graphs and {len(pieces)} sizes of piecewise graphs")
+            phases.done(
+                f"captured {num_captures and len(graphs)} decode graphs and {len(pieces)} sizes of piecewise graphs"
+            )
         except BaseException:
             if engine is not None:
                 engine.free_graphs()

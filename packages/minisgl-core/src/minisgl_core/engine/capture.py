@@ -23,22 +23,28 @@ Captured = TypeVar("Captured", bound=CapturedStep)
 
 
 def capture_sizes(
-    sizes: Sequence[int], capture: Callable[[int, Any], Captured], *, what: str, remedy: str, progress: bool
+    sizes: Sequence[int],
+    capture: Callable[[int, Any], Captured],
+    *,
+    what: str,
+    remedy: str,
+    progress: bool,
+    pool: Any = None,
 ) -> dict[int, Captured]:
     """Capture the graphs of all sizes, the largest first, so that smaller ones reuse its memory pool.
 
     Args:
         sizes: capture sizes.
-        capture: captures one size, given the size and the memory pool to share, which is None for the first.
+        capture: captures one size, given the size and the memory pool to share.
         what: name of the graphs, for the progress bar and errors.
         remedy: remedy in error messages.
         progress: show a progress bar on stderr if that is a terminal.
+        pool: memory pool of other graphs; None if there is none yet.
 
     Raises:
         MinisglError: a size cannot be captured.
     """
     captured: dict[int, Captured] = {}
-    pool: Any = None
     console = Console(stderr=True)
     disable = not (progress and console.is_terminal)
     largest_first = sorted(sizes, reverse=True)

@@ -8,7 +8,8 @@ the smallest graph that fits it, padded with page-table row 0, which points to p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +24,11 @@ from minisgl_core.engine.bound_attention import BoundAttention
 from minisgl_core.engine.capture import capture_sizes, free
 from minisgl_core.engine.step import update_table
 from minisgl_core.engine.zero_copy_io import PendingTokens, ZeroCopyIO
+from minisgl_core.errors import MinisglError
 from minisgl_core.kv.page_table import PageTable
 from minisgl_core.protocol.batch_plan import BatchPlan
+
+logger = logging.getLogger(__name__)
 
 
 def graph_sizes(max_batch: int) -> list[int]:
@@ -105,13 +109,25 @@ class DecodeGraphs:
         sizes: Sequence[int],
         progress: bool,
     ) -> None:
-        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs."""
+        """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs.
+
+        On a CPU, each size is captured when it first occurs, and none above a size whose replay is wrong.
+        """
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
+        self._captured: dict[int, _Captured] = {}
+        if platform.device.type != "cpu":
+            self._capture_all(sizes, progress)
+
+    def _capture_all(self, sizes: Sequence[int], progress: bool) -> None:
         remedy = "--cuda-graph-max-bs 0 captures none"
-        self._captured = capture_sizes(sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress)
+        first = next(iter(self._captured.values()), None)
+        pool = None if first is None else first.graphs[0].pool()
+        self._captured |= capture_sizes(
+            sizes, self._capture, what="CUDA graphs", remedy=remedy, progress=progress, pool=pool
+        )
 
     def close(self) -> None:
         """Free the graphs."""
@@ -120,13 +136,25 @@ class DecodeGraphs:
 
     def fits(self, plan: BatchPlan) -> bool:
         """Return True if a graph can run the step: only decodes, all of which sample, and not too many."""
-        return plan.num_decodes == plan.num_tokens == len(plan.sample.index) and plan.num_tokens <= self._sizes[-1]
+        count = plan.num_tokens
+        if not plan.num_decodes == count == len(plan.sample.index) or not len(self._sizes) or count > self._sizes[-1]:
+            return False
+        size = self._size_of(count)
+        if size not in self._captured:
+            try:
+                self._capture_all([size], progress=False)
+            except MinisglError as error:
+                logger.info("decodes of %d and more requests run without graphs: %s", size, error)
+                self._sizes = self._sizes[self._sizes < size]
+        return size in self._captured
+
+    def _size_of(self, count: int) -> int:
+        return int(self._sizes[np.searchsorted(self._sizes, count)])
 
     def run(self, plan: BatchPlan) -> DecodeResult:
         """Run a step that `fits`."""
         count = plan.num_requests
-        size = int(self._sizes[np.searchsorted(self._sizes, count)])
-        captured = self._captured[size]
+        captured = self._captured[self._size_of(count)]
         new_pages = own_pages(plan, self._table.page_size) if self._reads_page_table else None
         if new_pages is None:
             update_table(plan, self._platform, self._table)
@@ -171,10 +199,10 @@ class DecodeGraphs:
         )
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops.rotary)
         step, sampling, last_tokens = self._ops.step, self._ops.sampling, self._last_tokens
-        table, weak_ref = self._table, self._platform.weak_ref
+        table, is_cpu = self._table, device.type == "cpu"
         results: list[torch.Tensor] = []
 
-        def run() -> torch.Tensor:
+        def run(keep: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
             turn = io.turn
             known, slots = step.decode_inputs(io.inputs, turn, inputs, last_tokens, table.data, table.page_size)
             batch.slots.copy_(slots)
@@ -185,12 +213,25 @@ class DecodeGraphs:
                 sampling.sample(logits, *numbers) if shard is None else sampling.sample_shard(logits, *numbers, shard)
             )
             step.decode_outputs(tokens, rows, last_tokens, io.tokens, turn)
-            results[:] = weak_ref(hidden), weak_ref(logits), weak_ref(tokens)
+            results[:] = keep(hidden), keep(logits), keep(tokens)
             return tokens
 
-        run()  # warm-up: compiles kernels and lets libraries allocate workspaces
-        io.restart()
+        if not is_cpu:
+            run()  # warm-up: compiles kernels and lets libraries allocate workspaces
+            io.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)
         io.restart()
-        return _Captured(io, inputs, batch, attend, [graph], *results)
+        captured = _Captured(io, inputs, batch, attend, [graph], *results)
+        if is_cpu:  # where kernels that neither torch nor `cpu_graphs.call` calls would be missing
+            first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
+            self._platform.fill(inputs, first)
+            self._attention.plan_replay(batch)
+            graph.replay()
+            replayed = captured.logits.clone()
+            io.restart()
+            run(torch.clone)
+            io.restart()
+            if not torch.allclose(replayed, results[1], 0, 0, equal_nan=True):
+                raise MinisglError("a replay computes other logits; a kernel is called without torch")
+        return captured

@@ -27,6 +27,8 @@ _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
 _LEAST_PIECES = 512
 """Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps."""
+_MOST_ON_CPU = 32
+"""Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
 
 def launch_bound_tokens(shape: ModelConfig, tp: int) -> int:
@@ -100,10 +102,16 @@ class EngineFactory:
             reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if not decode.capabilities.cuda_graphs:
             reasons.append(f"the attention backend {name} does not support CUDA graphs")
+        if platform.device.type == "cpu" and self._config.parallel.tp > 1:
+            reasons.append("on a CPU, collectives cannot be captured")
+        if platform.device.type == "cpu" and self._shape.moe is not None:
+            reasons.append("on a CPU, experts cannot be captured")
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
             return []
+        if platform.device.type == "cpu":  # padding takes time, and sizes are captured when they are needed
+            return list(range(1, min(limit, _MOST_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
     def piecewise_sizes(self, records_graphs: bool) -> list[int]:
@@ -125,6 +133,8 @@ class EngineFactory:
         if reason and wanted not in (AUTO, 0):
             allowed = f"0 here: {reason}"
             raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
+        if wanted == AUTO and platform.device.type == "cpu":
+            return []
         if wanted == AUTO:
             most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
             return piecewise_sizes(min(most, largest)) if records_graphs else []

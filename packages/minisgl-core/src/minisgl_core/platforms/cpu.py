@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform as host
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import psutil
 import torch
 
 from minisgl_core.contracts.platform import Hardware, Platform
+from minisgl_core.platforms.cpu_graphs import CpuGraph, MemoryPool
 
 
 class CpuPlatform(Platform):
-    """CPU of the host; calls are synchronous."""
+    """CPU of the host; calls are synchronous. Its graphs repeat captured calls; see `cpu_graphs`."""
 
     name: ClassVar[str] = "cpu"
+    supports_graphs: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls) -> list[str]:
@@ -37,3 +41,30 @@ class CpuPlatform(Platform):
 
     def free_memory(self) -> int:
         return int(psutil.virtual_memory().available)
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    def capture_piecewise(
+        self, run: Callable[[Callable[[], None]], torch.Tensor], pool: Any = None
+    ) -> tuple[list[Any], torch.Tensor]:
+        shared = MemoryPool() if pool is None else pool
+        graphs = [CpuGraph(shared)]
+
+        def between() -> None:
+            graphs[-1].__exit__(None, None, None)
+            graphs.append(CpuGraph(shared))
+            graphs[-1].__enter__()
+
+        graphs[0].__enter__()
+        try:
+            output = run(between)
+        finally:
+            graphs[-1].__exit__(None, None, None)
+        return graphs, output
+
+    def weak_ref(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        memory = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
+        borrowed = torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype)
+        return borrowed.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())

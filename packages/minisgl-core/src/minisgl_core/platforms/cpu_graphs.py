@@ -1,0 +1,151 @@
+"""Graphs on a CPU: the calls of a step, captured once and repeated on the same memory.
+
+A replay runs no Python code of the model, which takes longer than the GEMMs of a small model. As with CUDA graphs, the captured
+code must not read values of tensors, and its inputs keep their addresses. The calls are those of torch, and those of `call`.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from minisgl_core.errors import MinisglError
+
+_ALIGNMENT = 64
+_ALLOCATE = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided, torch.ops.aten.new_empty}
+
+
+class _Current(threading.local):
+    graph: CpuGraph | None = None
+
+
+_current = _Current()
+
+
+def call(function: Callable[..., object], *arguments: object) -> None:
+    """Call a kernel that is no operator of torch, and capture the call if this thread captures a graph.
+
+    Tensors are passed as addresses. They must be allocated by torch's functions, which the graph keeps, or outlive the graph.
+    """
+    function(*arguments)
+    if _current.graph is not None:
+        _current.graph.calls.append((function, arguments))
+
+
+class MemoryPool:
+    """Memory of the captured tensors. A block is used again as soon as no tensor of the captured code has it."""
+
+    def __init__(self) -> None:
+        # The memory of each block, and a reference to the array over it that the storage of a tensor keeps alive.
+        self._blocks: defaultdict[int, list[tuple[np.ndarray, weakref.ref[np.ndarray]]]] = defaultdict(list)
+
+    def like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized tensor with the shape, strides and dtype of `tensor`, which has a storage of its own."""
+        num_bytes = tensor.untyped_storage().nbytes()
+        size = max(1 << (num_bytes - 1).bit_length(), _ALIGNMENT) if num_bytes else _ALIGNMENT
+        blocks = self._blocks[size]
+        free = next((index for index, (_, used) in enumerate(blocks) if used() is None), None)
+        memory = np.empty(size + _ALIGNMENT, np.uint8) if free is None else blocks.pop(free)[0]
+        start = -memory.ctypes.data % _ALIGNMENT
+        used = memory[start : start + size]
+        blocks.append((memory, weakref.ref(used)))
+        return (
+            torch.from_numpy(used).view(tensor.dtype).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        )
+
+
+class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The calls that ran in its context.
+
+    Attributes:
+        calls: functions with their arguments.
+    """
+
+    def __init__(self, pool: MemoryPool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._pool, self._constants = pool, list[torch.Tensor]()
+
+    def __enter__(self) -> CpuGraph:
+        _current.graph = self
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _current.graph = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.Tag.data_dependent_output in func.tags or _has_dynamic_shape(func, args):
+            raise MinisglError(f"a captured step must not depend on values of tensors, and {func} does")
+        if func._schema.is_mutable:
+            self.calls.append((_Repeated(func, kwargs), args))
+            return result
+        given = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if _is_tensor(each)}
+        if func is torch.ops.aten.lift_fresh.default:
+            self._constants.append(result)
+        leaves, spec = tree_flatten(result)
+        is_new = [_is_tensor(each) and each.untyped_storage().data_ptr() not in given for each in leaves]
+        if not any(is_new):  # views
+            return result
+        kept = [self._pool.like(each) if new else each for each, new in zip(leaves, is_new, strict=True)]
+        if func.overloadpacket not in _ALLOCATE:
+            repeated = _Repeated(func, kwargs, [(index, kept[index]) for index, new in enumerate(is_new) if new])
+            repeated.store(leaves)
+            self.calls.append((repeated, args))
+        return tree_unflatten(kept, spec)
+
+    def replay(self) -> None:
+        """Repeat the calls."""
+        for function, arguments in self.calls:
+            function(*arguments)
+
+    def pool(self) -> MemoryPool:
+        """Return the memory, which graphs that do not run at once may share."""
+        return self._pool
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self.calls.clear()
+        self._constants.clear()
+
+
+class _Repeated:
+    """An operator of torch with its keyword arguments, and the tensors that its results are copied to, by index."""
+
+    __slots__ = ("_func", "_kept", "_kwargs")
+
+    def __init__(self, func: Any, kwargs: dict[str, Any], kept: Sequence[tuple[int, torch.Tensor]] = ()) -> None:
+        self._func, self._kwargs, self._kept = func, kwargs, kept
+
+    def store(self, results: Sequence[Any]) -> None:
+        for index, tensor in self._kept:
+            tensor.copy_(results[index])
+
+    def __call__(self, *args: Any) -> None:
+        result = self._func(*args, **self._kwargs)
+        if self._kept:
+            self.store([result] if _is_tensor(result) else tree_leaves(result))
+
+
+def _has_dynamic_shape(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return True if the shape of the result depends on values; indexing does with masks only."""
+    if func is not torch.ops.aten.index.Tensor:
+        return torch.Tag.dynamic_output_shape in func.tags
+    return any(_is_tensor(each) and each.dtype in (torch.bool, torch.uint8) for each in args[1])
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
