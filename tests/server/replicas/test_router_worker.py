@@ -19,6 +19,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoReplica,
     NoSnapshot,
     Rejected,
     ReplicaDied,
@@ -189,6 +190,21 @@ def test_requests_wait_while_no_replica_is_ready() -> None:
     rig.submit("d")
     rig.send(ReplicaReady(1, 3))
     assert rig.names(3) == ["d"]
+
+
+def test_no_request_waits_while_all_replicas_fail() -> None:
+    rig = Rig()
+    rig.submit("a", worker=1)
+    rig.send(NoReplica(4))
+    rig.submit("b")
+    assert [[(each.request_id, each.kind) for each in sent] for sent in rig.workers] == [
+        [("b", "no_replica")],
+        [("a", "no_replica")],
+    ]
+    rig.send(ReplicaReady(1, 1), ReplicaDied(1, 1))
+    rig.submit("c")
+    rig.send(ReplicaReady(0, 0))
+    assert rig.names(0) == ["c"], "one failure more does not refuse it"
 
 
 def test_few_requests_wait_for_a_replica() -> None:

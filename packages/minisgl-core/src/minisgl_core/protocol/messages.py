@@ -11,7 +11,7 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
 
     tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
-    launcher  --ReplicaReady/ReplicaDied-->  router
+    launcher  --ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --EngineInfo/NoReplica-->  API server
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
@@ -217,8 +217,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
-    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
-    ``replica_lost`` (503), after which the request may be sent again. `param` names the field at fault.
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500), or
+    ``replica_lost`` or ``no_replica`` (503), after which the request may be sent again. `param` names the field at fault.
     """
 
     request_id: str
@@ -373,6 +373,15 @@ class ReplicaDied(msgspec.Struct, tag=True):
 
     replica: int
     engine: int
+
+
+class NoReplica(msgspec.Struct, tag=True):
+    """Launcher to router and API server: no replica is ready, and all have failed repeatedly.
+
+    Requests are refused until a `ReplicaReady` or, at the API server, an `EngineInfo`.
+    """
+
+    retry_after_s: float
 
 
 class ReplicaLost(msgspec.Struct, tag=True):

@@ -14,6 +14,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Detokenize,
     EngineInfo,
+    NoReplica,
     NoSnapshot,
     Rejected,
     Stop,
@@ -36,7 +37,7 @@ from minisgl_server.api.errors import (
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
 
 
 class Generation:
@@ -122,6 +123,7 @@ class EngineClient:
         info: description and limits of the engine; None until it is ready.
         ready: set once the engine is ready.
         stopped: set once the engine has stopped.
+        no_replica: set while no replica is ready and all fail repeatedly; see `NoReplica`.
         is_draining: True during a shutdown; new requests are refused.
     """
 
@@ -129,6 +131,7 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.ready, self.stopped = asyncio.Event(), asyncio.Event()
         self.is_draining = False
+        self.no_replica: NoReplica | None = None
         self._receiver = AsyncReceiver[Any](endpoints.api_in, Incoming)
         self._workers = [Sender(address) for address in endpoints.tokenizer_in]
         self._next_worker = 0
@@ -147,13 +150,23 @@ class EngineClient:
         """Return `info`.
 
         Raises:
-            ApiError: 503, the engine is not ready, or the server shuts down.
+            ApiError: 503, the engine is not ready, all replicas fail repeatedly, or the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
+        self.check_replicas()
         if self.info is None:
             raise not_ready()
         return self.info
+
+    def check_replicas(self) -> None:
+        """Check that a replica is ready or starting.
+
+        Raises:
+            ApiError: 503, all replicas fail repeatedly.
+        """
+        if self.no_replica is not None:
+            raise no_replica(self.no_replica.retry_after_s)
 
     def start(self, requests: Sequence[Tokenize], receive: Receive) -> Generation:
         """Send requests to the engine.
@@ -244,8 +257,10 @@ class EngineClient:
         while True:
             match await self._receiver.receive():
                 case EngineInfo() as info:
-                    self.info = info
+                    self.info, self.no_replica = info, None
                     self.ready.set()
+                case NoReplica() as message:
+                    self.no_replica = message
                 case TextBatch(outputs):
                     for text in outputs:
                         self._deliver(text)

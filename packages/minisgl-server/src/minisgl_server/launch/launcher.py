@@ -61,6 +61,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     with (
         _listen(options.host, options.port) as listener,
         IpcAddresses.create(options.num_tokenizers, options.replicas) as endpoints,
+        Sender(endpoints.api_in) as to_api,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
@@ -74,11 +75,11 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             listener.close()
             if options.replicas > 1:
                 _start_router(options, registry, supervisor, endpoints)
-            replicas = Replicas(config, registry, supervisor, endpoints)
+            replicas = Replicas(config, registry, supervisor, endpoints, to_api.send)
             replicas.start()
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
-            if _wait_ready(supervisor, replicas, endpoints, signals):
+            if _wait_ready(supervisor, replicas, endpoints, to_api, signals):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
                 if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
                     with suppress(OSError):  # no memory for a process: the server runs without
@@ -87,7 +88,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
                 replicas.wait(lambda: False, signals)
                 _drain(supervisor, replicas, options, signals)
         except WorkerDiedError:
-            _fail_requests(endpoints)
+            to_api.send(Stop())  # running requests fail, as there will be no more output
             raise
         finally:
             if compiler is not None:
@@ -162,7 +163,9 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddresses, signals: _Signals) -> bool:
+def _wait_ready(
+    supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddresses, to_api: Sender, signals: _Signals
+) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
     Return False on a signal.
@@ -180,9 +183,9 @@ def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddres
         if not replicas.wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
             return False
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
-    with Sender(endpoints.api_in) as api:
-        api.send(msgspec.structs.replace(info, max_token_bytes=most))
-        return replicas.wait(lambda: API in supervisor.ready, signals)
+    replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
+    to_api.send(replicas.info)
+    return replicas.wait(lambda: API in supervisor.ready, signals)
 
 
 def _drain(supervisor: Supervisor, replicas: Replicas, options: ServerOptions, signals: _Signals) -> None:
@@ -201,12 +204,6 @@ def _print(text: str) -> None:
         click.echo(text)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail_requests(endpoints: IpcAddresses) -> None:
-    """Have the API server fail the running requests, as there will be no more output."""
-    with Sender(endpoints.api_in) as api:
-        api.send(Stop())
 
 
 def _tokenizers(endpoints: IpcAddresses) -> list[str]:

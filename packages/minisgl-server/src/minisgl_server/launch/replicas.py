@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -16,10 +17,11 @@ import msgspec
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefusedError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import EngineInfo, ReplicaDied, ReplicaReady
+from minisgl_core.protocol.messages import EngineInfo, NoReplica, ReplicaDied, ReplicaReady
 from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_server.launch.backoff import Backoff
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +29,7 @@ ROUTER = "router"
 """Name of the router's process."""
 RUN_RANK = "minisgl_core.runtime.worker:run_worker"
 MAX_FAILED_STARTS = 3
-"""Consecutive starts of a replica that may fail before it stays down."""
+"""Consecutive starts of a replica that may fail before the launch is ready."""
 
 
 class Replicas:
@@ -41,12 +43,18 @@ class Replicas:
         registry: the installed providers.
         supervisor: starts and watches the processes.
         endpoints: addresses of the launch.
+        tell_api: sends `NoReplica` to the API server, and `EngineInfo` when a replica is ready again.
     """
 
     def __init__(
-        self, config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
+        self,
+        config: EngineConfig,
+        registry: Registry,
+        supervisor: Supervisor,
+        endpoints: IpcAddresses,
+        tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
-        self._supervisor, self._endpoints = supervisor, endpoints
+        self._supervisor, self._endpoints, self._tell_api = supervisor, endpoints, tell_api
         self._num = endpoints.num_replicas
         self._executor = make_executor(config, registry, supervisor, endpoints.num_replicas)
         self._cores: list[list[int]] = []
@@ -56,10 +64,14 @@ class Replicas:
         self._config = config
         self._engines = dict.fromkeys(range(self._num), -1)
         """Number of the engine by replica; replicas that stay down are missing."""
-        self._announced: set[int] = set()
-        """Engines that the router knows."""
-        self._num_failed = [0] * self._num
-        self._have_started = self._is_draining = False
+        self._ready_s: dict[int, float] = {}
+        """By engine that the router knows: time at which it was ready."""
+        self._backoffs = [Backoff() for _ in range(self._num)]
+        self._due_s: dict[int, float] = {}
+        """Times at which replicas are restarted that are down until then."""
+        self.info: EngineInfo | None = None
+        """Description of the engines, once all have started."""
+        self._is_draining = self._no_replica = False
         self._router: Sender | None = None
 
     def start(self) -> None:
@@ -82,67 +94,85 @@ class Replicas:
         names = {name for replica in self._engines for name in self._names(replica)}
         if not self.wait(lambda: names <= self._supervisor.ready.keys(), wake):
             return None
-        self._have_started = True
         info = self._supervisor.ready[self._names(0)[0]].engine
         assert info is not None, "rank 0 describes the engine"
-        return msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
+        self.info = msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
+        return self.info
 
     def drain(self) -> None:
         """Restart no replica from now on."""
         self._is_draining = True
+        for replica in self._due_s:
+            del self._engines[replica]
+        self._due_s.clear()
 
     def _announce(self) -> None:
         """Tell the router, once it is ready, which engines have become ready since the last call."""
         if ROUTER not in self._supervisor.ready:
             return
         for replica, engine in self._engines.items():
-            if engine not in self._announced and self._supervisor.ready.keys() >= set(self._names(replica)):
-                self._announced.add(engine)
-                self._num_failed[replica] = 0
+            if engine not in self._ready_s and self._supervisor.ready.keys() >= set(self._names(replica)):
+                self._ready_s[engine] = time.monotonic()
                 self._tell_router(ReplicaReady(replica, engine))
+                if self._no_replica and self.info is not None:
+                    self._no_replica = False
+                    self._tell_api(self.info)
 
     def wait(self, until: Callable[[], bool], wake: Any, timeout_s: float | None = None) -> bool:
-        """Wait as `Supervisor.wait` does, and restart replicas that die meanwhile.
+        """Wait as `Supervisor.wait` does, and restart replicas that die meanwhile, each after its `Backoff`.
 
         Raises:
-            WorkerDiedError: another process died, or the only replica, or the last one that was not down.
+            WorkerDiedError: another process died, or the only replica, or the last one while the server stops.
         """
 
         def announce_and_check() -> bool:
             self._announce()
             return until()
 
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while True:
-            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            now_s = time.monotonic()
+            for replica in [each for each, due_s in self._due_s.items() if due_s <= now_s]:
+                del self._due_s[replica]
+                self._start(replica)
+            due_s = min(self._due_s.values(), default=math.inf)
+            remaining_s = max(0.0, min(deadline_s, due_s) - now_s)
             try:
-                return self._supervisor.wait(announce_and_check, timeout_s=remaining_s, wake=wake)
+                is_met = self._supervisor.wait(announce_and_check, timeout_s=remaining_s, wake=wake)
             except WorkerDiedError as error:
-                replica = next((each for each in self._engines if error.process in self._names(each)), None)
-                if self._num == 1 or replica is None:
+                replica = next((each for each in self._engines if error.process in self._names(each)), -1)
+                if self._num == 1 or replica < 0:
                     raise
                 self._replace(replica, error)
+                continue
+            if is_met or time.monotonic() < due_s or deadline_s <= due_s:
+                return is_met
 
     def _replace(self, replica: int, error: WorkerDiedError) -> None:
-        """End what is left of a replica, tell the router, and start it again."""
-        engine = self._engines[replica]
+        """End what is left of a replica, tell the router, and have the replica start again."""
+        engine, now_s, backoff = self._engines[replica], time.monotonic(), self._backoffs[replica]
         self._supervisor.discard(*self._names(replica))
-        if engine in self._announced:
+        if engine in self._ready_s:
             self._tell_router(ReplicaDied(replica, engine))
-        else:
-            self._num_failed[replica] += 1
-        has_failed = self._num_failed[replica] == MAX_FAILED_STARTS
-        if not self._have_started and (has_failed or isinstance(error, WorkerRefusedError)):
-            raise error
-        if not has_failed and not self._is_draining:
-            logger.error("%s Replica %d is restarted.", error, replica)
-            self._start(replica)
+        if self._is_draining:
+            logger.error("%s Replica %d stays down, because the server is stopping.", error, replica)
+            del self._engines[replica]
+            if not self._engines:
+                raise error
             return
-        why = "the server is stopping" if self._is_draining else f"it failed {MAX_FAILED_STARTS} times to start"
-        logger.error("%s Replica %d stays down, because %s.", error, replica, why)
-        del self._engines[replica]
-        if not self._engines:
+        delay_s = backoff.delay_s(now_s - self._ready_s.pop(engine, now_s))
+        has_failed = backoff.num_failures == MAX_FAILED_STARTS
+        if self.info is None and (has_failed or isinstance(error, WorkerRefusedError)):
             raise error
+        when = f" in {delay_s:g} s, since it has failed {backoff.num_failures} times in a row" if delay_s else ""
+        logger.error("%s Replica %d is restarted%s.", error, replica, when)
+        self._due_s[replica] = now_s + delay_s
+        is_any_ready = any(engine in self._ready_s for engine in self._engines.values())
+        if self.info is not None and not is_any_ready and all(each.num_failures > 1 for each in self._backoffs):
+            self._no_replica = True
+            no_replica = NoReplica(max(1.0, min(self._due_s.values()) - now_s))
+            self._tell_router(no_replica)
+            self._tell_api(no_replica)
 
     def _start(self, replica: int) -> None:
         """Start an engine with a new number, and a directory of its own if there are several replicas."""
@@ -167,7 +197,7 @@ class Replicas:
         owner = "scheduler" if self._num == 1 else f"replica {replica}"
         return [f"{owner} rank {rank}" for rank in range(self._config.parallel.size)]
 
-    def _tell_router(self, message: ReplicaReady | ReplicaDied) -> None:
+    def _tell_router(self, message: ReplicaReady | ReplicaDied | NoReplica) -> None:
         if self._router is None:
             # One sender for all messages: those of several may arrive in another order.
             self._router = Sender(self._endpoints.router_in)
