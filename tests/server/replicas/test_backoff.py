@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minisgl_server.launch.backoff import MAX_DELAY_S, SERVED_S, Backoff
+from minisgl_server.launch.restarts import MAX_DELAY_S, SERVED_S, Backoff
 
 
 def test_delays_double_up_to_a_bound() -> None:

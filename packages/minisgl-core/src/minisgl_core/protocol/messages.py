@@ -11,6 +11,7 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
 
     tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
+    launcher  --ApiRestarted-->  tokenizer workers of an API worker
     launcher  --ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --EngineInfo/NoReplica-->  API server
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
@@ -94,6 +95,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
     request_id: str
     sampling: SamplingParams
+    api: int = 0
+    """Number of the API worker; see `ApiRestarted`."""
     sibling_ids: list[str] = msgspec.field(default_factory=list)
     """Ids of the further outputs if `sampling.n` is more than 1; `SamplingParams.split` makes their parameters."""
     text: str | None = None
@@ -353,6 +356,8 @@ class Count(msgspec.Struct, tag=True, kw_only=True):
     """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
     query: int = 0
     """Number by which a router recognises the answer of a replica."""
+    api: int = 0
+    """Number of the API worker; see `ApiRestarted`."""
 
 
 class Ended(msgspec.Struct, tag=True):
@@ -389,6 +394,12 @@ class ReplicaLost(msgspec.Struct, tag=True):
 
     engine: int
     request_ids: list[str]
+
+
+class ApiRestarted(msgspec.Struct, tag=True):
+    """Launcher to tokenizer worker: its API worker has ended, and with it all requests. The one of this number succeeds it."""
+
+    api: int
 
 
 class NoSnapshot(msgspec.Struct, tag=True):

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -21,18 +19,16 @@ from minisgl_core.protocol.messages import EngineInfo, NoReplica, ReplicaDied, R
 from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
-from minisgl_server.launch.backoff import Backoff
+from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
 
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
 """Name of the router's process."""
 RUN_RANK = "minisgl_core.runtime.worker:run_worker"
-MAX_FAILED_STARTS = 3
-"""Consecutive starts of a replica that may fail before the launch is ready."""
 
 
-class Replicas:
+class Replicas(Restarts):
     """Engines of one launch.
 
     The replicas of a launch run on this host. With `size` ranks per replica, replica r has the devices
@@ -54,6 +50,7 @@ class Replicas:
         endpoints: IpcAddresses,
         tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
+        super().__init__()
         self._supervisor, self._endpoints, self._tell_api = supervisor, endpoints, tell_api
         self._num = endpoints.num_replicas
         self._executor = make_executor(config, registry, supervisor, endpoints.num_replicas)
@@ -66,9 +63,6 @@ class Replicas:
         """Number of the engine by replica; replicas that stay down are missing."""
         self._ready_s: dict[int, float] = {}
         """By engine that the router knows: time at which it was ready."""
-        self._backoffs = [Backoff() for _ in range(self._num)]
-        self._due_s: dict[int, float] = {}
-        """Times at which replicas are restarted that are down until then."""
         self.info: EngineInfo | None = None
         """Description of the engines, once all have started."""
         self._is_draining = self._no_replica = False
@@ -77,7 +71,7 @@ class Replicas:
     def start(self) -> None:
         """Start the ranks of all replicas, and return without waiting for them."""
         for replica in range(self._num):
-            self._start(replica)
+            self.start_one(replica)
 
     def close(self) -> None:
         """Free what the executor has reserved, after the processes have ended."""
@@ -85,15 +79,12 @@ class Replicas:
         if self._router is not None:
             self._router.drop()
 
-    def wait_ready(self, wake: Any) -> EngineInfo | None:
-        """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it.
+    def are_ready(self) -> bool:
+        """Return True if the ranks of all replicas are ready."""
+        return self._supervisor.ready.keys() >= {name for replica in self._engines for name in self._names(replica)}
 
-        Raises:
-            WorkerDiedError: as `wait`; or a replica failed `MAX_FAILED_STARTS` times, or with an error that the user can correct.
-        """
-        names = {name for replica in self._engines for name in self._names(replica)}
-        if not self.wait(lambda: names <= self._supervisor.ready.keys(), wake):
-            return None
+    def describe(self) -> EngineInfo:
+        """Return the description of the first engine, with the limits of all. From now on, all errors of replicas are retried."""
         info = self._supervisor.ready[self._names(0)[0]].engine
         assert info is not None, "rank 0 describes the engine"
         self.info = msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
@@ -102,11 +93,11 @@ class Replicas:
     def drain(self) -> None:
         """Restart no replica from now on."""
         self._is_draining = True
-        for replica in self._due_s:
+        for replica in self.due_s:
             del self._engines[replica]
-        self._due_s.clear()
+        self.due_s.clear()
 
-    def _announce(self) -> None:
+    def check(self) -> None:
         """Tell the router, once it is ready, which engines have become ready since the last call."""
         if ROUTER not in self._supervisor.ready:
             return
@@ -118,65 +109,43 @@ class Replicas:
                     self._no_replica = False
                     self._tell_api(self.info)
 
-    def wait(self, until: Callable[[], bool], wake: Any, timeout_s: float | None = None) -> bool:
-        """Wait as `Supervisor.wait` does, and restart replicas that die meanwhile, each after its `Backoff`.
+    def replace(self, error: WorkerDiedError) -> bool:
+        """End what is left of a replica, tell the router, and have the replica start again, unless it is the only one.
 
-        Raises:
-            WorkerDiedError: another process died, or the only replica, or the last one while the server stops.
+        Nothing is started again while the server stops. Before the launch is ready, an error that the user can correct and the
+        last of `MAX_FAILURES` end the launch.
         """
-
-        def announce_and_check() -> bool:
-            self._announce()
-            return until()
-
-        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            now_s = time.monotonic()
-            for replica in [each for each, due_s in self._due_s.items() if due_s <= now_s]:
-                del self._due_s[replica]
-                self._start(replica)
-            due_s = min(self._due_s.values(), default=math.inf)
-            remaining_s = max(0.0, min(deadline_s, due_s) - now_s)
-            try:
-                is_met = self._supervisor.wait(announce_and_check, timeout_s=remaining_s, wake=wake)
-            except WorkerDiedError as error:
-                replica = next((each for each in self._engines if error.process in self._names(each)), -1)
-                if self._num == 1 or replica < 0:
-                    raise
-                self._replace(replica, error)
-                continue
-            if is_met or time.monotonic() < due_s or deadline_s <= due_s:
-                return is_met
-
-    def _replace(self, replica: int, error: WorkerDiedError) -> None:
-        """End what is left of a replica, tell the router, and have the replica start again."""
-        engine, now_s, backoff = self._engines[replica], time.monotonic(), self._backoffs[replica]
+        replica = next((each for each in self._engines if error.process in self._names(each)), -1)
+        if self._num == 1 or replica < 0:
+            return False
+        engine, now_s = self._engines[replica], time.monotonic()
         self._supervisor.discard(*self._names(replica))
         if engine in self._ready_s:
             self._tell_router(ReplicaDied(replica, engine))
         if self._is_draining:
             logger.error("%s Replica %d stays down, because the server is stopping.", error, replica)
             del self._engines[replica]
-            if not self._engines:
-                raise error
-            return
-        delay_s = backoff.delay_s(now_s - self._ready_s.pop(engine, now_s))
-        has_failed = backoff.num_failures == MAX_FAILED_STARTS
-        if self.info is None and (has_failed or isinstance(error, WorkerRefusedError)):
-            raise error
-        when = f" in {delay_s:g} s, since it has failed {backoff.num_failures} times in a row" if delay_s else ""
-        logger.error("%s Replica %d is restarted%s.", error, replica, when)
-        self._due_s[replica] = now_s + delay_s
+            return bool(self._engines)
+        if self.info is None and (
+            isinstance(error, WorkerRefusedError) or self.backoffs[replica].num_failures == MAX_FAILURES - 1
+        ):
+            return False
+        self.restart_later(replica, f"Replica {replica}", now_s - self._ready_s.pop(engine, now_s), error)
         is_any_ready = any(engine in self._ready_s for engine in self._engines.values())
-        if self.info is not None and not is_any_ready and all(each.num_failures > 1 for each in self._backoffs):
+        if (
+            self.info is not None
+            and not is_any_ready
+            and all(self.backoffs[each].num_failures > 1 for each in self._engines)
+        ):
             self._no_replica = True
-            no_replica = NoReplica(max(1.0, min(self._due_s.values()) - now_s))
+            no_replica = NoReplica(max(1.0, min(self.due_s.values()) - now_s))
             self._tell_router(no_replica)
             self._tell_api(no_replica)
+        return True
 
-    def _start(self, replica: int) -> None:
+    def start_one(self, number: int) -> None:
         """Start an engine with a new number, and a directory of its own if there are several replicas."""
-        engine = self._engines[replica]
+        replica, engine = number, self._engines[number]
         engine = replica if engine < 0 else engine + self._num
         self._engines[replica] = engine
         endpoints = self._endpoints.of_engine(engine)
