@@ -131,8 +131,10 @@ def rejected(message: Rejected) -> ApiError:
         return ApiError(400, message.message, message.param, "context_length_exceeded")
     if message.kind == "queue_full":
         return ApiError(429, message.message, code="queue_full")
-    if message.kind in ("replica_lost", "no_replica"):
-        return ApiError(503, message.message, code=message.kind)
+    if message.kind == "replica_lost":
+        return ApiError(503, message.message, code="replica_lost")
+    if message.kind == "no_replica":
+        return no_replica()
     return ApiError(500, message.message, code="internal_error")
 
 
