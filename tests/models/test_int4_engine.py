@@ -1,14 +1,16 @@
-"""4-bit checkpoints in the engine: the greedy tokens are those of the dequantized model in transformers."""
+"""Checkpoints of integers in the engine, against the dequantized model in transformers."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from int4_checkpoints import FORMATS
+from int4_checkpoints import FORMATS as INT4
+from int8_checkpoints import compressed_int8
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
@@ -26,6 +28,7 @@ from minisgl_core.weights.loader import load_weights
 from minisgl_core.weights.safetensors_folder import SafetensorsWeights
 from minisgl_models.llama import LlamaForCausalLM
 
+FORMATS = INT4 | {"int8": compressed_int8(static=True)}
 SHAPE: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 128,
@@ -50,6 +53,15 @@ def quantized(model_type: str, name: str, folder: Path, left: str = "layers.1.ml
     stored, tensors = FORMATS[name], {}
     for key, value in reference.state_dict().items():
         module, _, kind = key.rpartition(".")
+        if kind in ("gate_up_proj", "down_proj"):  # all experts in one tensor
+            for expert, matrix in enumerate(value):
+                names = ("gate_proj", "up_proj") if kind == "gate_up_proj" else ("down_proj",)
+                for name, rows in zip(names, matrix.chunk(len(names)), strict=True):
+                    packed, known = stored.pack(rows)
+                    rows.copy_(known)
+                    at = f"{module}.{expert}.{name}"
+                    tensors |= {f"{at}.{each}": tensor.contiguous() for each, tensor in packed.items()}
+            continue
         if not module.endswith("_proj") or kind != "weight" or module.endswith(left):
             tensors[key] = value.clone()
             continue
@@ -81,11 +93,40 @@ def test_greedy_tokens(model_type: str, name: str, tmp_path: Path) -> None:
     check(quantized(model_type, name, tmp_path), tmp_path)
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 112, "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("awq", 1), ("gptq-symmetric", 2), ("compressed-zeros", 2)])
+def test_experts(name: str, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two ranks, the second begins within a block of 32 inputs of the down projection, and within a group of 64."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(sys.modules[__name__], "SHAPE", SHAPE | EXPERTS)
+    check(quantized("qwen3_moe", name, tmp_path, "none"), tmp_path, tp=ranks)
+
+
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "compressed-zeros"])
 def test_two_ranks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank has 160 inputs of the down projection, and groups have 64."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     check(quantized("qwen3", name, tmp_path, "none"), tmp_path, tp=2)
+
+
+def test_int8(tmp_path: Path) -> None:
+    """Activations in 8 bits change the log-probabilities a little. `auto` takes int8, in which all other tensors are loaded."""
+    reference = quantized("llama", "int8", tmp_path)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    with LLM(str(tmp_path), dtype="float32", platform="cpu", num_pages=200) as llm:
+        assert llm.info is not None
+        assert next(choice for choice in llm.info.choices if choice[0] == "quantization")[1] == "int8"
+        [output] = llm.generate([PROMPTS[1]], sampling)
+    ids = torch.tensor(PROMPTS[1])
+    with torch.inference_mode():
+        expected = reference(ids[None]).logits[0].log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
+    assert output.prompt_logprobs is not None
+    found = torch.tensor([each.token.logprob for each in output.prompt_logprobs if each])
+    assert 0 < (found - expected).abs().max() < 0.3
+    with pytest.raises(ModelFormatError, match=r"8-bit integers.*which --quantization int8 reads"):
+        LLM(str(tmp_path), platform="cpu", quantization="none")
 
 
 def test_other_providers_refuse_them(tmp_path: Path) -> None:

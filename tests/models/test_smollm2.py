@@ -10,11 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from minisgl_backends.quantization.gguf import Gguf
+from minisgl_backends.quantization.int4 import Int4
+from minisgl_backends.quantization.int8 import Int8
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.resolve import quantization_spec
 from minisgl_core.contracts.communicator import Communicator, SingleRank
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext, Model
 from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.quantization import Quantization
 from minisgl_core.testing.rank_threads import run_ranks
 from minisgl_core.testing.references import DenseAttention
 from minisgl_core.weights.loader import load_weights
@@ -149,6 +153,57 @@ def test_packed_weights_lose_little(model: Model, source: GgufWeights, tokenizer
     exact = model.compute_logits(model.forward(ids, torch.arange(len(ids)), DenseAttention()))
     packed = packed_logits(source, ids, SingleRank())
     assert 0 < abs(mean_nll(packed, ids) - mean_nll(exact, ids)) <= 0.03
+
+
+class Rounded(Quantization):
+    """Weights in float32, rounded as online int4 and int8 should round them."""
+
+    bits = 4
+
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        method = super().linear(spec)
+        assert isinstance(method, PlainLinear)
+        prepare, bits = method.prepare, self.bits
+
+        def rounded() -> Any:
+            size = 64 if bits == 4 else spec.in_features  # 128 does not divide 576
+            groups = method.weight.double().view(spec.out_features, -1, size)
+            steps = (groups.abs().amax(2, keepdim=True) / (7.5 if bits == 4 else 127)).float().double()
+            codes = (groups / steps).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+            method.weight.copy_((codes * steps).flatten(1))
+            return prepare()
+
+        method.prepare = rounded  # type: ignore[method-assign]
+        return method
+
+
+class RoundedTo8(Rounded):
+    bits = 8
+
+
+@pytest.mark.parametrize(("provider", "rounded", "most"), [(Int4, Rounded, 0.01), (Int8, RoundedTo8, 0.03)])
+@torch.inference_mode()
+def test_integer_weights_are_those_of_the_format(
+    provider: type[Quantization],
+    rounded: type[Quantization],
+    most: float,
+    model: Model,
+    source: GgufWeights,
+    tokenizer: Any,
+) -> None:
+    """The model with packed weights has the mean log-likelihood of the one with rounded weights; int8 has 8-bit activations."""
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"])
+    ops, found = Ops.of(torch.device("cpu"), torch.float32), []
+    spec = quantization_spec(model.config, torch.float32, torch.device("cpu"))
+    for each in (provider, rounded):
+        build = BuildContext(SingleRank(), ops, spec.device, spec.dtype, quantization=each(spec, ops))
+        quantized = LlamaForCausalLM(model.config, build)
+        load_weights(quantized, source, progress=False)
+        logits = quantized.compute_logits(quantized.forward(ids, torch.arange(len(ids)), DenseAttention()))
+        found.append(mean_nll(logits, ids))
+    exact = mean_nll(model.compute_logits(model.forward(ids, torch.arange(len(ids)), DenseAttention())), ids)
+    assert abs(found[0] - found[1]) <= most
+    assert found[0] != exact
 
 
 def test_packed_weights_are_sharded(source: GgufWeights, tokenizer: Any) -> None:

@@ -6,10 +6,13 @@ import pytest
 import torch
 from fp8_checkpoints import BLOCKS, PER_CHANNEL, PER_TENSOR
 from int4_checkpoints import FORMATS
+from int8_checkpoints import FORMATS as INT8
 
+from minisgl_backends.moe.triton_kernel import TritonMoe
 from minisgl_backends.ops.triton_ops import TritonOps
 from minisgl_backends.quantization.fp8 import Fp8
 from minisgl_backends.quantization.int4 import Int4
+from minisgl_backends.quantization.int8 import Int8
 from minisgl_core.contracts.ops import LinearOps
 from minisgl_core.contracts.quantization import Quantization
 from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
@@ -45,6 +48,22 @@ class TestInt4Checkpoints(TestInt4):
 
     def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
         return [each for each in super().cases(num_experts) if each[1] is not PLAIN]
+
+
+class TestInt4Experts(TestInt4Checkpoints):
+    """The grouped kernel for experts dequantizes in registers."""
+
+    experts = TritonMoe
+
+
+class TestInt8(QuantizationTests):
+    provider = Int8
+    ops = TritonOps
+    device = "cuda"
+    dtypes = (torch.bfloat16, torch.float16)
+    shapes = ((64, 128), (48, 32), (320, 1024), (24, 40))
+    checkpoints = tuple(INT8.values())
+    loss = 0.02
 
 
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 300])

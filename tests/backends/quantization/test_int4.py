@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from int4_checkpoints import FORMATS, awq, compressed_int4, gptq, pack_words
 
+from minisgl_backends.moe.torch_kernel import TorchMoe
 from minisgl_backends.quantization.int4 import Int4
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
@@ -21,7 +23,8 @@ from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.testing.packed_checkpoint import PackedCheckpoint
+from minisgl_core.testing.moe_cases import expected_output
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, Rank
 from minisgl_core.testing.quantization_kit import PLAIN, QuantizationTests
 from minisgl_core.weights.loader import fill_target
 
@@ -51,6 +54,26 @@ class TestGptq(Stored):
 
 class TestCompressedTensors(Stored):
     checkpoints = tuple(each for name, each in FORMATS.items() if name.startswith("compressed"))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq-symmetric", "compressed-zeros", "compressed-channel"])
+def test_experts_of_nine_ranks(name: str) -> None:
+    """Each rank has 6 of 48 inputs, within one block of 32 or in two, and the last rank has none."""
+
+    class Kit(Stored):
+        checkpoints = (FORMATS[name],)
+        experts = TorchMoe
+        dtypes = (torch.float32,)
+
+    kit = Kit()
+    [(provider, checkpoint)] = kit.cases(num_experts=3)
+    case, modules = kit.case_of_experts(provider, checkpoint, has_bias=True)
+    output = torch.zeros(case.x.shape, dtype=torch.float64)
+    for rank in range(9):
+        method = kit.experts_method(provider, modules, Rank(rank, 9))
+        output += method.prepare()(case.x, case.topk_weights, case.topk_ids).double()
+    expected = expected_output(case, replace(method.spec.moe, intermediate_size=48))
+    kit.check(output, expected, "nine ranks", 1e-4)
 
 
 def operation(
@@ -192,7 +215,8 @@ def test_what_it_refuses() -> None:
     assert reasons(None) == reasons(dict(FORMATS["awq"].config)) == []
     assert "(quant_method 'fp8') are not 4-bit integers" in reasons({"quant_method": "fp8"})[0]
     assert "bits=8" in reasons({**FORMATS["gptq"].config, "bits": 8})[0]
-    assert "experts" in reasons(None, 8)[0]
+    assert reasons(None, 8) == reasons(dict(FORMATS["awq"].config), 8) == []
+    assert "experts with act-order" in reasons(dict(FORMATS["gptq-act-order"].config), 8)[0]
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

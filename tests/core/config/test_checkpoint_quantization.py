@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, block_shape, int4_format
+from minisgl_core.contracts.checkpoint_quantization import (
+    CheckpointQuantization,
+    Int4Format,
+    block_shape,
+    int4_format,
+    is_int8,
+)
 from minisgl_core.errors import ModelFormatError
 
 Q, GATE, HEAD = "model.layers.1.self_attn.q_proj", "model.layers.11.mlp.gate_proj", "lm_head"
@@ -177,7 +183,7 @@ def test_formats_of_4_bit_integers(config: dict[str, Any], expected: Int4Format 
         (GPTQ | {"modules_in_block_to_quantize": [["a"]]}, "modules_in_block_to_quantize is not supported"),
         (GPTQ | {"dynamic": {"+:a": {"bits": 8}}}, "dynamic has rules"),
         (GPTQ | {"dynamic": ["-:a"]}, "dynamic has rules"),
-        (packed(INT4 | {"num_bits": 8}), "num_bits=8"),
+        (packed(INT4 | {"num_bits": 3}), "num_bits=3"),
         (packed(INT4 | {"strategy": "tensor"}), "strategy='tensor'"),
         (packed(INT4 | {"actorder": "columns"}), "actorder='columns'"),
         (packed(INT4 | {"dynamic": True}), "dynamic=True"),
@@ -197,7 +203,50 @@ def test_malformed_and_unsupported_values_are_named(config: dict[str, Any], key:
         read()
 
 
+def test_integers_of_8_bits() -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    stored = CheckpointQuantization(packed(weights, format="int-quantized"))
+    assert is_int8(stored, weights)
+    assert int4_format(stored, weights) is None
+    with pytest.raises(ModelFormatError, match="format='pack-quantized', but only 'int-quantized'"):
+        is_int8(CheckpointQuantization(packed(weights)), weights)
+
+
 def test_modules_that_gptqmodel_excludes() -> None:
     stored = CheckpointQuantization(GPTQ | {"dynamic": {r"-:.*\.mlp\.": {}}})
     assert stored.weights_of(GATE) is None
     assert stored.weights_of(Q) is stored.config
+
+
+EXPONENTIAL = (
+    "(a+)+$", r"(?:(?:\w)*\.?)*$", "(a|a)*$", "a?" * 30 + "a" * 30, "(a|a)" * 30 + "$", ".*.*.*.*.*x", "(?=(a+)+$)b",
+    "(?x:(a+) # comment\n +)$", "(?>(a+)+)b", "(a)?(?(1)(a+)+|b)$", "((a{9,}){9,}){9,}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("expression", EXPONENTIAL)
+@pytest.mark.parametrize("key", ["ignore", "targets", "dynamic", "modules_to_not_convert"])
+def test_expressions_that_could_run_forever(expression: str, key: str) -> None:
+    configs: dict[str, Any] = {
+        "ignore": packed(INT4, ignore=["lm_head", f"re:{expression}"]),
+        "targets": packed(INT4, config_groups={"g": {"targets": [f"re:{expression}"], "weights": INT4}}),
+        "dynamic": GPTQ | {"dynamic": {f"-:{expression}": {}}},
+        "modules_to_not_convert": {"quant_method": "fp8", "modules_to_not_convert": [expression]},
+    }
+    with pytest.raises(ModelFormatError, match=f"quantization_config.{key} has the regular expression.*list names"):
+        CheckpointQuantization(configs[key])
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "re:.*self_attn.(q|k|v|o)_proj$", r"re:model\.layers\.\d+\.mlp\..*", "re:.*shared_expert.*", "re:visual.*",
+        r"re:.*layers\.([0-9]|1[0-9]|2[0-9])\..*(gate|up|down)_proj.*", r"re:^(?!.*experts).*mlp\.(?:gate|up)_proj",
+    ],
+)  # fmt: skip
+def test_expressions_of_published_checkpoints(expression: str) -> None:
+    names = [Q, GATE, "model.layers.3.mlp.shared_expert.up_proj", "visual.blocks.0.attn.qkv"]
+    stored = compressed(group(), ignore=[expression])
+    found = [name for name in names if stored.weights_of(name) is None]
+    assert found == [name for name in names if re.match(expression.removeprefix("re:"), name)]
+    assert 0 < len(found) < len(names)

@@ -91,6 +91,9 @@ def test_packed_weights_and_their_scales(folder: Path) -> None:
     source.generate("a.weight", WeightTarget(codes))
     source.generate("a.weight_scale", WeightTarget(scales))
     assert (codes.float() * scales).std() == pytest.approx(0.02, rel=0.02)
+    exponents = torch.zeros(3, 4, dtype=torch.uint8)
+    source.generate("experts.down_proj_scales", WeightTarget(exponents))
+    assert (2.0 ** (exponents.float() - 127) == 2**-6).all()
     packed = torch.zeros(500, 400, dtype=torch.int32)
     source.generate("a.qweight", WeightTarget(packed))
     assert packed.unique().numel() > 190_000

@@ -146,7 +146,10 @@ def test_other_methods_are_refused(plain: Path, tmp_path: Path) -> None:
         build_engine(EngineConfig.from_flat(model=str(folder)), Registry.from_environment(), Hooks(), progress=False)
     group = {"weights": {"type": "int", "num_bits": 8}}
     write(plain, tmp_path, {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}, tensors)
-    assert "num_bits=8, but only 4 is supported" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
+    assert (
+        "strategy=None, but only 'channel', 'tensor' is supported"
+        in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
+    )
     write(plain, tmp_path, {"quant_method": "awq", "bits": 4, "group_size": 128}, tensors)
     assert "4-bit integers (quant_method 'awq')" in reasons_not_to_read(SafetensorsWeights(folder).config)[0]
 

@@ -49,16 +49,19 @@ def test_every_variant_has_a_row_and_loses_a_little(folder: Path, tmp_path: Path
     assert (found["num_tokens"], found["window"]) == (200, 64)
     plain, *others = found["results"]
     assert [(row["kv"], row["weights"]) for row in found["results"]] == [
-        ("float32", "float32"), ("fp8", "float32"), ("float32", "fp8"), ("fp8", "fp8"),
+        ("float32", "float32"), ("fp8", "float32"), ("float32", "fp8"), ("fp8", "fp8"), ("float32", "int8"),
+        ("float32", "int4"),
     ]  # fmt: skip
-    assert (plain["mean_logit"], plain["kl"], plain["top1"]) == (0, 0, 1)
+    assert (plain["log_likelihood"], plain["mean_logit"], plain["kl"], plain["top1"]) == (0, 0, 0, 1)
     for row in others:
         assert 0 < row["mean_logit"] < row["max_logit"]
         assert 0 < row["kl"] < 0.5
         assert 0.5 < row["top1"] <= 1
         assert math.isclose(row["perplexity"], plain["perplexity"], rel_tol=0.2)
+        gain = math.log(plain["perplexity"] / row["perplexity"])
+        assert math.isclose(row["log_likelihood"], gain, rel_tol=1e-3, abs_tol=1e-6)
     assert others[2]["kl"] > others[0]["kl"], "both lose more than KV alone"
-    assert len(done.output.splitlines()) == 7
+    assert len(done.output.splitlines()) == 9
 
 
 def test_the_command_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +73,7 @@ def test_the_command_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     done = bench(folder, *arguments, "--max-tokens", "40", "--window", "20")
     assert done.exit_code == 0, done.output
     titles, plain = ([cell for cell in line.split("  ") if cell] for line in done.output.splitlines()[2:4])
-    assert len(titles) == len(plain) == 7
+    assert len(titles) == len(plain) == 8
 
 
 def test_differences_equal_a_direct_computation() -> None:
@@ -80,13 +83,15 @@ def test_differences_equal_a_direct_computation() -> None:
     found = compare(hidden, other, ids, lambda part: part @ matrix)
     base, mine = (torch.cat(each).double() @ matrix.double() for each in (hidden, other))
     log_base, log_mine = base.log_softmax(-1), mine.log_softmax(-1)
-    losses = [-log_mine[i, token] for i, token in ((*enumerate(ids[0][1:]), *enumerate(ids[1][1:], 5)))]
+    targets = [*enumerate(ids[0][1:]), *enumerate(ids[1][1:], 5)]
+    losses, base_losses = ([-each[i, token] for i, token in targets] for each in (log_mine, log_base))
     expected = {
         "mean_logit": (mine - base).abs().mean(),
         "max_logit": (mine - base).abs().max(),
         "kl": (log_base.exp() * (log_base - log_mine)).sum(-1).mean(),
         "top1": (mine.argmax(-1) == base.argmax(-1)).double().mean(),
         "perplexity": torch.stack(losses).mean().exp(),
+        "log_likelihood": torch.stack([base - mine for base, mine in zip(base_losses, losses, strict=True)]).mean(),
     }
     for name, value in expected.items():
         assert math.isclose(getattr(found, name), float(value), rel_tol=1e-4), name

@@ -129,6 +129,25 @@ class Int4Weight:
         return torch.cat([each[..., :half] for each in stored.chunk(2, -1)], -1)
 
 
+def quantize_groups(weight: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round to the nearest of 16 steps, symmetric around zero.
+
+    Args:
+        weight: float32 [N, K].
+        group: inputs per scale, a divisor of K.
+        dtype: dtype of the scales.
+
+    Returns:
+        Codes, uint8 [N, K], with the zero point 8, and scales, [N, K / group].
+    """
+    groups = weight.view(len(weight), -1, group)
+    # The codes are -8 to 7, 15 steps from the least to the largest.
+    scales = (groups.abs().amax(2) / 7.5).to(dtype)
+    scales.masked_fill_(scales == 0, 1)
+    codes = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).flatten(1)
+    return (codes + SYMMETRIC_ZERO).to(torch.uint8), scales
+
+
 def torch_int4_linear(weight: Int4Weight, bias: torch.Tensor | None) -> LinearOp:
     """Return ``x -> x @ weight.T + bias``, with the activation if the weight is gated.
 

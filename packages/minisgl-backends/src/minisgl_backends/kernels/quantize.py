@@ -1,4 +1,4 @@
-"""Dynamic FP8 quantization with one scale per row, in one launch."""
+"""Dynamic quantization to FP8 or int8 with one scale per row, in one launch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ def _quantize_rows(x, stride, codes, scales, N, LARGEST: tl.constexpr, LEAST: tl
     values = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(values), 0) / LARGEST, LEAST)
     tl.store(scales + row, scale)
-    tl.store(codes + row * N + column, to_fp8(values / scale), mask=mask)
+    if codes.dtype.element_ty == tl.int8:
+        tl.store(codes + row * N + column, tl.floor(values / scale + 0.5).to(tl.int8), mask=mask)
+    else:
+        tl.store(codes + row * N + column, to_fp8(values / scale), mask=mask)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `LinearOps.quantize_rows`."""
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `LinearOps.quantize_rows`; `dtype` is FP8 or int8, whose codes are -127 to 127."""
     num_rows, size = x.shape
-    codes = torch.empty(num_rows, size, dtype=FP8, device=x.device)
+    codes = torch.empty(num_rows, size, dtype=dtype, device=x.device)
     scales = torch.empty(num_rows, 1, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(size)
     if num_rows:
         _quantize_rows[(num_rows,)](
-            x, x.stride(0), codes, scales, size, LARGEST=FP8_MAX, LEAST=LEAST_SCALE, BLOCK=block,
+            x, x.stride(0), codes, scales, size, LARGEST=FP8_MAX if dtype == FP8 else 127.0, LEAST=LEAST_SCALE, BLOCK=block,
             num_warps=min(max(block // 1024, 1), 16),
         )  # fmt: skip
     return codes, scales

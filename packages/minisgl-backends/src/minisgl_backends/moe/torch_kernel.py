@@ -8,7 +8,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
+from minisgl_backends.moe.packed_weights import dequantize
+from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
 from minisgl_core.utils.fp8 import FP8
 
 Activation = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -29,7 +30,10 @@ class TorchMoe(MoeKernel):
     """
 
     capabilities = MoeCapabilities(
-        activations=tuple(_ACTIVATIONS), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+        activations=tuple(_ACTIVATIONS),
+        biases=True,
+        swiglu_limit=True,
+        weight_dtypes=(FP8, UINT4, MXFP4),
     )
 
     def __init__(self, spec: MoeSpec) -> None:
@@ -46,8 +50,10 @@ class TorchMoe(MoeKernel):
         num_rows = torch.bincount(topk_ids.flatten(), minlength=self.spec.num_experts).tolist()
         rows = x[order // top_k]
         outputs = torch.empty_like(rows)
-        gate_up, gate_up_bias = self._by_expert(weights.gate_up, weights.gate_up_bias, weights.gate_up_scales)
-        down, down_bias = self._by_expert(weights.down, weights.down_bias, weights.down_scales)
+        gate_up = self._by_expert(weights.gate_up, weights.gate_up_scales, weights.gate_up_zeros, self.spec.hidden_size)
+        down = self._by_expert(weights.down, weights.down_scales, weights.down_zeros, self.spec.intermediate_size)
+        biases = weights.gate_up_bias, weights.down_bias
+        gate_up_bias, down_bias = (self._no_bias if each is None else each for each in biases)
         start = 0
         for expert, stop in enumerate(itertools.accumulate(num_rows)):
             if stop > start:
@@ -59,20 +65,24 @@ class TorchMoe(MoeKernel):
         return torch.einsum("tk,tkh->th", topk_weights, outputs.float()).to(x.dtype)
 
     def _by_expert(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, scales: torch.Tensor | None
-    ) -> tuple[torch.Tensor | _Dequantized, torch.Tensor | tuple[None, ...]]:
-        """Return weights and biases, both indexed by the expert."""
-        matrices = weight if scales is None else _Dequantized(weight, scales, self.spec.dtype)
-        return matrices, self._no_bias if bias is None else bias
+        self, weight: torch.Tensor, scales: torch.Tensor | None, zeros: torch.Tensor | None, columns: int
+    ) -> torch.Tensor | _Dequantized:
+        """Return weights that are indexed by the expert."""
+        return weight if scales is None else _Dequantized(weight, scales, zeros, self.spec.dtype, columns)
 
 
 class _Dequantized:
     """Quantized weights of all experts. Indexing dequantizes one expert's."""
 
-    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
-        self._codes, self._scales, self._dtype = codes, scales, dtype
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype, columns: int
+    ) -> None:
+        self._codes, self._scales, self._zeros, self._dtype, self._columns = codes, scales, zeros, dtype, columns
 
     def __getitem__(self, expert: int) -> torch.Tensor:
+        if self._codes.dtype == torch.uint8:
+            zeros = None if self._zeros is None else self._zeros[expert]
+            return dequantize(self._codes[expert], self._scales[expert], zeros, self._dtype)[:, : self._columns]
         return (self._codes[expert].float() * self._scales[expert, :, None]).to(self._dtype)
 
 

@@ -23,6 +23,35 @@ def _load(place, outer, inner, EVEN: tl.constexpr):  # type: ignore[no-untyped-d
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _dequantized(  # type: ignore[no-untyped-def]
+    codes, scales, zeros, row, mask, row_bytes, start,
+    BLOCK: tl.constexpr, DEPTH: tl.constexpr, HAS_ZEROS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return some rows of a packed weight for the inputs from `start`, [DEPTH, rows]. BLOCK inputs share a scale."""
+    byte = start // 2 + tl.arange(0, DEPTH // 2)
+    packed = tl.load(codes + row[:, None] * row_bytes + byte[None, :], mask=mask[:, None], other=0)
+    code = tl.interleave(packed & 15, packed >> 4).to(tl.int32)
+    place = row * (2 * row_bytes // BLOCK) + start // BLOCK
+    scale = tl.load(scales + place, mask=mask, other=0)
+    if scales.dtype.element_ty == tl.uint8:  # MXFP4
+        exponent = (code >> 1) & 3
+        size = tl.where(exponent == 0, (code & 1) * 0.5, (2 + (code & 1)) * (1 << exponent) * 0.25)
+        value = tl.where(code > 7, -size, size)
+        bits = scale.to(tl.int32)
+        bits = tl.where(
+            bits == 0, 1 << 22, tl.where(bits == 255, 0x7FC00000, bits << 23)
+        )  # 2^-127 is subnormal; 255 is NaN
+        factor = bits.to(tl.float32, bitcast=True)
+    else:
+        zero = tl.full(code.shape, 8, tl.int32)
+        if HAS_ZEROS:
+            zero = tl.load(zeros + place, mask=mask, other=0).to(tl.int32)[:, None]
+        value = (code - zero).to(tl.float32)
+        factor = scale.to(tl.float32)
+    return tl.trans((value * factor[:, None]).to(dtype))
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if LIMIT is not None:  # comparisons that let NaN through
         gate = tl.where(gate > LIMIT, LIMIT, gate)
@@ -43,6 +72,7 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     x_scales,  # [T], float32
     weights,  # [E, 2 * I, H], gate above up
     scales,  # [E, 2 * I], float32
+    zeros,
     bias,  # [E, 2 * I]
     out,  # [R, I]
     block_rows,
@@ -51,6 +81,7 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     num_experts,
     hidden_size,
     intermediate_size,
+    row_bytes,
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -61,6 +92,8 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
 ):
     block = tl.program_id(0)
     expert = tl.load(block_experts + block).to(tl.int64)
@@ -78,8 +111,19 @@ def _gate_up_activation(  # type: ignore[no-untyped-def]
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < hidden_size
         left = _load(x_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        gate = add_dot(gate, left, _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
-        up = add_dot(up, left, _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN), WIDEN)
+        if PACKED:
+            row = expert * 2 * intermediate_size + cols
+            right = _dequantized(
+                weights, scales, zeros, row, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH, HAS_ZEROS, left.dtype
+            )
+            right2 = _dequantized(
+                weights, scales, zeros, row + intermediate_size, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH,
+                HAS_ZEROS, left.dtype,
+            )  # fmt: skip
+        else:
+            right = _load(gate_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+            right2 = _load(up_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+        gate, up = add_dot(gate, left, right, WIDEN), add_dot(up, left, right2, WIDEN)
     if SCALED:
         of_rows = tl.load(x_scales + rows // TOP_K, mask=row_mask, other=0.0)[:, None]
         of_cols = scales + expert * 2 * intermediate_size + cols
@@ -100,6 +144,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     hidden_scales,  # [R], float32
     weights,  # [E, H, I]
     scales,  # [E, H], float32
+    zeros,
     bias,  # [E, H]
     row_weights,  # [R], float32
     out,  # [R, H]
@@ -109,6 +154,7 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     num_experts,
     hidden_size,
     intermediate_size,
+    row_bytes,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     BLOCK_DEPTH: tl.constexpr,
@@ -116,6 +162,8 @@ def _weighted_down(  # type: ignore[no-untyped-def]
     SCALED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     EVEN: tl.constexpr,
+    PACKED: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
 ):
     block = tl.program_id(0)
     expert = tl.load(block_experts + block).to(tl.int64)
@@ -131,7 +179,13 @@ def _weighted_down(  # type: ignore[no-untyped-def]
         depth = start + tl.arange(0, BLOCK_DEPTH)
         in_depth = depth < intermediate_size
         left = _load(hidden_rows + depth[None, :], row_mask[:, None], in_depth[None, :], EVEN)
-        right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
+        if PACKED:
+            row = expert * hidden_size + cols
+            right = _dequantized(
+                weights, scales, zeros, row, col_mask, row_bytes, start, PACKED, BLOCK_DEPTH, HAS_ZEROS, left.dtype
+            )
+        else:
+            right = _load(weight_cols + depth[:, None], col_mask[None, :], in_depth[:, None], EVEN)
         result = add_dot(result, left, right, WIDEN)
     if SCALED:
         of_rows = tl.load(hidden_scales + rows, mask=row_mask, other=0.0)[:, None]
@@ -148,6 +202,7 @@ def gate_up_activation(
     x_scales: torch.Tensor | None,
     gate_up: torch.Tensor,
     scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     out: torch.Tensor,
     blocks: SortedBlocks,
@@ -161,8 +216,9 @@ def gate_up_activation(
     Args:
         x: [T, H].
         x_scales: scales of the tokens, float32 [T], if `x` is float8.
-        gate_up: [E, 2 * I, H].
-        scales: scales of the rows of `gate_up`, float32 [E, 2 * I], if it is float8.
+        gate_up: [E, 2 * I, H], or packed.
+        scales: scales of `gate_up` if it is quantized; see `ExpertWeights`.
+        zeros: its zero points, or None.
         bias: [E, 2 * I], or None.
         out: [R, I].
         blocks: rows by expert.
@@ -171,12 +227,13 @@ def gate_up_activation(
         activation: see `MoeSpec.activation`.
         limit: see `MoeSpec.swiglu_limit`.
     """
-    num_experts, _, hidden_size = gate_up.shape
+    num_experts, _, row_bytes = gate_up.shape
+    hidden_size = x.shape[1]
     grid = (len(blocks.experts), triton.cdiv(out.shape[1], tiles.cols))
-    sizes = (out.shape[0], num_experts, hidden_size, out.shape[1])
-    options = _options(x, scales, bias, hidden_size, blocks, tiles)
+    sizes = (out.shape[0], num_experts, hidden_size, out.shape[1], row_bytes)
+    options = _options(x, gate_up, scales, zeros, bias, blocks, tiles)
     left = x, x if x_scales is None else x_scales
-    right = gate_up, gate_up if scales is None else scales, gate_up if bias is None else bias
+    right = gate_up, *(gate_up if each is None else each for each in (scales, zeros, bias))
     options |= {"TOP_K": top_k, "ACTIVATION": activation, "LIMIT": limit}
     _gate_up_activation[grid](*left, *right, out, blocks.rows, blocks.experts, *sizes, **options)
 
@@ -186,6 +243,7 @@ def weighted_down(
     hidden_scales: torch.Tensor | None,
     down: torch.Tensor,
     scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
     row_weights: torch.Tensor,
     out: torch.Tensor,
@@ -197,39 +255,46 @@ def weighted_down(
     Args:
         hidden: [R, I].
         hidden_scales: scales of its rows, float32 [R], if it is float8.
-        down: [E, H, I].
-        scales: scales of the rows of `down`, float32 [E, H], if it is float8.
+        down: [E, H, I], or packed.
+        scales: scales of `down` if it is quantized; see `ExpertWeights`.
+        zeros: its zero points, or None.
         bias: [E, H], or None.
         row_weights: float32 [R].
         out: [R, H].
         blocks: rows by expert.
         tiles: tile sizes of the GEMM.
     """
-    num_experts, hidden_size, intermediate_size = down.shape
+    num_experts, hidden_size, row_bytes = down.shape
     grid = (len(blocks.experts), triton.cdiv(hidden_size, tiles.cols))
-    sizes = (out.shape[0], num_experts, hidden_size, intermediate_size)
-    options = _options(hidden, scales, bias, intermediate_size, blocks, tiles)
+    sizes = (out.shape[0], num_experts, hidden_size, hidden.shape[1], row_bytes)
+    options = _options(hidden, down, scales, zeros, bias, blocks, tiles)
     left = hidden, hidden if hidden_scales is None else hidden_scales
-    right = down, down if scales is None else scales, down if bias is None else bias
+    right = down, *(down if each is None else each for each in (scales, zeros, bias))
     _weighted_down[grid](*left, *right, row_weights, out, blocks.rows, blocks.experts, *sizes, **options)
 
 
 def _options(
     x: torch.Tensor,
+    weights: torch.Tensor,
     scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
     bias: torch.Tensor | None,
-    inner_size: int,
     blocks: SortedBlocks,
     tiles: Tiles,
 ) -> dict[str, str | float | bool | None]:
+    is_packed = weights.dtype == torch.uint8
+    block = 2 * weights.shape[2] // scales.shape[2] if is_packed and scales is not None else 0
+    depth = next(size for size in (128, 64, 32) if block % size == 0) if is_packed else tiles.depth
     return {
         "BLOCK_ROWS": blocks.block_size,
         "BLOCK_COLS": tiles.cols,
-        "BLOCK_DEPTH": tiles.depth,
+        "BLOCK_DEPTH": depth,
         "WIDEN": not x.is_cuda,  # Triton's interpreter multiplies the bits of bfloat16 as integers
-        "SCALED": scales is not None,
+        "SCALED": scales is not None and not is_packed,
+        "PACKED": block,
+        "HAS_ZEROS": zeros is not None,
         "HAS_BIAS": bias is not None,
-        "EVEN": inner_size % tiles.depth == 0,
+        "EVEN": x.shape[1] % depth == 0,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
     }

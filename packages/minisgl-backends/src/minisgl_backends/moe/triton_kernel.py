@@ -8,7 +8,7 @@ import os
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
-from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
+from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
 from minisgl_core.utils.fp8 import FP8
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -17,12 +17,15 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 class TritonMoe(MoeKernel):
     """Grouped GEMMs that accumulate in float32 and store in `x`'s dtype. They never synchronize with the device.
 
-    If the weights are float8, the inputs of both GEMMs are quantized too. Triton's interpreter (TRITON_INTERPRET=1) runs this
-    kernel on a CPU, slowly, for tests.
+    If the weights are float8, the inputs of both GEMMs are quantized too. Weights of 4 bits are dequantized in registers.
+    Triton's interpreter (TRITON_INTERPRET=1) runs this kernel on a CPU, slowly, for tests.
     """
 
     capabilities = MoeCapabilities(
-        activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+        activations=("silu", "gelu_tanh", "swigluoai"),
+        biases=True,
+        swiglu_limit=True,
+        weight_dtypes=(FP8, UINT4, MXFP4),
     )
 
     @classmethod
@@ -64,9 +67,10 @@ class TritonMoe(MoeKernel):
         first, second = choose_tiles(num_rows, block_size, gate_up.element_size(), self._large_memory)
         hidden = x.new_empty(num_rows, self.spec.intermediate_size)
         self._grouped.gate_up_activation(
-            *self._inputs(x.contiguous(), gate_up_scales),
+            *self._inputs(x.contiguous(), gate_up),
             gate_up,
             gate_up_scales,
+            weights.gate_up_zeros,
             weights.gate_up_bias,
             hidden,
             blocks,
@@ -76,9 +80,10 @@ class TritonMoe(MoeKernel):
         )
         rows = x.new_empty(num_rows, self.spec.hidden_size)
         self._grouped.weighted_down(
-            *self._inputs(hidden, down_scales),
+            *self._inputs(hidden, down),
             down,
             down_scales,
+            weights.down_zeros,
             weights.down_bias,
             topk_weights.contiguous(),
             rows,
@@ -89,11 +94,9 @@ class TritonMoe(MoeKernel):
         self._grouped.sum_choices(rows, out)
         return out
 
-    def _inputs(
-        self, x: torch.Tensor, scales_of_weights: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a GEMM's input and its scales: quantized if the weights are, else `x` and None."""
-        return (x, None) if scales_of_weights is None else self._quantize_rows(x)
+    def _inputs(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return a GEMM's input and its scales: quantized if the weights are float8, else `x` and None."""
+        return self._quantize_rows(x) if weights.dtype == FP8 else (x, None)
 
 
 def _interpreted() -> bool:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape
+from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
     ExpertsOp,
@@ -45,7 +45,7 @@ class Fp8(Quantization):
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
         """Refuse weights of other formats, a GPU without float8 matmuls, and a dtype other than bfloat16 on a GPU."""
         reasons = []
-        if spec.checkpoint is not None and not _is_fp8(spec.checkpoint):
+        if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_dequantized):
             reasons.append(f"the checkpoint's weights (quant_method {spec.checkpoint.method!r}) are not float8")
         if spec.device.type == "cuda" and torch.cuda.is_available():
             capability = torch.cuda.get_device_capability(spec.device)
@@ -85,7 +85,7 @@ class Fp8(Quantization):
     @property
     def _is_stored(self) -> bool:
         """Return True if the checkpoint has float8 weights and their scales."""
-        return self.spec.checkpoint is not None and _is_fp8(self.spec.checkpoint)
+        return self.spec.checkpoint is not None and self.spec.checkpoint.is_float8
 
     def _leaves(self, names: Iterable[str]) -> bool:
         return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.leaves(names)
@@ -135,11 +135,6 @@ def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, to
         codes[part].copy_(found[0])
         scales[part].copy_(found[1])
     return codes, scales.view(-1)
-
-
-def _is_fp8(stored: CheckpointQuantization) -> bool:
-    kinds = {(each.get("type"), each.get("num_bits")) for each in stored.groups}
-    return stored.method == "fp8" or (stored.method == "compressed-tensors" and kinds == {("float", 8)})
 
 
 def _fits(spec: LinearSpec) -> bool:

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 
-from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight, torch_int4_linear
+from minisgl_backends.kernels.int4_weight import TILE, Int4Weight, quantize_groups, torch_int4_linear
 from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
+from minisgl_backends.quantization.int4_experts import Int4Experts, StoredInt4Experts
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
-from minisgl_core.contracts.layer_methods import LinearMethod, LinearSpec, PlainLinear
+from minisgl_core.contracts.layer_methods import (
+    ExpertsMethod,
+    ExpertsSpec,
+    LinearMethod,
+    LinearPart,
+    LinearSpec,
+    PlainLinear,
+)
+from minisgl_core.contracts.moe import MoeKernel
 from minisgl_core.contracts.ops import LinearOp, Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.errors import ModelFormatError
+from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +42,15 @@ class Int4(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse experts, checkpoints with other quantized weights, and old GPUs."""
+        """Refuse checkpoints with other quantized weights, experts with act-order, and old GPUs."""
         reasons = []
-        if spec.checkpoint is not None:
+        if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
             try:
-                _formats(spec.checkpoint)
+                formats = _formats(spec.checkpoint)
+                if spec.num_experts and any(each.has_group_index for each in formats):
+                    reasons.append("it does not support experts with act-order (desc_act, actorder)")
             except ModelFormatError as error:
                 reasons.append(str(error))
-        if spec.num_experts:
-            reasons.append("it does not support experts")
         if spec.device.type == "cuda" and importlib.util.find_spec("triton") is None:
             reasons.append("triton is not installed (pip install triton)")
         if spec.device.type == "cuda" and torch.cuda.is_available():
@@ -67,7 +77,7 @@ class Int4(Quantization):
             ModelFormatError: the checkpoint quantizes some parts of a fused layer only, or in several ways.
         """
         stored = self.spec.checkpoint
-        if stored is None:
+        if stored is None or stored.is_dequantized:
             group = next((size for size in _GROUPS if spec.in_features % size == 0), None)
             if group is None:
                 logger.warning(
@@ -75,14 +85,26 @@ class Int4(Quantization):
                 )
                 return super().linear(spec)
             return Int4Linear(spec, self.ops, group, self._prepare)
-        kinds = {None if each is None else int4_format(stored, each) for each in map(stored.weights_of, _names(spec))}
-        if kinds == {None}:
-            return super().linear(spec)
-        if len(kinds) > 1:
-            raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
-        [found] = kinds
-        assert found is not None
-        return StoredInt4Linear(spec, found, self._prepare)
+        found = _format_of(stored, spec.name, spec.parts)
+        return super().linear(spec) if found is None else StoredInt4Linear(spec, found, self._prepare)
+
+    def experts(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> ExpertsMethod:
+        """Return the method of one layer's experts, of a 16-bit checkpoint or of one with 4-bit integers.
+
+        Raises:
+            ModelFormatError: the checkpoint quantizes some experts of the layer only, or in several ways.
+            ProviderUnsupportedError: the checkpoint stores all experts in one tensor.
+        """
+        if spec.interleaved:
+            reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
+            raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
+        stored = self.spec.checkpoint
+        if stored is None or stored.is_dequantized:
+            return Int4Experts(spec, kernel)
+        experts = range(spec.moe.num_experts)
+        parts = [part for each in experts for part in (*spec.gate_up_parts(each), spec.down_part(each))]
+        found = _format_of(stored, spec.name, parts)
+        return super().experts(spec, kernel) if found is None else StoredInt4Experts(spec, kernel, found)
 
 
 class Int4Linear(PlainLinear):
@@ -102,20 +124,21 @@ class Int4Linear(PlainLinear):
         for part in spec.parts:
             for start in range(row, row + part.rows.size, step):
                 weight = self.weight[start : min(start + step, row + part.rows.size)].float()
-                groups = weight.view(len(weight), -1, self._group)
-                # The codes are -8 to 7, 15 steps from the least to the largest.
-                scales = (groups.abs().amax(2) / 7.5).to(spec.dtype)
-                scales.masked_fill_(scales == 0, 1)
-                codes = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).flatten(1)
+                codes, scales = quantize_groups(weight, self._group, spec.dtype)
                 rows = packed.rows_of(start, len(weight))
                 packed.scales[: scales.shape[1], rows] = scales.t()
-                packed.store(rows, (codes + SYMMETRIC_ZERO).to(torch.uint8))
+                packed.store(rows, codes)
             row += part.rows.size
         return self._prepare(packed, self.bias)
 
 
-def _names(spec: LinearSpec) -> list[str]:
-    return [part.name for part in spec.parts]
+def _format_of(stored: CheckpointQuantization, name: str, parts: Iterable[LinearPart]) -> Int4Format | None:
+    """Return the format of all parts of a layer; None if they are not quantized."""
+    weights = [stored.weights_of(part.name) for part in parts]
+    kinds = {None if each is None else int4_format(stored, each) for each in weights}
+    if len(kinds) > 1:
+        raise ModelFormatError(f"config: quantization_config quantizes the parts of {name} in different ways")
+    return kinds.pop()
 
 
 def _formats(stored: CheckpointQuantization) -> list[Int4Format]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -95,12 +96,34 @@ class Columns:
         return self.block == other.block and all(torch.equal(first, second) for first, second in pairs)
 
 
+class PackedRows(Protocol):
+    """Weight that `StoredPart.store` fills; see `Int4Weight`."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+
+    def rows_of(self, start: int, count: int) -> torch.Tensor:
+        """Return where outputs are stored."""
+
+    def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
+        """Store the codes of some rows."""
+
+
 class StoredPart:
-    """Packed tensors of one module on this rank."""
+    """Packed tensors of one module on this rank.
+
+    Attributes:
+        name: name of the module.
+        rows: this rank's shard of its rows.
+        num_columns: inputs of this rank, without padding.
+        has_index: True if the checkpoint may have the group of each input.
+    """
 
     def __init__(self, part: LinearPart, spec: LinearSpec, stored: Int4Format) -> None:
-        self._part, self._columns, self._format = part, spec.columns, stored
-        self.rows, columns = part.rows, spec.columns
+        self.name, self._columns, self._format = part.name, spec.columns, stored
+        self.rows, columns, self.num_columns = part.rows, spec.columns, spec.columns.num_real
+        self.has_index = stored.layout == "gptq" or stored.has_group_index
         # A group has all inputs if its size exceeds them. The kernels' block is a multiple of 32.
         most = -(-max(columns.total, 1) // _BLOCK) * _BLOCK
         self._group_size = stored.group_size and min(stored.group_size, most)
@@ -128,10 +151,10 @@ class StoredPart:
 
     def targets(self) -> Targets:
         """Yield ``NAME.qweight`` and so on."""
-        name = self._part.name
+        name = self.name
         for kind, shards in self._shards.items():
             yield f"{name}.{self._names[kind]}", sharded_target(self._held[kind], *shards)
-        if self._format.layout == "gptq" or self._format.has_group_index:
+        if self.has_index:
             shape = (self._columns.total,)
             yield (
                 f"{name}.{self._names['index']}",
@@ -148,7 +171,7 @@ class StoredPart:
         """
         size, columns = self._group_size, self._columns
         groups, most = self._index.long(), self._groups.total
-        found = f"the checkpoint does not fit its config: {self._part.name}.{self._names['index']} has"
+        found = f"the checkpoint does not fit its config: {self.name}.{self._names['index']} has"
         if ((groups < 0) | (groups >= most)).any():
             raise ModelFormatError(f"{found} a group that is not in 0 to {most - 1}")
         expected = torch.arange(columns.start, columns.stop) // (size or max(columns.total, 1))
@@ -156,7 +179,7 @@ class StoredPart:
             raise ModelFormatError(f"{found} another order than desc_act=false says; set desc_act=true in its config")
         return Columns.of(groups - self._groups.start, size)
 
-    def store(self, weight: Int4Weight, row: int, columns: Columns) -> None:
+    def store(self, weight: PackedRows, row: int, columns: Columns) -> None:
         """Repack the loaded tensors as the rows of `weight` from `row` on."""
         count, device = self.rows.num_real, weight.codes.device
         rows = weight.rows_of(row, count)

@@ -171,7 +171,7 @@ class BackendOptions:
     )
     quantization: str = option(
         AUTO,
-        "Quantization of the weights: fp8, gguf, int4, or none, which dequantizes; auto keeps the checkpoint's if it can.",
+        "Quantization of the weights: fp8, gguf, int4, int8, mxfp4, or none (dequantized); auto keeps the checkpoint's.",
         kind="quantization",
     )
     communicator: str = option(

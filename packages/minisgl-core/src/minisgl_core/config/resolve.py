@@ -39,8 +39,8 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ops", "cpu"): ("native", "onednn", "torch"),
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
-    ("quantization", "cuda"): ("int4", "fp8", "none"),
-    ("quantization", "cpu"): ("gguf", "int4", "none"),
+    ("quantization", "cuda"): ("int4", "int8", "mxfp4", "fp8", "none"),
+    ("quantization", "cpu"): ("gguf", "int4", "int8", "mxfp4", "none"),
     ("communicator", "cuda"): ("oneshot", "torch"),
     ("communicator", "cpu"): ("torch",),
     ("grammar", "cuda"): ("llguidance",),
@@ -163,9 +163,10 @@ def resolve(
         moe, why = picker.pick("moe", moe, moe_spec(config, model, torch_dtype, device))
         choices.append(Choice("moe", moe, why))
     quantization = config.backends.quantization
-    is_gguf = model.quantization == "gguf"
-    on_gpu = is_gguf and device.type != "cpu"
-    if quantization == AUTO and model.quantization and (on_gpu or (model.moe is not None and not is_gguf)):
+    stored = CheckpointQuantization.of(model.raw)
+    on_gpu = model.quantization == "gguf" and device.type != "cpu"
+    is_float8 = model.quantization == "fp8" or (stored is not None and stored.is_float8)
+    if quantization == AUTO and (on_gpu or (model.moe is not None and is_float8)):
         quantization, experts = "none", "experts use fp8 only with --quantization fp8"
         why = _of_checkpoint(model, quantization, "packed GGUF weights are for CPUs" if on_gpu else experts)
         choices.append(Choice("quantization", quantization, why))

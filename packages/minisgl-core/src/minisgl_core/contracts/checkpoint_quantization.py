@@ -8,12 +8,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from re import _parser  # type: ignore[attr-defined]
+from types import MappingProxyType
 from typing import Any
 
 from minisgl_core.errors import ModelFormatError
 
 _COMPRESSED = "compressed-tensors"
 _GGUF = "gguf"
+_SPECIAL = frozenset(r"\^$*+?{}[]|():")
+"""Characters of entries that are no plain names. A dot in a name is only a dot."""
+_NAME = 64
+"""Length of a module's name for which the time of a regular expression is bounded."""
+_MOST_PATHS = 1 << 20
+"""Limit of the ways in which the regular expressions of a list may try to match a name."""
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 class CheckpointQuantization:
@@ -51,8 +60,7 @@ class CheckpointQuantization:
                     "config: quantization_config.types must map the modules of a GGUF file to GGML's types"
                 )
         if self.method != _COMPRESSED:
-            # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
-            excluded = _excluded(config) if self.method == "gptq" else []
+            excluded = _excluded(config) if self.method == "gptq" else _NONE
             self._ignored = _Modules(config, "modules_to_not_convert", excluded)
             return
         self._ignored = _Modules(config, "ignore")
@@ -66,6 +74,17 @@ class CheckpointQuantization:
                     "config: in quantization_config.config_groups, the weights of a group must be a mapping"
                 )
             self._groups.append((_Modules(group, "targets"), weights))
+
+    @property
+    def is_dequantized(self) -> bool:
+        """Return True for a GGUF file, whose weights are dequantized when they are read if a layer takes no packed ones."""
+        return self.method == _GGUF
+
+    @property
+    def is_float8(self) -> bool:
+        """Return True if the quantized weights are float8, with scales per tensor, channel or block."""
+        kinds = {(each.get("type"), each.get("num_bits")) for each in self.groups}
+        return self.method == "fp8" or (self.method == _COMPRESSED and kinds == {("float", 8)})
 
     @property
     def groups(self) -> list[Mapping[str, Any]]:
@@ -134,6 +153,35 @@ class Int4Format:
     zero_point_offset: int = 0
 
 
+def is_int8(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> bool:
+    """Return True for 8-bit integers with a scale per tensor or output channel, for activations in 8 bits (W8A8).
+
+    Args:
+        stored: quantization of the checkpoint.
+        weights: weight format, one of ``stored.groups``.
+
+    Raises:
+        ModelFormatError: they are 8-bit integers of a kind that is not supported; the message names the key.
+    """
+    if not _is_compressed_int(stored, weights) or weights.get("num_bits") != 8:
+        return False
+    _one_of(weights, "strategy", None, ("channel", "tensor"))
+    _one_of(weights, "symmetric", True, (True,))
+    _one_of(weights, "dynamic", False, (False,))
+    _one_of(weights, "actorder", None, (None, "weight", "static"))
+    for group in (stored.config, *stored.config["config_groups"].values()):
+        _one_of(group, "format", "int-quantized", ("int-quantized",))
+        inputs = group.get("input_activations") or {}
+        if isinstance(inputs, Mapping) and inputs:
+            _one_of(inputs, "type", "int", ("int",))
+            _one_of(inputs, "num_bits", 8, (8,))
+    return True
+
+
+def _is_compressed_int(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> bool:
+    return stored.method == _COMPRESSED and weights.get("type", "int") == "int"
+
+
 def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> Int4Format | None:
     """Return the format of 4-bit integers; None if the checkpoint has weights of another kind.
 
@@ -145,7 +193,8 @@ def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> I
         ModelFormatError: a value is malformed or not supported; the message names its key.
     """
     if stored.method == _COMPRESSED:
-        return _compressed_int4(stored.config, weights) if weights.get("type", "int") == "int" else None
+        is_other = not _is_compressed_int(stored, weights) or weights.get("num_bits") == 8
+        return None if is_other else _compressed_int4(stored.config, weights)
     if stored.method not in ("awq", "gptq"):
         return None
     bits = _one_of(weights, "w_bit" if "w_bit" in weights else "bits", None, (4,))
@@ -197,8 +246,8 @@ def _group_size(config: Mapping[str, Any], key: str) -> int | None:
     return None if size == -1 else size
 
 
-def _excluded(config: Mapping[str, Any]) -> list[str]:
-    """Return the patterns of modules that GPTQModel's ``dynamic`` excludes.
+def _excluded(config: Mapping[str, Any]) -> Mapping[str, str]:
+    """Return the key by the patterns of modules that GPTQModel's ``dynamic`` excludes.
 
     Raises:
         ModelFormatError: ``dynamic`` has other rules, or ``modules_in_block_to_quantize`` selects modules.
@@ -210,7 +259,7 @@ def _excluded(config: Mapping[str, Any]) -> list[str]:
         raise ModelFormatError(
             "config: quantization_config.dynamic has rules other than those that exclude modules ('-:PATTERN')"
         )
-    return [f"re:{each.removeprefix('-:')}" for each in rules]
+    return {f"re:{each.removeprefix('-:')}": "dynamic" for each in rules}
 
 
 class _Modules:
@@ -220,23 +269,71 @@ class _Modules:
         are_all: True if the list means every linear layer.
     """
 
-    def __init__(self, config: Mapping[str, Any], key: str, more: Iterable[str] = ()) -> None:
+    def __init__(self, config: Mapping[str, Any], key: str, more: Mapping[str, str] = _NONE) -> None:
+        """Compile the list.
+
+        Args:
+            config: holder of the list.
+            key: name of the list.
+            more: other keys of `config` by the regular expressions that they add.
+
+        Raises:
+            ModelFormatError: the list is malformed, or a regular expression is invalid or could run too long.
+        """
         wanted = config.get(key) or []
         if not isinstance(wanted, list | tuple) or not all(isinstance(each, str) for each in wanted):
             raise ModelFormatError(f"config: quantization_config.{key} must be a list of names")
-        wanted = [*wanted, *more]
         self.are_all = "Linear" in wanted or (key == "targets" and not wanted)
-        self._ends = tuple(f".{each}" for each in wanted)
-        patterns = [
-            f"(?:{each.removeprefix('re:')})" + ("" if each.startswith("re:") else r"(?:\.|$)") for each in wanted
-        ]
-        try:
-            self._pattern = re.compile("|".join(patterns)) if patterns else None
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ModelFormatError(
-                f"config: quantization_config.{key} has an invalid regular expression: {error}"
-            ) from error
+        # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
+        self._names = frozenset(each for each in wanted if not set(each) & _SPECIAL)
+        patterns = {each: key for each in wanted if each not in self._names} | dict(more)
+        compiled, paths = [], 0
+        for each, of in patterns.items():
+            text = each.removeprefix("re:") if each.startswith("re:") else rf"(?:{each})(?:\.|$)"
+            try:
+                compiled.append(re.compile(text))
+                paths += _paths(_parser.parse(text), is_end=True)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise ModelFormatError(
+                    f"config: quantization_config.{of} has an invalid regular expression {each!r}: {error}"
+                ) from error
+            if paths > _MOST_PATHS:
+                raise ModelFormatError(
+                    f"config: quantization_config.{of} has the regular expression {each!r}, which could take too long to "
+                    "match; list names instead, or use no repeated groups and at most two repetitions"
+                )
+        self._patterns = compiled
 
     def have(self, name: str) -> bool:
         """Return True if the list contains a module or a module that contains it."""
-        return self._pattern is not None and bool(self._pattern.match(name) or name.endswith(self._ends))
+        words = name.split(".")
+        parts = (".".join(part) for i in range(len(words)) for part in (words[: i + 1], words[i:]))
+        return not self._names.isdisjoint(parts) or any(each.match(name) for each in self._patterns)
+
+
+def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
+    """Return a bound of the ways in which a parsed regular expression tries to match a name, at most `_MOST_PATHS` + 1.
+
+    Args:
+        items: parsed expression.
+        is_end: nothing follows, so that the last repetition of a single character never has to be shortened.
+    """
+    total, items = 1, list(items)
+    for index, (operation, value) in enumerate(items):
+        kind, ways = str(operation), 1
+        if kind.endswith("_REPEAT"):
+            least, most, body = value
+            most = min(most, _NAME)
+            ways = _paths(body)
+            if ways > 1 or not (is_end and index == len(items) - 1):
+                ways = ways**most * (most - min(least, most) + 1)
+        elif kind == "BRANCH":
+            ways = sum(map(_paths, value[1]))
+        elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
+            ways = _paths(value[-1])
+        elif kind == "ATOMIC_GROUP":
+            ways = _paths(value)
+        elif kind == "GROUPREF_EXISTS":
+            ways = sum(_paths(each) for each in value[1:] if each is not None)
+        total = min(total * ways, _MOST_PATHS + 1)
+    return total

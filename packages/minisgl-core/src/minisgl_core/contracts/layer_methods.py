@@ -248,11 +248,14 @@ class ExpertsMethod(ABC):
         down: torch.Tensor,
         gate_up_scales: torch.Tensor | None = None,
         down_scales: torch.Tensor | None = None,
+        gate_up_zeros: torch.Tensor | None = None,
+        down_zeros: torch.Tensor | None = None,
     ) -> ExpertsOp:
         """Return the kernel's `forward` bound to these weights and the biases; see `ExpertWeights`."""
         if self.down_bias is not None and not self.spec.adds_bias:
             self.down_bias.zero_()
-        weights = ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, gate_up_scales, down_scales)
+        biases, scales = (self.gate_up_bias, self.down_bias), (gate_up_scales, down_scales)
+        weights = ExpertWeights(gate_up, down, *biases, *scales, gate_up_zeros, down_zeros)
         kernel = self.kernel
         return lambda x, topk_weights, topk_ids: kernel.forward(x, weights, topk_weights, topk_ids)
 

@@ -11,6 +11,11 @@ from typing import ClassVar, Literal
 
 import torch
 
+UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
+"""`MoeSpec.weight_dtype` of packed 4-bit integers; see `ExpertWeights`."""
+MXFP4: torch.dtype = torch.float4_e2m1fn_x2
+"""`MoeSpec.weight_dtype` of packed weights in OCP's MXFP4; see `ExpertWeights`."""
+
 
 @dataclass(frozen=True, slots=True)
 class MoeSpec:
@@ -30,7 +35,7 @@ class MoeSpec:
         has_bias: True if the projections have biases.
         swiglu_limit: before the activation, gate is clamped to at most this value, and up to
             ``[-swiglu_limit, swiglu_limit]``; None for no clamp.
-        weight_dtype: dtype of the experts' weights; None for `dtype`.
+        weight_dtype: dtype of the experts' weights; None for `dtype`. `UINT4` and `MXFP4` are packed; see `ExpertWeights`.
     """
 
     num_experts: int
@@ -95,6 +100,14 @@ class ExpertWeights:
         down_bias: [E, H], in `MoeSpec.dtype`. It is added to an expert's output before the weighted sum.
         gate_up_scales: scales of the rows of `gate_up`, float32 [E, 2 * I]; None if `gate_up` is not quantized.
         down_scales: scales of the rows of `down`, float32 [E, H]; None if `down` is not quantized.
+        gate_up_zeros: zero points of `gate_up` in `UINT4`, uint8 in the shape of its scales; None if all are 8.
+        down_zeros: likewise, of `down`.
+
+    Packed weights are uint8 [E, N, G * B / 2], where G is the number of scales of a row, and each is for B inputs, a multiple of
+    32. A byte has the codes of two consecutive inputs, the first in its low bits. Codes beyond a row's inputs have no meaning.
+
+    - `UINT4`: a weight is ``(code - zero point) * scale``. Scales are in `MoeSpec.dtype`, [E, N, G].
+    - `MXFP4`: a code is a float of OCP's format e2m1, and B is 32. Scales are of e8m0, uint8 [E, N, G].
     """
 
     gate_up: torch.Tensor
@@ -103,6 +116,8 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
     gate_up_scales: torch.Tensor | None = None
     down_scales: torch.Tensor | None = None
+    gate_up_zeros: torch.Tensor | None = None
+    down_zeros: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ _REQUIREMENTS = {
     **{(kind, "hopper"): "minisgl-backends[triton]" for kind in ("attention", "ops")},
     **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
     ("moe", "torch"): "minisgl-backends",
-    **{("quantization", name): "minisgl-backends" for name in ("fp8", "gguf", "int4")},
+    **{("quantization", name): "minisgl-backends" for name in ("fp8", "gguf", "int4", "int8", "mxfp4")},
     ("grammar", "llguidance"): "minisgl-backends[grammar]",
     **{(kind, "triton"): "minisgl-backends[triton]" for kind in ("attention", "moe", "ops")},
     **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},

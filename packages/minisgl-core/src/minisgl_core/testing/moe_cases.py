@@ -9,15 +9,17 @@ from typing import Any
 
 import torch
 
-from minisgl_core.contracts.moe import ExpertWeights, MoeSpec, RoutingSpec
-from minisgl_core.utils.fp8 import FP8_MAX, LEAST_SCALE, to_fp8
+from minisgl_core.contracts.moe import UINT4, ExpertWeights, MoeSpec, RoutingSpec
+from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
+Packed = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+"""Quantized weight, scales and zero points."""
 Shape = tuple[int, int, int, int, int]
 """Tokens, experts, experts per token, hidden size, intermediate size."""
 
 _KNOWN_FIELDS = {
     "MoeSpec": "num_experts top_k hidden_size intermediate_size dtype device activation has_bias swiglu_limit weight_dtype",
-    "ExpertWeights": "gate_up down gate_up_bias down_bias gate_up_scales down_scales",
+    "ExpertWeights": "gate_up down gate_up_bias down_bias gate_up_scales down_scales gate_up_zeros down_zeros",
     "RoutingSpec": "top_k renormalize scoring num_groups topk_groups scaling_factor",
 }
 """Fields that the references use. If a field is added to a contract, the references must use it."""
@@ -80,30 +82,46 @@ def random_case(spec: MoeSpec, num_tokens: int, routing: str = "uniform", seed: 
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=random)
 
-    def quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def quantized(weight: torch.Tensor) -> list[torch.Tensor | None]:
         if spec.weight_dtype in (None, spec.dtype):
-            return weight.to(spec.device, spec.dtype), None
-        fp8_weight, scales = _fp8_rows(weight.to(spec.dtype), random)
-        return fp8_weight.to(spec.device), scales.to(spec.device)
+            return [weight.to(spec.device, spec.dtype), None, None]
+        is_fp8 = spec.weight_dtype == FP8
+        found = _fp8_rows(weight.to(spec.dtype), random) if is_fp8 else _packed_rows(weight, spec, random)
+        return [None if each is None else each.to(spec.device) for each in found]
 
     experts, hidden, inner = spec.num_experts, spec.hidden_size, spec.intermediate_size
     x = normal(num_tokens, hidden).to(spec.device, spec.dtype)
-    gate_up, gate_up_scales = quantized(normal(experts, 2 * inner, hidden) / hidden**0.5)
-    down, down_scales = quantized(normal(experts, hidden, inner) / inner**0.5)
+    gate_up, gate_up_scales, gate_up_zeros = quantized(normal(experts, 2 * inner, hidden) / hidden**0.5)
+    down, down_scales, down_zeros = quantized(normal(experts, hidden, inner) / inner**0.5)
     topk_weights = torch.rand(num_tokens, spec.top_k, generator=random).to(spec.device)
     topk_ids = ROUTINGS[routing](num_tokens, experts, spec.top_k, random).to(spec.device)
     gate_up_bias = normal(experts, 2 * inner).to(spec.device, spec.dtype) if spec.has_bias else None
     down_bias = normal(experts, hidden).to(spec.device, spec.dtype) if spec.has_bias else None
-    weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias, gate_up_scales, down_scales)
+    assert gate_up is not None
+    assert down is not None
+    biases, scales, zeros = (gate_up_bias, down_bias), (gate_up_scales, down_scales), (gate_up_zeros, down_zeros)
+    weights = ExpertWeights(gate_up, down, *biases, *scales, *zeros)
     return MoeCase(x, weights, topk_weights, topk_ids)
 
 
-def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+def _packed_rows(weight: torch.Tensor, spec: MoeSpec, random: torch.Generator) -> Packed:
+    """Return random codes of 4 bits, scales that differ by powers of two, and zero points of integers, for blocks of 32 or 64."""
+    block = 64 if spec.weight_dtype == UINT4 and weight.shape[2] > 64 else 32
+    shape = (*weight.shape[:2], -(-weight.shape[2] // block))
+    codes = torch.randint(256, (*shape[:2], shape[2] * block // 2), generator=random, dtype=torch.uint8)
+    sizes = torch.randint(-3, 1, shape, generator=random) - round(math.log2(weight.shape[2]) / 2)
+    if spec.weight_dtype == UINT4:
+        scales = (sizes - 2.0).exp2() * (1 + torch.randint(8, shape, generator=random) / 8)  # exact in all dtypes
+        return codes, scales.to(spec.dtype), torch.randint(16, shape, generator=random, dtype=torch.uint8)
+    return codes, (sizes + 127).to(torch.uint8), None
+
+
+def _fp8_rows(weight: torch.Tensor, random: torch.Generator) -> Packed:
     """Multiply each row by a random power of two, and return the FP8 weight and the scale per row."""
     sizes = torch.randint(-3, 4, (*weight.shape[:2], 1), generator=random).exp2()
     scaled = weight.float() * sizes
     scales = scaled.abs().amax(-1, keepdim=True).clamp(min=LEAST_SCALE) / FP8_MAX
-    return to_fp8(scaled, scales), scales.squeeze(-1)
+    return to_fp8(scaled, scales), scales.squeeze(-1), None
 
 
 def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tensor:
@@ -118,8 +136,19 @@ def activated(gate: torch.Tensor, up: torch.Tensor, spec: MoeSpec) -> torch.Tens
     return gate / (1 + (-1.702 * gate).exp()) * (up + 1)
 
 
-def dequantized(weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """Return the weights of `ExpertWeights`, dequantized to `dtype`."""
+def dequantized(
+    weight: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype, zeros: torch.Tensor | None, columns: int
+) -> torch.Tensor:
+    """Return the weights of `ExpertWeights`, dequantized to `dtype`, for that number of columns."""
+    if weight.dtype == torch.uint8 and scales is not None:
+        values = torch.stack((weight % 16, weight // 16), -1).flatten(-2).to(dtype)
+        size = values.shape[-1] // scales.shape[-1]
+        factors, points = scales.to(dtype), 8 if zeros is None else zeros.to(dtype).repeat_interleave(size, -1)
+        if scales.dtype == torch.uint8:
+            exponent, odd, negative = values % 8 // 2, values % 2, values // 8
+            sizes = torch.where(exponent == 0, odd / 2, (1 + odd / 2) * (exponent - 1).exp2())
+            values, points, factors = sizes * (1 - 2 * negative), 0, (factors - 127).exp2()
+        return ((values - points) * factors.repeat_interleave(size, -1))[..., :columns]
     return weight.to(dtype) if scales is None else weight.to(dtype) * scales.to(dtype)[..., None]
 
 
@@ -133,7 +162,8 @@ def expected_output(case: MoeCase, spec: MoeSpec) -> torch.Tensor:
     given = {name: tensor.cpu() for name, tensor in case.tensors().items()}
     x, ids = given["x"].double(), given["topk_ids"]
     gate_up_weight, down_weight = (
-        dequantized(given[name], given.get(f"{name}_scales"), torch.float64) for name in ("gate_up", "down")
+        dequantized(given[name], given.get(f"{name}_scales"), torch.float64, given.get(f"{name}_zeros"), columns)
+        for name, columns in (("gate_up", spec.hidden_size), ("down", spec.intermediate_size))
     )
     hidden = torch.einsum("th,enh->etn", x, gate_up_weight)
     if "gate_up_bias" in given:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from minisgl_core.contracts.moe import MoeKernel, MoeSpec
+from minisgl_core.contracts.moe import MXFP4, UINT4, MoeKernel, MoeSpec
 from minisgl_core.testing.moe_cases import ROUTINGS, MoeCase, Shape, expected_output, random_case
 from minisgl_core.utils.fp8 import FP8
 
@@ -41,6 +41,8 @@ _FEATURES: dict[str, dict[str, Any]] = {
     "biases": {"has_bias": True},
     "swiglu_limit": {"swiglu_limit": _LIMIT},
     "fp8": {"weight_dtype": FP8},
+    "uint4": {"weight_dtype": UINT4},
+    "mxfp4": {"weight_dtype": MXFP4},
 }
 """Changes of a spec, by the capability that each requires."""
 
@@ -86,7 +88,8 @@ class MoeKernelTests:
         capabilities = self.provider.capabilities
         known = {"biases": capabilities.biases, "swiglu_limit": capabilities.swiglu_limit}
         declared = {*capabilities.activations, *(name for name, has in known.items() if has)}
-        declared |= {"fp8"} if FP8 in capabilities.weight_dtypes else set()
+        dtypes = {name: each.get("weight_dtype") for name, each in _FEATURES.items()}
+        declared |= {name for name, each in dtypes.items() if each in capabilities.weight_dtypes}
         plain = self.spec((3, 4, 2, 32, 16), self.dtypes[0])
         self.make_kernel(plain)
         reasons = self.reasons(replace(plain, **_FEATURES[feature]))
@@ -128,6 +131,23 @@ class MoeKernelTests:
             spec = self.spec(shape, dtype, weight_dtype=FP8)
             if not self.reasons(spec):  # see test_undeclared_features_are_refused
                 self.run_in_float8(spec, shape, routing)
+
+    @pytest.mark.parametrize("weight_dtype", [UINT4, MXFP4])
+    @pytest.mark.parametrize("shape", [(2, 3, 3, 17, 5), (17, 4, 2, 50, 96), (3, 3, 2, 192, 160)])
+    def test_experts_in_4_bits(self, shape: Shape, weight_dtype: torch.dtype) -> None:
+        """Packed weights are dequantized by the scales and zero points of their blocks, which differ."""
+        for dtype in self.dtypes:
+            spec = self.spec(shape, dtype, weight_dtype=weight_dtype)
+            if not self.reasons(spec):  # see test_undeclared_features_are_refused
+                self.run_and_compare(self.make_kernel(spec), self.make_case(spec, shape))
+
+    @pytest.mark.parametrize("weight_dtype", [UINT4, MXFP4])
+    def test_4_bits_with_activations_biases_and_clamps(self, weight_dtype: torch.dtype) -> None:
+        """All combinations that the kernel supports with packed weights, in one dtype."""
+        shape = (9, 4, 2, 64, 32)
+        for spec in self.variants(shape, weight_dtype=weight_dtype):
+            if spec.dtype == self.dtypes[0]:
+                self.run_and_compare(self.make_kernel(spec), self.make_case(spec, shape))
 
     def test_matmuls_accumulate_in_float32(self) -> None:
         """Matmuls over 2048 equal terms are exact; an accumulator in half precision would stop growing."""

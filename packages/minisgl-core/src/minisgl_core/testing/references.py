@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.moe import ExpertWeights, MoeCapabilities, MoeKernel
+from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.weights import LazyTensor, WeightSource
 from minisgl_core.testing.attention_rig import dense_attention
@@ -79,7 +79,10 @@ class NaiveMoe(MoeKernel):
     """MoE kernel that computes each expert of each token in turn, in float32."""
 
     capabilities = MoeCapabilities(
-        activations=("silu", "gelu_tanh", "swigluoai"), biases=True, swiglu_limit=True, weight_dtypes=(FP8,)
+        activations=("silu", "gelu_tanh", "swigluoai"),
+        biases=True,
+        swiglu_limit=True,
+        weight_dtypes=(FP8, UINT4, MXFP4),
     )
 
     def forward(
@@ -88,8 +91,8 @@ class NaiveMoe(MoeKernel):
         """See `MoeKernel.forward`."""
         check_fields(weights)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        gate_up = weights.gate_up, weights.gate_up_scales, weights.gate_up_bias
-        down = weights.down, weights.down_scales, weights.down_bias
+        gate_up = weights.gate_up, weights.gate_up_scales, weights.gate_up_bias, weights.gate_up_zeros
+        down = weights.down, weights.down_scales, weights.down_bias, weights.down_zeros
         for token, (factors, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
             for factor, expert in zip(factors, ids, strict=True):
                 gate, up = _expert_linear(expert, x[token].float(), *gate_up).chunk(2)
@@ -103,8 +106,10 @@ def _expert_linear(
     weight: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
+    zeros: torch.Tensor | None,
 ) -> torch.Tensor:
-    wide = dequantized(weight[expert], None if scales is None else scales[expert], torch.float32)
+    scale, zero = (None if each is None else each[expert] for each in (scales, zeros))
+    wide = dequantized(weight[expert], scale, torch.float32, zero, len(x))
     return wide @ x if bias is None else wide @ x + bias[expert].float()
 
 

@@ -15,6 +15,8 @@ from minisgl_core.weights.folder import FolderSource
 _STD = 0.02
 _BLOCK_ELEMENTS = 4_000_037
 """Prime, so that no row length divides it and all rows differ."""
+_E8M0 = 121
+"""Scale of MXFP4: 2^-6."""
 
 
 class DummyWeights(FolderSource):
@@ -48,6 +50,9 @@ class DummyWeights(FolderSource):
             return
         if name.endswith(("_scale", ".scales")):
             destination.fill_(_STD)
+            return
+        if name.endswith("_scales") and destination.dtype == torch.uint8:
+            destination.fill_(_E8M0)
             return
         block = self._block(destination)
         filled = destination if destination.is_contiguous() else destination.new_empty(destination.shape)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape, int4_format
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, block_shape, int4_format, is_int8
 from minisgl_core.contracts.weights import LazyTensor
 from minisgl_core.errors import ModelFormatError
 
@@ -38,7 +38,9 @@ def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
     """
     try:
         quantization = CheckpointQuantization.of(config)
-        formats = [int4_format(quantization, each) for each in quantization.groups] if quantization else []
+        groups = quantization.groups if quantization else []
+        formats = [int4_format(quantization, each) for each in groups] if quantization else []
+        are_int8 = [is_int8(quantization, each) for each in groups] if quantization else []
     except ModelFormatError as error:
         return [str(error)]
     if quantization is None or quantization.method == "fp8":
@@ -47,6 +49,10 @@ def reasons_not_to_read(config: Mapping[str, Any]) -> list[str]:
         return [
             f"its weights are 4-bit integers (quant_method {quantization.method!r}), which --quantization int4 reads"
         ]
+    if quantization.method == "mxfp4":
+        return ["its experts are in MXFP4, which --quantization mxfp4 reads"]
+    if are_int8 and all(are_int8):
+        return ["its weights are 8-bit integers (compressed-tensors), which --quantization int8 reads"]
     if quantization.method not in METHODS:
         return [f"its config has quant_method {quantization.method!r}, but only {' and '.join(METHODS)} are supported"]
     odd = [each for each in quantization.groups if (each.get("type"), each.get("num_bits")) != ("float", 8)]

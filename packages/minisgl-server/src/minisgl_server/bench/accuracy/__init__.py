@@ -1,1 +1,1 @@
-"""Command ``minisgl bench accuracy``: the effect of FP8 on the logits."""
+"""Command ``minisgl bench accuracy``: the effect of quantization on the logits."""

@@ -37,7 +37,7 @@ from minisgl_server.bench.flags import OutputFile
 )
 @click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
 def accuracy(values: dict[str, Any], sources: dict[str, str], **options: Any) -> None:
-    """Compare logits with an FP8 KV cache, with FP8 weights, and with both, to those with neither."""
+    """Compare logits with an FP8 KV cache and with quantized weights to those with neither."""
     from minisgl_server.bench.accuracy.run import run_accuracy
 
     run_accuracy(EngineConfig.from_flat(**pick(values, EngineConfig)), **options)

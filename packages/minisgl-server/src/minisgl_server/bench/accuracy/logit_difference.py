@@ -21,6 +21,7 @@ class Difference:
 
     Attributes:
         perplexity: perplexity of the variant on the text.
+        log_likelihood: mean log-likelihood of a token of the text, less the baseline's, in nats.
         mean_logit: mean absolute difference of the logits, over tokens and vocabulary.
         max_logit: maximum absolute difference of the logits.
         kl: mean Kullback-Leibler divergence of the variant's next-token distribution from the baseline's, in nats.
@@ -28,6 +29,7 @@ class Difference:
     """
 
     perplexity: float
+    log_likelihood: float
     mean_logit: float
     max_logit: float
     kl: float
@@ -48,7 +50,7 @@ def compare(
         windows: token ids per window, int64 [n].
         logits_of: LM head, which both share: [m, H] to [m, V].
     """
-    total = torch.zeros(4, dtype=torch.float64)
+    total = torch.zeros(5, dtype=torch.float64)
     largest, num_tokens, num_targets, vocab_size = 0.0, 0, 0, 1
     for ours, theirs, ids in zip(variant, baseline, windows, strict=True):
         for start in range(0, len(ids), _CHUNK_TOKENS):
@@ -60,13 +62,18 @@ def compare(
             kl = (log_base.exp() * (log_base - log_mine)).sum()
             same = (mine.argmax(-1) == base.argmax(-1)).sum()
             targets = ids[start + 1 : start + 1 + _CHUNK_TOKENS].to(mine.device)
-            missed = -log_mine[: len(targets)].gather(1, targets[:, None]).sum()
-            total += torch.stack([value.double().cpu() for value in (off.sum(), kl, same, missed)])
+            count = len(targets)
+            missed, base_missed = (
+                -log.gather(1, targets[:, None]).sum() for log in (log_mine[:count], log_base[:count])
+            )
+            found = off.sum(), kl, same, missed, base_missed - missed
+            total += torch.stack([value.double().cpu() for value in found])
             largest = max(largest, float(off.max()))
-            num_tokens, num_targets = num_tokens + len(mine), num_targets + len(targets)
-    off_sum, kl_sum, num_same, loss = total.tolist()
+            num_tokens, num_targets = num_tokens + len(mine), num_targets + count
+    off_sum, kl_sum, num_same, loss, gain = total.tolist()
     return Difference(
         perplexity=math.exp(loss / num_targets),
+        log_likelihood=gain / num_targets,
         mean_logit=off_sum / num_tokens / vocab_size,
         max_logit=largest,
         kl=kl_sum / num_tokens,

@@ -16,7 +16,7 @@ import torch
 from minisgl_core.cli.table import print_table
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.engine.build import BuiltEngine, build_engine
-from minisgl_core.errors import InvalidValueError
+from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.batch_plan import BatchPlan, SamplePlan
@@ -24,9 +24,18 @@ from minisgl_core.utils.progress import progress_bar
 from minisgl_server.bench import environment
 from minisgl_server.bench.accuracy.logit_difference import Difference, compare
 
-TITLES = ("KV", "weights", "perplexity", "mean |Δ logit|", "max |Δ logit|", "KL, nats", "same top token")
-VARIANTS = ((AUTO, "none"), ("fp8", "none"), (AUTO, "fp8"), ("fp8", "fp8"))
-"""Values of --kv-dtype and --quantization; the first variant is the baseline."""
+TITLES = (
+    "KV",
+    "weights",
+    "perplexity",
+    "Δ log-likelihood",
+    "mean |Δ logit|",
+    "max |Δ logit|",
+    "KL, nats",
+    "same top token",
+)
+VARIANTS = ((AUTO, "none"), ("fp8", "none"), (AUTO, "fp8"), ("fp8", "fp8"), (AUTO, "int8"), (AUTO, "int4"))
+"""Values of --kv-dtype and --quantization; the first variant is the baseline. Those that do not fit the model are left out."""
 
 
 def run_accuracy(
@@ -40,7 +49,7 @@ def run_accuracy(
     """
     for name, value in (("--kv-dtype", config.cache.kv_dtype), ("--quantization", config.backends.quantization)):
         if value != AUTO:
-            raise InvalidValueError(name, value, "left out: each is measured with and without fp8")
+            raise InvalidValueError(name, value, "left out: each is measured in several precisions")
     if config.parallel.pp != 1:
         raise InvalidValueError("--pp", config.parallel.pp, "1, as the hidden states of one rank are compared")
     if config.parallel.tp != 1:
@@ -57,7 +66,13 @@ def run_accuracy(
         for kv_dtype, quantization in VARIANTS:
             bar.update(task, description=f"KV {kv_dtype}, weights {quantization}")
             fixed = {"kv_dtype": kv_dtype, "quantization": quantization, "max_running_requests": 1}
-            built = build_engine(_with_room(config.with_flat(**fixed), window), registry, hooks, progress=False)
+            try:
+                built = build_engine(_with_room(config.with_flat(**fixed), window), registry, hooks, progress=False)
+            except ProviderUnsupportedError as error:
+                if error.kind != "quantization" or quantization == "none":
+                    raise
+                click.echo(f"left out: {error}\n")
+                continue
             if not windows:
                 windows = _windows(built, text, window, max_tokens)
                 dtype, device, model = built.info.dtype, built.info.device, built.info.model
@@ -66,7 +81,7 @@ def run_accuracy(
             with torch.inference_mode():
                 difference = compare(baseline, hidden, windows, built.engine.model.compute_logits)
             found.append(
-                (dtype if kv_dtype == AUTO else kv_dtype, dtype if quantization == "none" else "fp8", difference)
+                (dtype if kv_dtype == AUTO else kv_dtype, dtype if quantization == "none" else quantization, difference)
             )
             built.engine.close()
             bar.advance(task)
@@ -135,6 +150,7 @@ def _cells(kv: str, weights: str, found: Difference) -> tuple[str, ...]:
         kv,
         weights,
         f"{found.perplexity:.3f}",
+        f"{found.log_likelihood:+.4f}",
         f"{found.mean_logit:.4f}",
         f"{found.max_logit:.2f}",
         f"{found.kl:.5f}",

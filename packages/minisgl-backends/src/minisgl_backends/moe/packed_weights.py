@@ -1,0 +1,52 @@
+"""Packed 4-bit weights of experts in torch; `ExpertWeights` describes them."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_core.contracts.shard import Shard
+
+BLOCK = 32
+"""Inputs per scale of MXFP4, and divisor of the inputs of packed weights."""
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the weights of one expert in `dtype`, [N, K].
+
+    Args:
+        codes: uint8 [N, K / 2].
+        scales: [N, G], of MXFP4 in uint8.
+        zeros: zero points, uint8 [N, G]; None if all are 8.
+        dtype: dtype of the model.
+    """
+    values = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    size = values.shape[1] // scales.shape[1]
+    if scales.dtype == torch.uint8:
+        table = torch.tensor([*_E2M1, *(-each for each in _E2M1)], device=codes.device)
+        factors = scales.view(torch.float8_e8m0fnu).float().repeat_interleave(size, 1)
+        return (table[values.int()] * factors).to(dtype)
+    wide = values.to(scales.dtype) - (8 if zeros is None else zeros.to(scales.dtype).repeat_interleave(size, 1))
+    return wide.mul_(scales.repeat_interleave(size, 1)).to(dtype)
+
+
+def pack(codes: torch.Tensor, num_bytes: int) -> torch.Tensor:
+    """Return codes of 4 bits, uint8 [N, K], two per byte and padded with zeros: uint8 [N, num_bytes]."""
+    codes = torch.nn.functional.pad(codes, (0, 2 * num_bytes - codes.shape[1]))
+    return codes[:, 0::2] | codes[:, 1::2] << 4
+
+
+def in_whole_blocks(inner: Shard) -> Shard:
+    """Return the shard from the beginning of its first block of 32 to the end of its last one; an empty shard gets one block."""
+    start, stop = min(inner.start, inner.total - 1) // BLOCK * BLOCK, min(-(-inner.stop // BLOCK) * BLOCK, inner.total)
+    return Shard(start, stop, stop - start, inner.total)
+
+
+def clear_rows_of_others(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> None:
+    """Clear the gate rows and up rows, [E, 2 * I, ...], that only fill whole blocks, so that ranks add nothing twice."""
+    rows = gate_up.view(len(gate_up), 2, loaded.size, -1)
+    first = inner.start - loaded.start
+    rows[:, :, :first] = 0
+    rows[:, :, first + inner.num_real :] = 0

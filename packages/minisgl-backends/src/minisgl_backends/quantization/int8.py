@@ -1,0 +1,154 @@
+"""``--quantization int8``: 8-bit integer weights with a scale per output channel, and activations in 8 bits (W8A8)."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import torch
+
+from minisgl_backends.native import library
+from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
+from minisgl_backends.quantization.gguf import PackedLinearMethod
+from minisgl_backends.quantization.gguf_types import TYPES
+from minisgl_core.contracts.checkpoint_quantization import is_int8
+from minisgl_core.contracts.layer import Targets
+from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
+from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.contracts.ops.norm import silu_and_mul
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.contracts.weights import WeightTarget
+from minisgl_core.errors import ModelFormatError
+
+_CHUNK = 1 << 20
+"""Weights that are quantized or widened at once, which bounds the temporary memory."""
+_LEAST_SCALE = 1e-12
+_BLOCK = 32
+"""Inputs that the C kernels quantize with one scale."""
+
+
+class Int8(Quantization):
+    """Loads compressed-tensors checkpoints in W8A8, and quantizes 16-bit checkpoints after loading (round to nearest).
+
+    Activations are quantized at run time, per token, or per 32 inputs by the C kernels of CPUs. Static scales of activations
+    are ignored.
+    """
+
+    @classmethod
+    def unsupported(cls, spec: QuantizationSpec) -> list[str]:
+        """Refuse experts, checkpoints with other quantized weights, and a GPU without triton."""
+        reasons = []
+        if spec.checkpoint is not None and not spec.checkpoint.is_dequantized:
+            try:
+                if not all([is_int8(spec.checkpoint, each) for each in spec.checkpoint.groups] or [False]):
+                    method = spec.checkpoint.method
+                    reasons.append(f"the checkpoint's weights (quant_method {method!r}) are not 8-bit integers")
+            except ModelFormatError as error:
+                reasons.append(str(error))
+        if spec.num_experts:
+            reasons.append("it does not support experts")
+        if spec.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+            reasons.append("triton is not installed (pip install triton)")
+        return reasons
+
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        """Return the method for a layer of a 16-bit checkpoint, or of one with 8-bit integers.
+
+        Raises:
+            ModelFormatError: the checkpoint quantizes some parts of a fused layer only.
+        """
+        stored = self.spec.checkpoint
+        if stored is None or stored.is_dequantized:
+            return Int8Linear(spec, self.ops)
+        quantized = {stored.weights_of(part.name) is not None for part in spec.parts}
+        if len(quantized) > 1:
+            raise ModelFormatError(f"config: quantization_config quantizes the parts of {spec.name} in different ways")
+        return StoredInt8Linear(spec) if True in quantized else super().linear(spec)
+
+
+class Int8Linear(PlainLinear):
+    """A weight of a 16-bit checkpoint, quantized after loading: symmetric, rounded to nearest."""
+
+    def prepare(self) -> LinearOp:
+        """Quantize."""
+        codes = torch.empty_like(self.weight, dtype=torch.int8)
+        scales = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+        step = max(1, _CHUNK // max(codes.shape[1], 1))
+        for start in range(0, len(codes), step):
+            part = slice(start, start + step)
+            codes[part], scales[part] = quantize_rows(self.weight[part].float())
+        self.weight = self.weight.new_empty(0)
+        return operation(self.spec, codes, scales, self.bias)
+
+
+class StoredInt8Linear(LinearMethod):
+    """A linear layer of a checkpoint with 8-bit integers."""
+
+    def __init__(self, spec: LinearSpec) -> None:
+        super().__init__(spec)
+        self._codes = spec.empty(spec.out_features, spec.in_features, dtype=torch.int8)
+        self._scales = spec.empty(spec.out_features, dtype=torch.float32)
+        self._bias = spec.empty(spec.out_features) if spec.bias else None
+
+    def targets(self) -> Targets:
+        """Yield ``NAME.weight``, ``NAME.weight_scale`` and ``NAME.bias`` of every part; activation scales are not used."""
+        yield from StoredMatrix(self._codes, self._scales, self.spec.parts, self.spec.columns, None).targets()
+        for name in dict.fromkeys(part.name for part in self.spec.parts):
+            for kind, dtype in (("input_scale", torch.float32), ("input_zero_point", torch.int8)):
+                yield f"{name}.{kind}", WeightTarget(torch.empty(1, dtype=dtype), optional=True, broadcast=True)
+        if self._bias is not None:
+            yield from self.spec.row_targets("bias", self._bias)
+
+    def prepare(self) -> LinearOp:
+        """Hand the codes to the kernel of the device."""
+        codes, self._codes = self._codes, self._codes.new_empty(0)
+        return operation(self.spec, codes, self._scales, self._bias)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes of x, float32 [M, K], -127 to 127 in int8, and a scale per row, [M]."""
+    scales = (x.abs().amax(1) / 127 if x.shape[1] else x.new_zeros(len(x))).clamp_min_(_LEAST_SCALE)
+    return (x / scales[:, None]).round_().to(torch.int8), scales
+
+
+def operation(spec: LinearSpec, codes: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
+    """Return the layer's operation for codes, int8 [out_features, in_features], and scales, float32 [out_features]."""
+    if codes.is_cuda:
+        from minisgl_backends.kernels.int8_gemm import Int8Gemm
+
+        return Int8Gemm(codes, scales, bias, gated=spec.gated)
+    is_packed = codes.numel() and codes.shape[1] % _BLOCK == 0 and not library.unsupported(spec.device, spec.dtype)
+    gemm = _native(spec, codes) if is_packed else _torch(codes)
+    gated = spec.gated
+
+    def linear(x: torch.Tensor) -> torch.Tensor:
+        out = (gemm(x).float() * scales).to(x.dtype)
+        out = out if bias is None else out + bias
+        return silu_and_mul(out) if gated else out
+
+    return linear
+
+
+def _native(spec: LinearSpec, codes: torch.Tensor) -> LinearOp:
+    """Return the C kernels' GEMM by the codes: GGML's Q8_0 with all scales 1."""
+    rows, columns = Shard.whole(len(codes)), Shard.whole(codes.shape[1])
+    part = LinearPart(spec.name, rows)
+    method = PackedLinearMethod(replace(spec, parts=(part,), columns=columns, bias=False, gated=False), [TYPES["Q8_0"]])
+    blocks = method.blocks[0].view(len(codes), -1, _BLOCK + 2)
+    blocks[:, :, :2] = torch.ones(1, dtype=torch.float16).view(torch.int8)
+    blocks[:, :, 2:] = codes.view(len(codes), -1, _BLOCK)
+    return method.prepare()
+
+
+def _torch(codes: torch.Tensor) -> LinearOp:
+    """Return a GEMM in float32 by panels of the codes: exact up to 1,040 inputs, and slow. It serves as a reference, too."""
+    step = max(1, _CHUNK // max(codes.shape[1], 1))
+
+    def gemm(x: torch.Tensor) -> torch.Tensor:
+        rows, scales = quantize_rows(x.float().reshape(-1, codes.shape[1]))
+        wide = rows.float()
+        parts = [wide @ panel.float().T for panel in torch.split(codes, step)]
+        return (torch.cat(parts, 1) * scales[:, None]).view(*x.shape[:-1], len(codes))
+
+    return gemm

@@ -1,0 +1,55 @@
+"""Kernels of packed weights, compiled for GPUs by Triton and ptxas; this needs no GPU, and the interpreter does not do it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+CODE = """
+import re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl_backends.kernels import int8_gemm, quantize
+from minisgl_backends.moe import triton_grouped
+
+def check(kernel, pointers, constants, instruction):
+    types = {name: "*" + pointers[name] if name in pointers else "i32" for name in kernel.arg_names}
+    types |= dict.fromkeys(constants, "constexpr")
+    places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    target = GPUTarget("cuda", int(sys.argv[1]), 32)
+    made = triton.compile(ASTSource(kernel, types, places), target=target, options={"num_warps": 4, "num_stages": 3})
+    assert made.asm["cubin"]
+    assert re.search(instruction, made.asm["ptx"]), (kernel.__name__, instruction)
+
+sizes = {"BLOCK_ROWS": 16, "BLOCK_COLS": 64, "WIDEN": False, "SCALED": False, "HAS_BIAS": True, "EVEN": False}
+for scales, block, zeros in (("bf16", 64, True), ("u8", 32, False)):
+    pointers = dict.fromkeys("x x_scales hidden hidden_scales bias out".split(), "bf16")
+    pointers |= dict(weights="u8", scales=scales, zeros="u8", row_weights="fp32", block_rows="i32", block_experts="i32")
+    constants = {**sizes, "BLOCK_DEPTH": block, "PACKED": block, "HAS_ZEROS": zeros}
+    gated = {"TOP_K": 4, "ACTIVATION": "swigluoai", "LIMIT": 7.0}
+    check(triton_grouped._gate_up_activation, pointers, {**constants, **gated}, r"mma\\.sync.*bf16")
+    check(triton_grouped._weighted_down, pointers, constants, r"mma\\.sync.*bf16")
+pointers = {"x": "i8", "row_scales": "fp32", "weight": "i8", "scales": "fp32", "bias": "bf16", "out": "bf16"}
+check(int8_gemm._int8_gemm, pointers, {"ROWS": 16, "COLS": 64, "DEPTH": 128, "HAS_BIAS": True}, r"mma\\.sync.*s32\\.s8\\.s8")
+rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
+check(quantize._quantize_rows, {"x": "bf16", "codes": "i8", "scales": "fp32"}, rounding, r"st\\.global")
+"""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_with_tensor_core_instructions(capability: int, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, str(capability)],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
