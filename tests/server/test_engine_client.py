@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_core.protocol.messages import Abort, EngineInfo, Rejected, Stop, Text, TextBatch, Tokenize
+from minisgl_core.protocol.messages import Abort, EngineInfo, NoReplica, Rejected, Stop, Text, TextBatch, Tokenize
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api.engine_client import EngineClient, Generation
@@ -183,5 +183,25 @@ def test_a_request_that_cannot_be_encoded_leaves_no_state() -> None:
             with pytest.raises(ApiError) as caught:
                 client.start([good, bad], connected)
             assert caught.value.status == 400
+
+    run(test)
+
+
+def test_requests_are_refused_until_a_replica_is_ready_again() -> None:
+    async def test(client: EngineClient, engine: Engine) -> None:
+        engine.send(INFO)
+        await client.ready.wait()
+        engine.send(NoReplica(3.2))
+        while client.no_replica is None:
+            await asyncio.sleep(0.001)
+        for check in (client.ready_info, client.check_replicas):
+            with pytest.raises(ApiError) as found:
+                check()
+            assert (found.value.status, found.value.code) == (503, "no_replica")
+            assert found.value.headers["Retry-After"] == "4"
+        engine.send(INFO)
+        while client.no_replica is not None:
+            await asyncio.sleep(0.001)
+        assert client.ready_info() == INFO
 
     run(test)

@@ -11,6 +11,7 @@ import pytest
 from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredOutputs
 from minisgl_core.protocol.messages import (
     Abort,
+    ApiRestarted,
     Count,
     Decoder,
     Ended,
@@ -94,6 +95,27 @@ class Rig:
 @pytest.fixture
 def rig(engine_tokenizer: Any) -> Rig:
     return Rig(engine_tokenizer)
+
+
+def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> None:
+    """Also those that arrive after its end; the successor gets its own output only."""
+    rig, connected = Rig(engine_tokenizer), list[int]()
+    rig.worker._api, rig.worker._connect_api = 1, connected.append
+    rig.submit("a", api=1)
+    rig.submit("b", api=1, sampling=SamplingParams(max_tokens=8, n=2), sibling_ids=["c"])
+    rig.scheduler.clear()
+    rig.submit("new", api=3)
+    rig.worker.handle(ApiRestarted(3))  # the successor's first request may overtake it
+    rig.submit("late", api=1)
+    rig.worker.handle(ApiRestarted(5))
+    rig.submit("newest", api=5)
+    sent = [(type(each), each.request_id) for each in rig.scheduler]
+    aborted = [(Abort, "a"), (Abort, "b"), (Abort, "c")]
+    assert sent == [*aborted, (Submit, "new"), (Abort, "new"), (Submit, "newest")]
+    assert (connected, rig.worker.num_requests) == ([3, 5], 1)
+    rig.output(" world", name="a", finish_reason="length")
+    rig.output(" world", name="newest", finish_reason="length")
+    assert [each.request_id for each in rig.take()] == ["newest"]
 
 
 def test_a_request_is_submitted_and_its_text_returned(rig: Rig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -108,14 +109,34 @@ def test_a_killed_rank_gives_one_error_per_lost_stream(server: Any) -> None:
             assert events[-2]["choices"][0]["finish_reason"] == "length"
 
 
-def test_the_state_is_refused_while_no_replica_is_ready(server: Any) -> None:
+def complete(server: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/completions", json={"prompt": "One", "max_tokens": 2}, timeout=200)
+
+
+@pytest.mark.nightly  # a replica may become ready between two kills on a slow machine
+def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any) -> None:
+    """A request that waits for a replica is refused, too. Once a replica is ready, all is as before."""
     wait_all_ready(server)
-    victims = [child(server, f"replica {replica} rank 0") for replica in range(2)]
-    for victim in victims:
-        assert victim is not None
-        victim.kill()
-    answer = wait_for(lambda: (answer := state(server)).status_code == 503 and answer)
-    assert answer.json()["error"]["code"] == "no_replica"
+
+    def get(path: str) -> httpx.Response:
+        return httpx.get(f"{server.url}{path}", timeout=60)
+
+    def kill_until_refused() -> httpx.Response | None:
+        for replica in range(2):
+            if victim := child(server, f"replica {replica} rank 0"):
+                victim.kill()
+        return answer if (answer := get("/ready")).status_code == 503 else None
+
+    with ThreadPoolExecutor(1) as pool:
+        kill_until_refused()
+        waiting = pool.submit(complete, server)
+        refused = [wait_for(kill_until_refused), get("/health"), state(server), complete(server), waiting.result()]
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert int(answer.headers["retry-after"]) >= 1
+    assert re.search(r"Replica \d is restarted in \d+ s, since it has failed \d+ times in a row", server.stderr())
+    wait_for(lambda: get("/ready").status_code == 200)
+    assert get("/health").status_code == complete(server).status_code == 200
 
 
 def test_a_drain_restarts_no_replica(server: Any) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from minisgl_backends.prefix_cache.radix import RadixPrefixCache
 from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE
@@ -17,6 +19,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoReplica,
     NoSnapshot,
     Rejected,
     ReplicaDied,
@@ -100,6 +103,64 @@ def test_loads_follow_submissions_and_ends(rig: Rig) -> None:
     assert rig.loads() == [(0, 0), (0, 0)]
 
 
+CALLS = st.lists(
+    st.tuples(
+        st.sampled_from(["submit", "submit", "submit", "abort", "ended", "died", "ready"]),
+        st.integers(0, 9),
+        st.integers(1, 60),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(CALLS)
+def test_loads_are_those_of_the_requests_at_each_replica(calls: list[tuple[str, int, int]]) -> None:
+    """Against a dictionary of where each request was sent, over submissions, ends and lost replicas in any order."""
+    rig, engines, lengths, num_seen = Rig(), [0, 1], dict[str, int](), 0
+    at: dict[str, int] = {}
+    ready = [False, False]
+
+    def look() -> None:
+        for engine, sent in rig.engines.items():
+            for message in sent:
+                if isinstance(message, Submit):
+                    at[message.request_id] = engine % 2
+            sent.clear()
+
+    for call, number, num_tokens in calls:
+        replica = number % 2
+        live = sorted(lengths)
+        if call == "submit":
+            num_seen += 1
+            lengths[str(num_seen)] = num_tokens
+            rig.submit(str(num_seen), [number] * num_tokens)
+        elif call == "abort" and live:
+            name = live[number % len(live)]
+            del lengths[name]
+            at.pop(name, None)
+            rig.send(Abort(name))
+        elif call == "ended" and (running := sorted(at)):
+            name = running[number % len(running)]
+            del lengths[name], at[name]
+            rig.send(Ended([name]))
+        elif call == "died" and ready[replica]:
+            ready[replica] = False
+            for name in [name for name, place in at.items() if place == replica]:
+                del lengths[name], at[name]
+            rig.send(ReplicaDied(replica, engines[replica]))
+            engines[replica] += 2
+        elif call == "ready" and not ready[replica]:
+            ready[replica] = True
+            rig.send(ReplicaReady(replica, engines[replica]))
+        look()
+        for rejected in [each for sent in rig.workers for each in sent if isinstance(each, Rejected)]:
+            lengths.pop(rejected.request_id, None)
+        own = [[lengths[name] for name, place in at.items() if place == each] for each in (0, 1)]
+        assert rig.loads() == [(len(each), sum(each)) for each in own]
+        assert any(ready) or not at
+
+
 def test_a_lost_replica_names_its_requests_to_their_workers(rig: Rig) -> None:
     rig.submit("a", [1] * 40)
     rig.submit("b", [1] * 40, worker=1)
@@ -129,6 +190,21 @@ def test_requests_wait_while_no_replica_is_ready() -> None:
     rig.submit("d")
     rig.send(ReplicaReady(1, 3))
     assert rig.names(3) == ["d"]
+
+
+def test_no_request_waits_while_all_replicas_fail() -> None:
+    rig = Rig()
+    rig.submit("a", worker=1)
+    rig.send(NoReplica(4))
+    rig.submit("b")
+    assert [[(each.request_id, each.kind) for each in sent] for sent in rig.workers] == [
+        [("b", "no_replica")],
+        [("a", "no_replica")],
+    ]
+    rig.send(ReplicaReady(1, 1), ReplicaDied(1, 1))
+    rig.submit("c")
+    rig.send(ReplicaReady(0, 0))
+    assert rig.names(0) == ["c"], "one failure more does not refuse it"
 
 
 def test_few_requests_wait_for_a_replica() -> None:

@@ -26,7 +26,7 @@ from minisgl_core.testing.kit_runner import iter_failures
 from minisgl_core.testing.router_kit import Replica, RouterTests, prompt
 from minisgl_server.router.block_table import WAYS, BlockTable
 from minisgl_server.router.policies import LeastLoadedRouter, RoundRobinRouter
-from minisgl_server.router.prefix import PrefixRouter
+from minisgl_server.router.prefix import NEW_TOKEN_COST, PrefixRouter
 
 
 class TestRoundRobin(RouterTests):
@@ -166,6 +166,14 @@ def test_an_overloaded_replica_loses_its_prefixes(held: int, other: int, expecte
     assert router.route(prompt(0), [Replica(0, held), Replica(1, other)]) == expected
 
 
+@pytest.mark.parametrize(("num_tokens", "expected"), [(NEW_TOKEN_COST * 192 - 1, 0), (NEW_TOKEN_COST * 192 + 1, 1)])
+def test_prompt_tokens_outweigh_a_cached_prefix(num_tokens: int, expected: int) -> None:
+    """The prompt has 12 whole blocks of 16 tokens; one long prompt loads a replica as many short ones do."""
+    router = PrefixRouter(spec(2))
+    router.inserted(0, prompt(0).block_keys())
+    assert router.route(prompt(0), [Replica(0, 1, num_tokens), Replica(1, 1, 0)]) == expected
+
+
 def test_block_keys_name_a_prefix() -> None:
     tokens = np.arange(100, dtype=np.int32)
     keys = block_keys(tokens, 16)
@@ -201,6 +209,9 @@ class NaiveRouter(Router):
         lengths = [place for place, each in enumerate(self.prefixes(prompt), 1) if each in self.held[replica]]
         return max(lengths, default=0)
 
+    def num_new(self, prompt: RoutedPrompt, replica: int) -> int:
+        return len(prompt.token_ids) - prompt.block_size * self.num_held(prompt, replica)
+
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         least = min(each.num_requests for each in replicas)
         able = [
@@ -209,8 +220,8 @@ class NaiveRouter(Router):
             if each.num_requests - least <= self.spec.overload_requests
             or each.num_requests <= least * self.spec.overload_ratio
         ]
-        longest = max(self.num_held(prompt, each.replica) for each in able)
-        chosen = self.balance.route(prompt, [e for e in able if self.num_held(prompt, e.replica) == longest])
+        work = {e.replica: e.num_prompt_tokens + NEW_TOKEN_COST * self.num_new(prompt, e.replica) for e in able}
+        chosen = self.balance.route(prompt, [e for e in able if work[e.replica] == min(work.values())])
         self.held[chosen].update(self.prefixes(prompt))
         return chosen
 
@@ -226,7 +237,7 @@ CALLS = st.lists(
         st.sampled_from(["route", "route", "inserted", "evicted", "lost"]),
         PROMPTS,
         st.integers(0, 8),
-        st.lists(st.integers(0, 40), min_size=9, max_size=9),
+        st.lists(st.tuples(st.integers(0, 40), st.integers(0, 999)), min_size=9, max_size=9),
         st.sets(st.integers(0, 8), min_size=1),
     ),
     max_size=40,
@@ -240,7 +251,7 @@ def test_prefix_decides_as_a_naive_reference(calls: list[Any]) -> None:
     router, naive = PrefixRouter(spec(9)), NaiveRouter(spec(9))
     for call, asked, replica, loads, ready in calls:
         if call == "route":
-            replicas = [Replica(number, loads[number]) for number in sorted(ready)]
+            replicas = [Replica(number, *loads[number]) for number in sorted(ready)]
             slots = router._table.find(asked.block_keys())
             held = [naive.num_held(asked, number) for number in range(9)]
             assert router._table.num_held(slots).tolist() == held

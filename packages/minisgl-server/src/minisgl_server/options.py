@@ -13,7 +13,12 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "Address to listen on; 0.0.0.0 listens to the whole network.")
     port: int = option(1919, "Port to listen on; 0 chooses a free one and reports it.", low=0, high=65535)
-    num_tokenizers: int = option(1, "Processes that tokenize prompts and detokenize output.", low=1, high=64)
+    api_workers: int = option(
+        1, "Processes of the API server, which share one port; one that dies is restarted.", low=1, high=64
+    )
+    num_tokenizers: int | None = option(
+        None, "Processes that tokenize prompts and detokenize output; by default, one per API worker.", low=1, high=64
+    )
     replicas: int = option(
         1,
         "Engines with the same model, behind one API; each has --tp devices or, on a CPU, its part of the cores.",
@@ -55,12 +60,14 @@ class ServerOptions:
         None, "Maximum number of concurrent POST requests; others get status 429.", low=1
     )
     max_connections_per_address: int = option(
-        1024, "Maximum number of connections per address, except of this host; others get status 429.", low=1
+        1024,
+        "Maximum number of connections per address and API worker, except of this host; others get status 429.",
+        low=1,
     )
-    response_store_size: int = option(
-        64 * 2**20,
+    response_store_size: int | None = option(
+        None,
         "Bytes of memory for responses that /v1/responses stores, for previous_response_id; the least recently used are"
-        " evicted. 0 stores none.",
+        " evicted. 0 stores none. By default 64 MiB, or 0 with several API workers, which would have different ones.",
         low=0,
     )
     metrics: bool = option(True, "Serve Prometheus metrics at /metrics.")
@@ -98,3 +105,10 @@ class ServerOptions:
         choices=("debug", "info", "warning", "error", "critical"),
     )
     log_format: str = option("text", "Format of log lines.", choices=("text", "json"))
+
+    @property
+    def num_response_bytes(self) -> int:
+        """Value of ``--response-store-size``, or its default."""
+        if self.response_store_size is None:
+            return 64 * 2**20 if self.api_workers == 1 else 0
+        return self.response_store_size

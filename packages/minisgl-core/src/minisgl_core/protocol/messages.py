@@ -11,7 +11,8 @@ With ``--replicas``, a router receives what tokenizer workers send, and passes i
 
     tokenizer worker  --Submit/Abort/Ended-->  router  --Submit/Abort-->  scheduler (rank 0) of a replica
     tokenizer worker  <--ReplicaLost--  router  <--CacheEvents--  scheduler (rank 0) of a replica
-    launcher  --ReplicaReady/ReplicaDied-->  router
+    launcher  --ApiRestarted-->  tokenizer workers of an API worker
+    launcher  --ReplicaReady/ReplicaDied/NoReplica-->  router,  launcher  --EngineInfo/NoReplica-->  API server
 
 One tokenizer worker serves a request in both directions, so that one process has its detokenizer state. The file is long because
 it has most of the protocol. `batch_plan` and `engine_snapshot` define the other messages.
@@ -94,6 +95,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
 
     request_id: str
     sampling: SamplingParams
+    api: int = 0
+    """Number of the API worker; see `ApiRestarted`."""
     sibling_ids: list[str] = msgspec.field(default_factory=list)
     """Ids of the further outputs if `sampling.n` is more than 1; `SamplingParams.split` makes their parameters."""
     text: str | None = None
@@ -217,8 +220,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
 class Rejected(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True):
     """Scheduler or tokenizer worker to API server: a request was refused before it ran.
 
-    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500) or
-    ``replica_lost`` (503), after which the request may be sent again. `param` names the field at fault.
+    `kind` is ``invalid`` or ``too_long`` for the context (HTTP 400), ``queue_full`` (429), ``internal`` (500), or
+    ``replica_lost`` or ``no_replica`` (503), after which the request may be sent again. `param` names the field at fault.
     """
 
     request_id: str
@@ -353,6 +356,8 @@ class Count(msgspec.Struct, tag=True, kw_only=True):
     """Counts by process or state: ``tokenizer 0``, ``waiting``, ``running``, and also ``locked pages``."""
     query: int = 0
     """Number by which a router recognises the answer of a replica."""
+    api: int = 0
+    """Number of the API worker; see `ApiRestarted`."""
 
 
 class Ended(msgspec.Struct, tag=True):
@@ -375,11 +380,26 @@ class ReplicaDied(msgspec.Struct, tag=True):
     engine: int
 
 
+class NoReplica(msgspec.Struct, tag=True):
+    """Launcher to router and API server: no replica is ready, and all have failed repeatedly.
+
+    Requests are refused until a `ReplicaReady` or, at the API server, an `EngineInfo`.
+    """
+
+    retry_after_s: float
+
+
 class ReplicaLost(msgspec.Struct, tag=True):
     """Router to tokenizer worker: an engine has ended, and with it these requests. Its later output is not valid."""
 
     engine: int
     request_ids: list[str]
+
+
+class ApiRestarted(msgspec.Struct, tag=True):
+    """Launcher to tokenizer worker: its API worker has ended, and with it all requests. The one of this number succeeds it."""
+
+    api: int
 
 
 class NoSnapshot(msgspec.Struct, tag=True):

@@ -4,7 +4,7 @@ Every process that receives binds one PULL socket in the launch's directory, and
 one sender arrive in order. The directory is made for the launch, is accessible to its user only, and is removed at the end.
 These file permissions are the only access control of Unix sockets. Ranks on other hosts have TCP sockets, see `curve`.
 
-    api_in           <-- tokenizer workers, launcher
+    api_in           <-- tokenizer workers, launcher; each API worker has its own, and its own tokenizer workers
     tokenizer_in[i]  <-- API server, scheduler of rank 0, launcher
     scheduler_in     <-- tokenizer workers, launcher
     RankPlacement.address  <-- scheduler of rank 0; for rank 0, the last pipeline stage
@@ -54,15 +54,19 @@ class IpcAddresses:
         num_replicas: number of replicas; if there are several, they are behind a router.
         engine: number of the engine that this is for; a restarted replica is a new engine, so no message to the old one
             reaches it.
+        num_apis: number of API workers, the processes of the API server.
+        api: number of the API worker that this is for; one that is restarted has a new number, as an engine has.
     """
 
     directory: str
     num_tokenizers: int = 1
     num_replicas: int = 1
     engine: int = 0
+    num_apis: int = 1
+    api: int = 0
 
     @classmethod
-    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1) -> IpcAddresses:
+    def create(cls, num_tokenizers: int = 1, num_replicas: int = 1, num_apis: int = 1) -> IpcAddresses:
         """Make a new directory with mode 0700 in the system's temporary directory. Call `remove` at the end.
 
         Raises:
@@ -77,7 +81,7 @@ class IpcAddresses:
                 "a shorter path, because Unix sockets are made there",
                 "Try TMPDIR=/tmp.",
             )
-        return cls(directory, num_tokenizers, num_replicas)
+        return cls(directory, num_tokenizers, num_replicas, num_apis=num_apis)
 
     def remove(self) -> None:
         """Delete the directory. May be called twice."""
@@ -87,10 +91,19 @@ class IpcAddresses:
         """Return the addresses for another engine of the launch."""
         return replace(self, engine=engine)
 
+    def of_api(self, api: int) -> IpcAddresses:
+        """Return the addresses for another API worker of the launch."""
+        return replace(self, api=api)
+
     @property
     def api_in(self) -> str:
-        """Address of the API server."""
-        return f"ipc://{self.directory}/api"
+        """Address of the API worker."""
+        return f"ipc://{self.directory}/api" + (f"-{self.api}" if self.num_apis > 1 else "")
+
+    @property
+    def request_counts(self) -> str:
+        """File with the number of requests that each API worker serves, int32."""
+        return f"{self.directory}/request-counts"
 
     @property
     def replica(self) -> int:
@@ -121,6 +134,11 @@ class IpcAddresses:
     def tokenizer_in(self) -> tuple[str, ...]:
         """Addresses of the tokenizer workers."""
         return tuple(f"ipc://{self.directory}/tokenizer-{index}" for index in range(self.num_tokenizers))
+
+    @property
+    def own_tokenizer_in(self) -> dict[int, str]:
+        """Addresses of the tokenizer workers of the API worker, by index."""
+        return dict(list(enumerate(self.tokenizer_in))[self.api % self.num_apis :: self.num_apis])
 
     def __enter__(self) -> Self:
         return self

@@ -55,7 +55,7 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     app.state.client, app.state.options = client, options
     app.state.public_paths = PublicPaths()
     app.state.body_memory = BodyMemory()
-    app.state.response_store = ResponseStore(options.response_store_size)
+    app.state.response_store = ResponseStore(options.num_response_bytes)
     app.state.started = int(time.time())
     errors.add_error_handlers(app)
     openapi.add_openapi_document(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
@@ -14,6 +15,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Detokenize,
     EngineInfo,
+    NoReplica,
     NoSnapshot,
     Rejected,
     Stop,
@@ -36,7 +38,7 @@ from minisgl_server.api.errors import (
 logger = logging.getLogger(__name__)
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | Stop
+Incoming = EngineInfo | TextBatch | Tokens | Rejected | Count | EngineSnapshot | NoSnapshot | NoReplica | Stop
 
 
 class Generation:
@@ -122,6 +124,7 @@ class EngineClient:
         info: description and limits of the engine; None until it is ready.
         ready: set once the engine is ready.
         stopped: set once the engine has stopped.
+        no_replica: set while no replica is ready and all fail repeatedly; see `NoReplica`.
         is_draining: True during a shutdown; new requests are refused.
     """
 
@@ -129,12 +132,17 @@ class EngineClient:
         self.info: EngineInfo | None = None
         self.ready, self.stopped = asyncio.Event(), asyncio.Event()
         self.is_draining = False
+        self.no_replica: NoReplica | None = None
         self._receiver = AsyncReceiver[Any](endpoints.api_in, Incoming)
-        self._workers = [Sender(address) for address in endpoints.tokenizer_in]
-        self._next_worker = 0
+        self._api = endpoints.api
+        self._name = f"api {endpoints.api % endpoints.num_apis}" if endpoints.num_apis > 1 else "api"
+        self._workers = {index: Sender(address) for index, address in endpoints.own_tokenizer_in.items()}
+        self._next_worker = itertools.cycle(self._workers)
         self._routes: dict[str, tuple[Generation, int]] = {}
         self._queries: dict[str, asyncio.Future[Tokens]] = {}
-        self._pending_counts: list[deque[asyncio.Future[dict[str, int]]]] = [deque() for _ in self._workers]
+        self._pending_counts: dict[int, deque[asyncio.Future[dict[str, int]]]] = {
+            each: deque() for each in self._workers
+        }
         self._pending_states: dict[int, asyncio.Future[EngineSnapshot]] = {}
         self._num_state_queries = 0
 
@@ -147,13 +155,23 @@ class EngineClient:
         """Return `info`.
 
         Raises:
-            ApiError: 503, the engine is not ready, or the server shuts down.
+            ApiError: 503, the engine is not ready, all replicas fail repeatedly, or the server shuts down.
         """
         if self.is_draining:
             raise shutting_down()
+        self.check_replicas()
         if self.info is None:
             raise not_ready()
         return self.info
+
+    def check_replicas(self) -> None:
+        """Check that a replica is ready or starting.
+
+        Raises:
+            ApiError: 503, all replicas fail repeatedly.
+        """
+        if self.no_replica is not None:
+            raise no_replica(self.no_replica.retry_after_s)
 
     def start(self, requests: Sequence[Tokenize], receive: Receive) -> Generation:
         """Send requests to the engine.
@@ -170,7 +188,8 @@ class EngineClient:
         generation = Generation(self, [output_id for request in requests for output_id in request.output_ids])
         try:
             for request in requests:
-                worker = self._choose_worker()
+                worker = next(self._next_worker)
+                request.api = self._api
                 self._routes |= dict.fromkeys(request.output_ids, (generation, worker))
                 self._workers[worker].send(request)
         except (OverflowError, RecursionError, UnicodeError):
@@ -188,7 +207,7 @@ class EngineClient:
         answer: asyncio.Future[Tokens] = asyncio.get_running_loop().create_future()
         self._queries[message.request_id] = answer
         try:
-            self._workers[self._choose_worker()].send(message)
+            self._workers[next(self._next_worker)].send(message)
             return await answer
         except (OverflowError, RecursionError, UnicodeError):
             raise not_encodable() from None
@@ -213,11 +232,11 @@ class EngineClient:
         """Return the number of requests that each process holds; see `Count`. Waits until every process has answered."""
         loop = asyncio.get_running_loop()
         answers = []
-        for worker, (sender, waiting) in enumerate(zip(self._workers, self._pending_counts, strict=True)):
+        for worker, sender in self._workers.items():
             answers.append(loop.create_future())
-            waiting.append(answers[-1])
-            sender.send(Count(worker=worker))
-        counts = {"api": len(self._routes)}
+            self._pending_counts[worker].append(answers[-1])
+            sender.send(Count(worker=worker, api=self._api))
+        counts = {self._name: len(self._routes)}
         for answer in answers:
             counts |= await answer
         return counts
@@ -233,8 +252,9 @@ class EngineClient:
         query = self._num_state_queries
         self._pending_states[query] = answer
         try:
-            request = SnapshotRequest(worker=0, since=since, with_tokens=with_tokens, query=query, replica=replica)
-            self._workers[0].send(request)
+            worker = min(self._workers)
+            request = SnapshotRequest(worker=worker, since=since, with_tokens=with_tokens, query=query, replica=replica)
+            self._workers[worker].send(request)
             return await answer
         finally:
             del self._pending_states[query]
@@ -244,8 +264,10 @@ class EngineClient:
         while True:
             match await self._receiver.receive():
                 case EngineInfo() as info:
-                    self.info = info
+                    self.info, self.no_replica = info, None
                     self.ready.set()
+                case NoReplica() as message:
+                    self.no_replica = message
                 case TextBatch(outputs):
                     for text in outputs:
                         self._deliver(text)
@@ -257,7 +279,7 @@ class EngineClient:
                         query.set_exception(rejected(message))
                     if route := self._routes.pop(message.request_id, None):
                         route[0].reject(message)
-                case Count(worker=worker, counts=counts):
+                case Count(worker=worker, counts=counts, api=api) if api == self._api:
                     answer = self._pending_counts[worker].popleft()
                     if not answer.done():
                         answer.set_result(counts)
@@ -278,7 +300,7 @@ class EngineClient:
     def close(self) -> None:
         """Close the sockets."""
         self._receiver.close()
-        for worker in self._workers:
+        for worker in self._workers.values():
             worker.close()
 
     def _fail_all(self, error: ApiError) -> None:
@@ -287,11 +309,6 @@ class EngineClient:
         for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(error)
-
-    def _choose_worker(self) -> int:
-        worker = self._next_worker
-        self._next_worker = (worker + 1) % len(self._workers)
-        return worker
 
     def _deliver(self, text: Text) -> None:
         route = self._routes.get(text.request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -95,9 +96,10 @@ def not_ready() -> ApiError:
     return ApiError(503, "The server is starting; try again when GET /ready answers 200.", code="not_ready")
 
 
-def no_replica() -> ApiError:
-    """Return the error of a question that only a replica can answer, while none is ready."""
-    return ApiError(503, "No replica is ready; each is starting again.", code="no_replica")
+def no_replica(retry_after_s: float = 1) -> ApiError:
+    """Return the error of a request while no replica is ready."""
+    headers = {"Retry-After": str(math.ceil(retry_after_s))}
+    return ApiError(503, "No replica is ready; each is starting again.", code="no_replica", headers=headers)
 
 
 def not_encodable() -> ApiError:
@@ -131,6 +133,8 @@ def rejected(message: Rejected) -> ApiError:
         return ApiError(429, message.message, code="queue_full")
     if message.kind == "replica_lost":
         return ApiError(503, message.message, code="replica_lost")
+    if message.kind == "no_replica":
+        return no_replica()
     return ApiError(500, message.message, code="internal_error")
 
 

@@ -16,9 +16,10 @@ COUNT_TIMEOUT_S = 10.0
 router = APIRouter()
 
 
-@router.get("/health", **route_docs(response=Status, needs_engine=False))
-async def health() -> Response:
-    """Answer while the process runs; /ready tells if it serves requests."""
+@router.get("/health", **route_docs(response=Status))
+async def health(request: Request) -> Response:
+    """Answer 200 while the process runs, and 503 if all replicas fail repeatedly; /ready tells if it serves requests."""
+    request.app.state.client.check_replicas()
     return json_response({"status": "ok"})
 
 

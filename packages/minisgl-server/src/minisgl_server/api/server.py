@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import resource
 import socket
 import sys
@@ -19,6 +20,7 @@ from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.connection_limits import ConnectionLimits
 from minisgl_server.api.http.limited_protocol import limited_protocol_class
 from minisgl_server.api.http.middleware import add_middleware
+from minisgl_server.api.openai.requests import start_numbers
 from minisgl_server.options import ServerOptions
 
 SEND_TIMEOUT_S = 2
@@ -34,10 +36,11 @@ def run_api(
     listener: socket.socket,
     report: Report,
 ) -> None:
-    """Run the process: serve on `listener` until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
+    """Run one API worker until `END_SIGNAL`, then finish running requests for ``--drain-timeout``.
 
-    It listens at once, and answers 503 until it receives `EngineInfo`; then it reports that it is ready. While it drains, it
-    still listens and answers 503 to new requests, so that load balancers that poll /ready notice.
+    All workers accept connections from `listener`, which listens at once. A worker answers 503 until it receives `EngineInfo`;
+    then it reports that it is ready. While it drains, it answers 503 to new requests, so that load balancers that poll /ready
+    notice.
     """
     max_connections = max_open_files() * 7 // 8
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -52,10 +55,13 @@ async def _serve(
     report: Report,
     max_connections: int,
 ) -> None:
-    client = EngineClient(endpoints)
+    start_numbers(endpoints.api)
+    client, index = EngineClient(endpoints), endpoints.api % endpoints.num_apis
+    with open(endpoints.request_counts, "r+b") as file:
+        counts = memoryview(mmap.mmap(file.fileno(), 0)).cast("i")
     connections = ConnectionLimits(max_connections, options.max_connections_per_address)
     config = uvicorn.Config(
-        add_middleware(create_app(client, options), options, api_key_digests),
+        add_middleware(create_app(client, options), options, api_key_digests, counts, index),
         http=limited_protocol_class(connections),
         ws="none",
         log_config=None,

@@ -8,8 +8,10 @@ import shlex
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from types import FrameType
 from typing import Any, Self
 
@@ -29,13 +31,13 @@ from minisgl_core.utils.exit_status import describe_exit
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
 from minisgl_server.launch.api_keys import API_KEY_VARIABLE, api_key_digests
+from minisgl_server.launch.api_workers import ApiWorkers, check_api_workers
 from minisgl_server.launch.replicas import ROUTER, Replicas
+from minisgl_server.launch.restarts import wait_and_restart
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
-API = "api"
-RUN_API = "minisgl_server.api.server:run_api"
 RUN_ROUTER = "minisgl_server.router.process:run_router"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 DRAIN_SLACK_S = 5.0
@@ -56,38 +58,44 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     check_providers(config.flat(), registry)
     registry.entry("router", options.router)
     digests = api_key_digests(options)
+    check_api_workers(options)
     options = replace(options, api_key=())  # from here on, only the digests are in memory
     locate_model(config.model)
     with (
         _listen(options.host, options.port) as listener,
-        IpcAddresses.create(options.num_tokenizers, options.replicas) as endpoints,
+        IpcAddresses.create(
+            options.num_tokenizers or options.api_workers, options.replicas, options.api_workers
+        ) as endpoints,
         _Signals() as signals,
     ):
         options = replace(options, allowed_hosts=allowed_hosts(options, listener.getsockname()[0]))
         prepare_metrics(endpoints.directory, options.metrics, options.served_model_name)
         supervisor = Supervisor(endpoints.directory, options.log_level, options.log_format)
         compiler = None
+        apis = ApiWorkers(options, digests, supervisor, endpoints, listener)
         replicas: Replicas | None = None
         try:
-            supervisor.start(API, RUN_API, options, digests, endpoints, listener)
+            apis.start()
             url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
-            listener.close()
+            if options.api_workers == 1:
+                listener.close()  # no worker is restarted
             if options.replicas > 1:
                 _start_router(options, registry, supervisor, endpoints)
-            replicas = Replicas(config, registry, supervisor, endpoints)
+            replicas = Replicas(config, registry, supervisor, endpoints, apis.tell)
             replicas.start()
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
-            if _wait_ready(supervisor, replicas, endpoints, signals):
+            wait = partial(wait_and_restart, supervisor, (replicas, apis))
+            if _wait_ready(supervisor, replicas, apis, endpoints, wait, signals):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
                 if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
                     with suppress(OSError):  # no memory for a process: the server runs without
                         compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
                         _print(f"{uncompiled} is compiled in the background for the next start.")
-                replicas.wait(lambda: False, signals)
-                _drain(supervisor, replicas, options, signals)
+                wait(lambda: False, signals)
+                _drain(replicas, apis, options, wait, signals)
         except WorkerDiedError:
-            _fail_requests(endpoints)
+            apis.tell(Stop())  # running requests fail, as there will be no more output
             raise
         finally:
             if compiler is not None:
@@ -95,6 +103,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             supervisor.terminate(GRACE_S if signals.count < 2 else 0.0)
             if replicas is not None:
                 replicas.close()
+            apis.close()
 
 
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
@@ -111,7 +120,7 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
         replicas = Replicas(config, registry, supervisor, endpoints)
         try:
             replicas.start()
-            if replicas.wait_ready(signals) is None:
+            if not supervisor.wait(replicas.are_ready, wake=signals):
                 return
             uncompiled = _uncompiled(supervisor)
         finally:
@@ -162,37 +171,45 @@ def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_
     return "\n".join([*lines, "", f"Serving at {url}/v1", *page, curl])
 
 
-def _wait_ready(supervisor: Supervisor, replicas: Replicas, endpoints: IpcAddresses, signals: _Signals) -> bool:
+def _wait_ready(
+    supervisor: Supervisor,
+    replicas: Replicas,
+    apis: ApiWorkers,
+    endpoints: IpcAddresses,
+    wait: Callable[..., bool],
+    signals: _Signals,
+) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
     Return False on a signal.
     """
-    info = replicas.wait_ready(signals)
-    if info is None:
+    if not wait(replicas.are_ready, signals):
         return False
+    info = replicas.describe()
     if endpoints.num_replicas > 1:
         with Sender(endpoints.router_in) as router:
             router.send(info)
-        if not replicas.wait(lambda: ROUTER in supervisor.ready, signals):
+        if not wait(lambda: ROUTER in supervisor.ready, signals):
             return False
     with ExitStack() as stack:
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
-        if not replicas.wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
+        if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
             return False
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
-    with Sender(endpoints.api_in) as api:
-        api.send(msgspec.structs.replace(info, max_token_bytes=most))
-        return replicas.wait(lambda: API in supervisor.ready, signals)
+    replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
+    apis.tell(replicas.info)
+    return wait(apis.is_ready, signals)
 
 
-def _drain(supervisor: Supervisor, replicas: Replicas, options: ServerOptions, signals: _Signals) -> None:
+def _drain(
+    replicas: Replicas, apis: ApiWorkers, options: ServerOptions, wait: Callable[..., bool], signals: _Signals
+) -> None:
     """Let the API server finish the running requests; it refuses new ones. A second signal ends the wait."""
     signals.clear()
     replicas.drain()
     _print(f"Stopping: running requests have {options.drain_timeout:g} s to finish. A second signal ends them now.")
-    supervisor.end(API)
-    limit_s = options.drain_timeout + DRAIN_SLACK_S
-    replicas.wait(lambda: not supervisor.is_alive(API), signals, timeout_s=limit_s)
+    apis.drain()
+    wait(apis.have_ended, signals, options.drain_timeout + DRAIN_SLACK_S)
 
 
 def _print(text: str) -> None:
@@ -201,12 +218,6 @@ def _print(text: str) -> None:
         click.echo(text)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _fail_requests(endpoints: IpcAddresses) -> None:
-    """Have the API server fail the running requests, as there will be no more output."""
-    with Sender(endpoints.api_in) as api:
-        api.send(Stop())
 
 
 def _tokenizers(endpoints: IpcAddresses) -> list[str]:

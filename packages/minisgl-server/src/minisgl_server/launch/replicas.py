@@ -9,28 +9,26 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefusedError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import EngineInfo, ReplicaDied, ReplicaReady
+from minisgl_core.protocol.messages import EngineInfo, NoReplica, ReplicaDied, ReplicaReady
 from minisgl_core.runtime.executor_selection import make_executor
 from minisgl_core.runtime.ipc import IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
 
 logger = logging.getLogger(__name__)
 
 ROUTER = "router"
 """Name of the router's process."""
 RUN_RANK = "minisgl_core.runtime.worker:run_worker"
-MAX_FAILED_STARTS = 3
-"""Consecutive starts of a replica that may fail before it stays down."""
 
 
-class Replicas:
+class Replicas(Restarts):
     """Engines of one launch.
 
     The replicas of a launch run on this host. With `size` ranks per replica, replica r has the devices
@@ -41,12 +39,19 @@ class Replicas:
         registry: the installed providers.
         supervisor: starts and watches the processes.
         endpoints: addresses of the launch.
+        tell_api: sends `NoReplica` to the API server, and `EngineInfo` when a replica is ready again.
     """
 
     def __init__(
-        self, config: EngineConfig, registry: Registry, supervisor: Supervisor, endpoints: IpcAddresses
+        self,
+        config: EngineConfig,
+        registry: Registry,
+        supervisor: Supervisor,
+        endpoints: IpcAddresses,
+        tell_api: Callable[[NoReplica | EngineInfo], None] = lambda message: None,
     ) -> None:
-        self._supervisor, self._endpoints = supervisor, endpoints
+        super().__init__()
+        self._supervisor, self._endpoints, self._tell_api = supervisor, endpoints, tell_api
         self._num = endpoints.num_replicas
         self._executor = make_executor(config, registry, supervisor, endpoints.num_replicas)
         self._cores: list[list[int]] = []
@@ -56,16 +61,17 @@ class Replicas:
         self._config = config
         self._engines = dict.fromkeys(range(self._num), -1)
         """Number of the engine by replica; replicas that stay down are missing."""
-        self._announced: set[int] = set()
-        """Engines that the router knows."""
-        self._num_failed = [0] * self._num
-        self._have_started = self._is_draining = False
+        self._ready_s: dict[int, float] = {}
+        """By engine that the router knows: time at which it was ready."""
+        self.info: EngineInfo | None = None
+        """Description of the engines, once all have started."""
+        self._is_draining = self._no_replica = False
         self._router: Sender | None = None
 
     def start(self) -> None:
         """Start the ranks of all replicas, and return without waiting for them."""
         for replica in range(self._num):
-            self._start(replica)
+            self.start_one(replica)
 
     def close(self) -> None:
         """Free what the executor has reserved, after the processes have ended."""
@@ -73,80 +79,73 @@ class Replicas:
         if self._router is not None:
             self._router.drop()
 
-    def wait_ready(self, wake: Any) -> EngineInfo | None:
-        """Wait until the ranks of all replicas are ready, and return the description of the first. None if `wake` ends it.
+    def are_ready(self) -> bool:
+        """Return True if the ranks of all replicas are ready."""
+        return self._supervisor.ready.keys() >= {name for replica in self._engines for name in self._names(replica)}
 
-        Raises:
-            WorkerDiedError: as `wait`; or a replica failed `MAX_FAILED_STARTS` times, or with an error that the user can correct.
-        """
-        names = {name for replica in self._engines for name in self._names(replica)}
-        if not self.wait(lambda: names <= self._supervisor.ready.keys(), wake):
-            return None
-        self._have_started = True
+    def describe(self) -> EngineInfo:
+        """Return the description of the first engine, with the limits of all. From now on, all errors of replicas are retried."""
         info = self._supervisor.ready[self._names(0)[0]].engine
         assert info is not None, "rank 0 describes the engine"
-        return msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
+        self.info = msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
+        return self.info
 
     def drain(self) -> None:
         """Restart no replica from now on."""
         self._is_draining = True
+        for replica in self.due_s:
+            del self._engines[replica]
+        self.due_s.clear()
 
-    def _announce(self) -> None:
+    def check(self) -> None:
         """Tell the router, once it is ready, which engines have become ready since the last call."""
         if ROUTER not in self._supervisor.ready:
             return
         for replica, engine in self._engines.items():
-            if engine not in self._announced and self._supervisor.ready.keys() >= set(self._names(replica)):
-                self._announced.add(engine)
-                self._num_failed[replica] = 0
+            if engine not in self._ready_s and self._supervisor.ready.keys() >= set(self._names(replica)):
+                self._ready_s[engine] = time.monotonic()
                 self._tell_router(ReplicaReady(replica, engine))
+                if self._no_replica and self.info is not None:
+                    self._no_replica = False
+                    self._tell_api(self.info)
 
-    def wait(self, until: Callable[[], bool], wake: Any, timeout_s: float | None = None) -> bool:
-        """Wait as `Supervisor.wait` does, and restart replicas that die meanwhile.
+    def replace(self, error: WorkerDiedError) -> bool:
+        """End what is left of a replica, tell the router, and have the replica start again, unless it is the only one.
 
-        Raises:
-            WorkerDiedError: another process died, or the only replica, or the last one that was not down.
+        Nothing is started again while the server stops. Before the launch is ready, an error that the user can correct and the
+        last of `MAX_FAILURES` end the launch.
         """
-
-        def announce_and_check() -> bool:
-            self._announce()
-            return until()
-
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            remaining_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-            try:
-                return self._supervisor.wait(announce_and_check, timeout_s=remaining_s, wake=wake)
-            except WorkerDiedError as error:
-                replica = next((each for each in self._engines if error.process in self._names(each)), None)
-                if self._num == 1 or replica is None:
-                    raise
-                self._replace(replica, error)
-
-    def _replace(self, replica: int, error: WorkerDiedError) -> None:
-        """End what is left of a replica, tell the router, and start it again."""
-        engine = self._engines[replica]
+        replica = next((each for each in self._engines if error.process in self._names(each)), -1)
+        if self._num == 1 or replica < 0:
+            return False
+        engine, now_s = self._engines[replica], time.monotonic()
         self._supervisor.discard(*self._names(replica))
-        if engine in self._announced:
+        if engine in self._ready_s:
             self._tell_router(ReplicaDied(replica, engine))
-        else:
-            self._num_failed[replica] += 1
-        has_failed = self._num_failed[replica] == MAX_FAILED_STARTS
-        if not self._have_started and (has_failed or isinstance(error, WorkerRefusedError)):
-            raise error
-        if not has_failed and not self._is_draining:
-            logger.error("%s Replica %d is restarted.", error, replica)
-            self._start(replica)
-            return
-        why = "the server is stopping" if self._is_draining else f"it failed {MAX_FAILED_STARTS} times to start"
-        logger.error("%s Replica %d stays down, because %s.", error, replica, why)
-        del self._engines[replica]
-        if not self._engines:
-            raise error
+        if self._is_draining:
+            logger.error("%s Replica %d stays down, because the server is stopping.", error, replica)
+            del self._engines[replica]
+            return bool(self._engines)
+        if self.info is None and (
+            isinstance(error, WorkerRefusedError) or self.backoffs[replica].num_failures == MAX_FAILURES - 1
+        ):
+            return False
+        self.restart_later(replica, f"Replica {replica}", now_s - self._ready_s.pop(engine, now_s), error)
+        is_any_ready = any(engine in self._ready_s for engine in self._engines.values())
+        if (
+            self.info is not None
+            and not is_any_ready
+            and all(self.backoffs[each].num_failures > 1 for each in self._engines)
+        ):
+            self._no_replica = True
+            no_replica = NoReplica(max(1.0, min(self.due_s.values()) - now_s))
+            self._tell_router(no_replica)
+            self._tell_api(no_replica)
+        return True
 
-    def _start(self, replica: int) -> None:
+    def start_one(self, number: int) -> None:
         """Start an engine with a new number, and a directory of its own if there are several replicas."""
-        engine = self._engines[replica]
+        replica, engine = number, self._engines[number]
         engine = replica if engine < 0 else engine + self._num
         self._engines[replica] = engine
         endpoints = self._endpoints.of_engine(engine)
@@ -167,7 +166,7 @@ class Replicas:
         owner = "scheduler" if self._num == 1 else f"replica {replica}"
         return [f"{owner} rank {rank}" for rank in range(self._config.parallel.size)]
 
-    def _tell_router(self, message: ReplicaReady | ReplicaDied) -> None:
+    def _tell_router(self, message: ReplicaReady | ReplicaDied | NoReplica) -> None:
         if self._router is None:
             # One sender for all messages: those of several may arrive in another order.
             self._router = Sender(self._endpoints.router_in)

@@ -1,4 +1,4 @@
-"""Router ``prefix``: to the replica that holds the longest prefix of the prompt, unless it is overloaded."""
+"""Router ``prefix``: to the replica with the least work for the prompt and before it, unless it is overloaded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from minisgl_core.contracts.router import BlockKeys, ReplicaView, RoutedPrompt, 
 from minisgl_server.router.block_table import BlockTable
 from minisgl_server.router.policies import LeastLoadedRouter
 
+NEW_TOKEN_COST = 32
+"""Cost of a prompt token that must be computed, in prompt tokens of the requests that a replica has already; docs/scaling.md has
+the measurement."""
+
 
 class PrefixRouter(Router):
     """Router that keeps the prefixes held by each replica, as blocks in a `BlockTable`.
 
     A replica is overloaded if it has more requests than the least loaded one by `overload_requests` and by `overload_ratio`. Of
-    the others, the router takes the one that holds the most blocks of the prompt; among equals, the least loaded one. It then
-    assumes that this replica will hold the whole prompt. The replicas' events correct this.
+    the others, the router takes the one with the least work: the prompt tokens of its requests, and `NEW_TOKEN_COST` times the
+    tokens of this prompt that it does not hold. Among equals, it takes the least loaded one. It then assumes that this replica
+    will hold the whole prompt. The replicas' events correct this.
     """
 
     uses_events: ClassVar[bool] = True
@@ -26,15 +31,17 @@ class PrefixRouter(Router):
         self._balance = LeastLoadedRouter(spec)
 
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
-        """Return the replica with the longest prefix that is not overloaded."""
+        """Return the replica with the least work that is not overloaded."""
         keys = prompt.block_keys()
         slots = self._table.find(keys)
         num_held = self._table.num_held(slots).tolist()
         least = min(each.num_requests for each in replicas)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
         able = [each for each in replicas if each.num_requests <= limit]
-        longest = max(num_held[each.replica] for each in able)
-        chosen = self._balance.route(prompt, [each for each in able if num_held[each.replica] == longest])
+        saved = NEW_TOKEN_COST * prompt.block_size  # the tokens of the prompt are the same for all, and left out
+        work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
+        least = min(work)
+        chosen = self._balance.route(prompt, [each for each, own in zip(able, work, strict=True) if own == least])
         self._table.add(keys, chosen, slots)
         return chosen
 

@@ -14,6 +14,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoReplica,
     Ready,
     ReplicaDied,
     ReplicaReady,
@@ -26,7 +27,7 @@ from minisgl_server.options import ServerOptions
 from minisgl_server.router.load import make_router
 from minisgl_server.router.worker import RouterWorker, Send
 
-Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | Stop
+Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica | Stop
 MAX_EVENTS = 1000
 """Most messages with events that wait for the router; schedulers drop further ones."""
 

@@ -18,6 +18,7 @@ from minisgl_core.protocol.messages import (
     Count,
     Ended,
     EngineInfo,
+    NoReplica,
     NoSnapshot,
     Rejected,
     ReplicaDied,
@@ -111,13 +112,24 @@ class RouterWorker:
         self._requests: dict[str, _Routed] = {}
         self._held: dict[str, Submit] = {}
         """Requests that wait for a replica, in order."""
+        self._has_failed = False
+        """True if no replica is ready, and none is expected to be soon."""
         self._counting: dict[int, _Counting] = {}
         self._last_count = 0
         self._asked: dict[int, tuple[Replica, SnapshotRequest]] = {}
         """By `SnapshotRequest.replica`: the last request, and the replica that it was sent to."""
 
     def handle(
-        self, message: Submit | Abort | Ended | Count | SnapshotRequest | CacheEvents | ReplicaReady | ReplicaDied
+        self,
+        message: Submit
+        | Abort
+        | Ended
+        | Count
+        | SnapshotRequest
+        | CacheEvents
+        | ReplicaReady
+        | ReplicaDied
+        | NoReplica,
     ) -> None:
         """Handle a message of a tokenizer worker, a replica or the launcher."""
         match message:
@@ -138,6 +150,10 @@ class RouterWorker:
                 self._connect_replica(self.replicas[number], engine)
             case ReplicaDied(number, engine):
                 self._lose(self.replicas[number], engine)
+            case NoReplica():
+                self._has_failed, held, self._held = True, self._held, {}
+                for submit in held.values():
+                    self._hold(submit)
             case Count():
                 self._count(message)
             case SnapshotRequest():
@@ -176,14 +192,23 @@ class RouterWorker:
         self._routed(replica.replica)
 
     def _hold(self, submit: Submit) -> None:
-        """Have a request wait for a replica, or refuse it if there are as many requests as all replicas accept together."""
-        if len(self._held) + len(self._requests) < self._max_requests:
+        """Have a request wait for a replica, or refuse it.
+
+        It is refused if there are as many requests as all replicas accept together, or if all replicas fail repeatedly.
+        """
+        if self._has_failed:
+            kind, message = (
+                "no_replica",
+                "No replica is ready; each has failed repeatedly and is restarted after a delay.",
+            )
+        elif len(self._held) + len(self._requests) < self._max_requests:
             self._held[submit.request_id] = submit
             return
-        message = f"no replica has room, and {len(self._held)} requests are waiting already; try again later"
+        else:
+            kind = "queue_full"
+            message = f"no replica has room, and {len(self._held)} requests are waiting already; try again later"
         # No engine sent this, so the loss of an engine does not discard it.
-        reply = Rejected(request_id=submit.request_id, kind="queue_full", message=message, engine=-1)
-        self._to_workers[submit.worker](reply)
+        self._to_workers[submit.worker](Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1))
 
     def _release(self, request_id: str) -> _Routed | None:
         """Forget a request that has ended. Its replica has less load."""
@@ -207,6 +232,7 @@ class RouterWorker:
     def _connect_replica(self, replica: Replica, engine: int) -> None:
         replica.engine, replica.send = engine, self._connect(engine)
         replica.num_starts += 1
+        self._has_failed = False
         held, self._held = self._held, {}
         for submit in held.values():
             self._submit(submit)

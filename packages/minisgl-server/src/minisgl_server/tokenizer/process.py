@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
+
+import msgspec
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
+    ApiRestarted,
     Count,
     Detokenize,
     EngineInfo,
@@ -42,6 +45,7 @@ Incoming = (
     | EngineSnapshot
     | NoSnapshot
     | ReplicaLost
+    | ApiRestarted
     | Stop
 )
 
@@ -53,7 +57,7 @@ def run_tokenizer_worker(
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
         Sender(endpoints.router_in) as to_scheduler,
-        Sender(endpoints.api_in) as to_api,
+        ApiConnection(endpoints.of_api(index % endpoints.num_apis)) as to_api,
     ):
         import transformers  # noqa: F401  # takes seconds, so it is imported while the engine loads
 
@@ -67,7 +71,16 @@ def run_tokenizer_worker(
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
         worker = TokenizerWorker(
-            tokenizer, info, index, to_scheduler.send, to_api.send, chat_format, registry, endpoints.num_replicas
+            tokenizer,
+            info,
+            index,
+            to_scheduler.send,
+            to_api.send,
+            chat_format,
+            registry,
+            endpoints.num_replicas,
+            to_api.api,
+            to_api.connect,
         )
         report(
             Ready(
@@ -77,3 +90,26 @@ def run_tokenizer_worker(
             )
         )
         TokenizerQueue(worker).run(receiver)
+
+
+class ApiConnection:
+    """Connection to the API worker of a tokenizer worker, or to its successor."""
+
+    def __init__(self, endpoints: IpcAddresses) -> None:
+        self._endpoints, self.api = endpoints, endpoints.api
+        self._sender = Sender(endpoints.api_in)
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Send a message to the API worker."""
+        self._sender.send(message)
+
+    def connect(self, api: int) -> None:
+        """Connect to another API worker, and drop what could not be delivered to the one before it."""
+        self._sender.drop()
+        self._sender = Sender(self._endpoints.of_api(api).api_in)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sender.close()

@@ -22,6 +22,7 @@ from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import CachedRunSnapshot, EngineSnapshot, RequestSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
     Abort,
+    ApiRestarted,
     Count,
     Detokenize,
     Ended,
@@ -63,6 +64,8 @@ class TokenizerWorker:
         registry: has the grammar provider.
         num_replicas: number of replicas. If there are several, a router is told when requests end. Requests of a replica that
             died are submitted again if they have sent nothing.
+        api: number of the API worker.
+        connect_api: connects `to_api` to the API worker that has succeeded it.
     """
 
     def __init__(
@@ -75,13 +78,15 @@ class TokenizerWorker:
         chat_format: ChatFormat | None = None,
         registry: Registry | None = None,
         num_replicas: int = 1,
+        api: int = 0,
+        connect_api: Callable[[int], None] = lambda api: None,
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_format = chat_format or ChatFormat(tokenizer, AUTO, None)
         self._encoder = PromptEncoder(tokenizer, info, self._chat_format, registry or Registry.from_environment())
         self._index = index
         self._to_scheduler = to_scheduler
-        self._to_api = to_api
+        self._to_api, self._api, self._connect_api = to_api, api, connect_api
         self._token_bytes = TokenBytes(tokenizer)
         self._requests: dict[str, RequestOutput] = {}
         self._num_replicas, self._has_router = num_replicas, num_replicas > 1
@@ -106,7 +111,8 @@ class TokenizerWorker:
         | SnapshotRequest
         | EngineSnapshot
         | NoSnapshot
-        | ReplicaLost,
+        | ReplicaLost
+        | ApiRestarted,
         encoded: Future[EncodedPrompt] | None = None,
     ) -> None:
         """Handle a message; `encoded` is the result of `encode`, if that was called before."""
@@ -114,7 +120,9 @@ class TokenizerWorker:
             case Tokenize(only_tokens=True) | Detokenize():
                 self._send_tokens(message, encoded)
             case Tokenize():
-                self._submit(message, encoded)
+                self._serve(message.api)
+                if message.api == self._api:  # otherwise it has ended
+                    self._submit(message, encoded)
             case Abort(request_id):
                 if self._forget(request_id):
                     self._to_scheduler(message)
@@ -133,6 +141,8 @@ class TokenizerWorker:
                 self._lost[engine % self._num_replicas] = engine
                 for request_id in request_ids:
                     self._retry(request_id)
+            case ApiRestarted(api):
+                self._serve(api)
             case Count(counts=counts):
                 from_scheduler = bool(counts)
                 counts[f"tokenizer {self._index}"] = len(self._requests)
@@ -144,6 +154,14 @@ class TokenizerWorker:
                 self._to_api(message)
             case NoSnapshot():
                 self._to_api(message)
+
+    def _serve(self, api: int) -> None:
+        """If an API worker has succeeded the last one, abort the requests of that, and connect to it."""
+        if api > self._api:
+            for request_id in list(self._requests):
+                self.handle(Abort(request_id))
+            self._api = api
+            self._connect_api(api)
 
     def encode(self, message: Tokenize) -> EncodedPrompt:
         """See `PromptEncoder.encode`; may be called on another thread."""

@@ -26,15 +26,22 @@ its whole body before it reads would see a connection error instead of the respo
 BODY_TIMEOUT_S = 60.0
 
 
-def add_middleware(api: FastAPI, options: ServerOptions, api_key_digests: Sequence[bytes]) -> ASGIApp:
-    """Return `api` behind the middleware that `options` ask for; a request passes the last one first."""
+def add_middleware(
+    api: FastAPI, options: ServerOptions, api_key_digests: Sequence[bytes], counts: memoryview, index: int
+) -> ASGIApp:
+    """Return `api` behind the middleware that `options` ask for; a request passes the last one first.
+
+    `counts` and `index` are those of `RequestLimitMiddleware`.
+    """
 
     def max_body_bytes() -> int:
         if (info := api.state.client.info) is None:
             return options.max_body_size or MAX_BODY_BYTES
         return RequestLimits.of(info, options.max_body_size).body_bytes
 
-    app: ASGIApp = RequestLimitMiddleware(api, max_body_bytes, options.max_concurrent_requests)
+    app: ASGIApp = RequestLimitMiddleware(
+        api, max_body_bytes, options.max_concurrent_requests, counts=counts, index=index
+    )
     if api_key_digests:
         app = ApiKeyMiddleware(app, api_key_digests, api.state.public_paths)
     if options.cors_origin:
@@ -85,6 +92,8 @@ class RequestLimitMiddleware:
         max_body_bytes: returns the maximum size of a body.
         max_requests: maximum number of concurrent POST requests; None for no limit.
         body_timeout_s: maximum wait for the next part of a body.
+        counts: number of POST requests that each API worker serves, int32; memory that all of them share.
+        index: index of this one.
     """
 
     def __init__(
@@ -93,10 +102,12 @@ class RequestLimitMiddleware:
         max_body_bytes: Callable[[], int],
         max_requests: int | None,
         body_timeout_s: float = BODY_TIMEOUT_S,
+        counts: memoryview | None = None,
+        index: int = 0,
     ) -> None:
         self._app, self._max_body_bytes, self._max_requests = app, max_body_bytes, max_requests
         self._body_timeout_s = body_timeout_s
-        self._num_requests = 0
+        self._counts, self._index = counts or memoryview(bytearray(4)).cast("i"), index
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 408, 413 or 429."""
@@ -109,14 +120,15 @@ class RequestLimitMiddleware:
         if length is not None and int(length) > max_bytes:
             refusal = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
             return await refusal(scope, receive, send)
-        if is_post and self._max_requests is not None and self._num_requests >= self._max_requests:
-            message = f"{self._num_requests} requests are being served, as many as this server takes at a time."
-            return await ApiError(429, message, code="too_many_requests").response(scope["path"])(scope, receive, send)
-        self._num_requests += is_post
+        self._counts[self._index] += is_post  # before the check, so that no two workers take the last place
         try:
+            if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
+                message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
+                error = ApiError(429, message, code="too_many_requests")
+                return await error.response(scope["path"])(scope, receive, send)
             await self._app(scope, self._limited(receive, max_bytes), send)
         finally:
-            self._num_requests -= is_post
+            self._counts[self._index] -= is_post
 
     def _limited(self, receive: Receive, max_bytes: int) -> Receive:
         """Return `receive` with a timeout and a limit on the received bytes, as chunked bodies do not declare their length."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Self
@@ -17,14 +16,13 @@ from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
 from minisgl_server.api.http.request_log import access_record
 from minisgl_server.api.limits import RequestLimits
+from minisgl_server.api.openai.requests import next_number
 from minisgl_server.api.openai.response_format import requested_output
 from minisgl_server.api.openai.sampling import RequestSampling
 from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
 """Bytes of all copies of the sampling parameters; every output of a request has its own copy."""
-_numbers = itertools.count(1)
-"""Numbers that make ids unique, as clients may send the same X-Request-Id twice."""
 
 
 class Choices:
@@ -48,7 +46,7 @@ class Choices:
     first: list[tuple[int, Text]]
 
     def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo) -> None:
-        self.id = f"{prefix}-{REQUEST_ID.get()}-{next(_numbers):x}"
+        self.id = f"{prefix}-{REQUEST_ID.get()}-{next_number():x}"
         self._model = model
         self._created = int(time.time())
         self.sampling = prompts[0].sampling

@@ -25,6 +25,17 @@ _MAX_INLINE_BYTES = 2**16
 _numbers = itertools.count(1)
 
 
+def start_numbers(api: int) -> None:
+    """Have `next_number` return numbers that no other API worker of the launch returns."""
+    global _numbers
+    _numbers = itertools.count(api << 32 | 1)
+
+
+def next_number() -> int:
+    """Return a number that makes an id unique, as clients may send the same X-Request-Id twice."""
+    return next(_numbers)
+
+
 async def parse_request(model: type[R], request: Request) -> R:
     """Read, decode and validate the body of a request.
 
@@ -90,4 +101,4 @@ def json_response(body: dict[str, Any] | list[dict[str, Any]]) -> Response:
 
 def new_query_id() -> str:
     """Return an id for a query to a tokenizer worker."""
-    return f"tokens-{REQUEST_ID.get()}-{next(_numbers):x}"
+    return f"tokens-{REQUEST_ID.get()}-{next_number():x}"

@@ -1,0 +1,126 @@
+"""API workers of a launch: starts the processes of the API server, and restarts one that dies."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from minisgl_core.errors import InvalidValueError, WorkerDiedError, WorkerRefusedError
+from minisgl_core.protocol.messages import ApiRestarted, EngineInfo, NoReplica, Stop
+from minisgl_core.runtime.ipc import IpcAddresses, Sender
+from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_server.launch.restarts import MAX_FAILURES, Restarts
+from minisgl_server.options import ServerOptions
+
+RUN_API = "minisgl_server.api.server:run_api"
+
+
+def check_api_workers(options: ServerOptions) -> None:
+    """Refuse options that several API workers cannot have.
+
+    Raises:
+        InvalidValueError: there are too few tokenizer workers, or responses are to be stored.
+    """
+    num = options.api_workers
+    if options.num_tokenizers is not None and options.num_tokenizers < num:
+        why = "Each API worker needs a tokenizer worker of its own."
+        raise InvalidValueError("--num-tokenizers", options.num_tokenizers, f"at least --api-workers ({num})", why)
+    if num > 1 and options.response_store_size:
+        why = "Each API worker would have responses of its own, and a client cannot choose the worker."
+        raise InvalidValueError("--response-store-size", options.response_store_size, "0 with --api-workers", why)
+
+
+class ApiWorkers(Restarts):
+    """Processes of the API server, which accept connections from one listening socket.
+
+    Each has tokenizer workers of its own, so that output finds its way back. A worker that is restarted has a new number and
+    address: it gets no output of the requests of the one before it, which its tokenizer workers abort.
+
+    Args:
+        options: options of the server.
+        digests: SHA-256 of the API keys.
+        supervisor: starts and watches the processes.
+        endpoints: addresses of the launch.
+        listener: the listening socket.
+    """
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        digests: Sequence[bytes],
+        supervisor: Supervisor,
+        endpoints: IpcAddresses,
+        listener: socket.socket,
+    ) -> None:
+        super().__init__()
+        self._options, self._digests, self._listener = options, digests, listener
+        self._supervisor, self._endpoints = supervisor, endpoints
+        self._num = endpoints.num_apis
+        self.names = [f"api {index}" for index in range(self._num)] if self._num > 1 else ["api"]
+        self._numbers = list(range(self._num))
+        self._started_s = [0.0] * self._num
+        self._senders: dict[int, Sender] = {}
+        self._told: EngineInfo | NoReplica | Stop | None = None
+        Path(endpoints.request_counts).write_bytes(bytes(4 * self._num))
+
+    def start(self) -> None:
+        """Start all workers, and return without waiting for them."""
+        for index in range(self._num):
+            self.start_one(index)
+
+    def tell(self, message: EngineInfo | NoReplica | Stop) -> None:
+        """Send a message to all workers, and later to those that are restarted."""
+        self._told = message
+        for sender in self._senders.values():
+            sender.send(message)
+
+    def is_ready(self) -> bool:
+        """Return True if all workers are ready."""
+        return self._supervisor.ready.keys() >= set(self.names)
+
+    def drain(self) -> None:
+        """Have the workers end once the running requests have ended, and restart none from now on."""
+        self.due_s.clear()
+        for index in self._senders:
+            self._supervisor.end(self.names[index])
+
+    def have_ended(self) -> bool:
+        """Return True if no worker runs."""
+        return not any(self._supervisor.is_alive(self.names[index]) for index in self._senders)
+
+    def close(self) -> None:
+        """Close the sockets, after the workers have ended."""
+        for sender in self._senders.values():
+            sender.drop()
+
+    def start_one(self, number: int) -> None:
+        """Start a worker by its index."""
+        endpoints = self._endpoints.of_api(self._numbers[number])
+        self._started_s[number] = time.monotonic()
+        self._supervisor.start(self.names[number], RUN_API, self._options, self._digests, endpoints, self._listener)
+        self._senders[number] = Sender(endpoints.api_in)
+        if self._told is not None:
+            self._senders[number].send(self._told)
+
+    def replace(self, error: WorkerDiedError) -> bool:
+        """Restart a worker, unless it is the only one, or was never ready, or all fail repeatedly."""
+        if error.process not in self.names or isinstance(error, WorkerRefusedError):
+            return False
+        if self._num == 1 or self._told is None:
+            return False
+        index = self.names.index(error.process)
+        if all(self.backoffs[each].num_failures >= MAX_FAILURES for each in range(self._num)):
+            return False
+        self._supervisor.discard(error.process)
+        self._senders.pop(index).drop()
+        with open(self._endpoints.request_counts, "r+b") as counts:
+            os.pwrite(counts.fileno(), bytes(4), 4 * index)
+        self._numbers[index] += self._num
+        for address in self._endpoints.of_api(index).own_tokenizer_in.values():
+            with Sender(address) as tokenizer:
+                tokenizer.send(ApiRestarted(self._numbers[index]))
+        self.restart_later(index, f"API worker {index}", time.monotonic() - self._started_s[index], error)
+        return True

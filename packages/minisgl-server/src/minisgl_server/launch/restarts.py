@@ -1,0 +1,107 @@
+"""Waits for the processes of a launch, and restarts those that may be, after an exponential backoff."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl_core.errors import WorkerDiedError
+from minisgl_core.runtime.supervisor import Supervisor
+
+logger = logging.getLogger(__name__)
+
+MAX_DELAY_S = 60.0
+SERVED_S = 60.0
+"""Time that a process must have served for its earlier failures to be forgotten."""
+MAX_FAILURES = 3
+"""Failures in a row after which a process counts as one that cannot start."""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Exponential backoff: no delay after the first failure, then 1, 2, 4, ... seconds, and at most `MAX_DELAY_S`.
+
+    Attributes:
+        num_failures: failures without `SERVED_S` of service in between.
+    """
+
+    num_failures: int = 0
+
+    def delay_s(self, served_s: float) -> float:
+        """Return the delay before the restart of a process that has failed, and had served for `served_s`."""
+        self.num_failures = 1 if served_s >= SERVED_S else self.num_failures + 1
+        return 0.0 if self.num_failures == 1 else min(2.0 ** min(self.num_failures - 2, 10), MAX_DELAY_S)
+
+
+class Restarts(ABC):
+    """Numbered processes, or groups of processes, that are restarted if they fail."""
+
+    def __init__(self) -> None:
+        self.backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)
+        self.due_s: dict[int, float] = {}
+        """Times at which those are started that are down until then."""
+
+    @abstractmethod
+    def start_one(self, number: int) -> None:
+        """Start one again."""
+
+    @abstractmethod
+    def replace(self, error: WorkerDiedError) -> bool:
+        """Have the one that an error is about start again; return False if the launch must end instead."""
+
+    def check(self) -> None:
+        """Note which processes are ready; called after each event of a process."""
+
+    def restart_later(self, number: int, name: str, served_s: float, error: WorkerDiedError) -> None:
+        """Start one again after its backoff."""
+        delay_s = self.backoffs[number].delay_s(served_s)
+        failures = self.backoffs[number].num_failures
+        when = f" in {delay_s:g} s, since it has failed {failures} times in a row" if delay_s else ""
+        logger.error("%s %s is restarted%s.", error, name, when)
+        self.due_s[number] = time.monotonic() + delay_s
+
+    def start_due(self) -> float:
+        """Start those that are due, and return the time at which the next one is; infinity if there is none."""
+        now_s = time.monotonic()
+        for number in [each for each, due_s in self.due_s.items() if due_s <= now_s]:
+            del self.due_s[number]
+            self.start_one(number)
+        return min(self.due_s.values(), default=math.inf)
+
+
+def wait_and_restart(
+    supervisor: Supervisor,
+    owners: Sequence[Restarts],
+    until: Callable[[], bool],
+    wake: Any,
+    timeout_s: float = math.inf,
+) -> bool:
+    """Wait as `Supervisor.wait` does, and restart processes of `owners` that die meanwhile.
+
+    Raises:
+        WorkerDiedError: a process died that no owner restarts.
+    """
+
+    def check() -> bool:
+        for owner in owners:
+            owner.check()
+        return until()
+
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        due_s = min(owner.start_due() for owner in owners)
+        remaining_s = max(0.0, min(deadline_s, due_s) - time.monotonic())
+        try:
+            is_met = supervisor.wait(check, timeout_s=remaining_s, wake=wake)
+        except WorkerDiedError as error:
+            if not any(owner.replace(error) for owner in owners):
+                raise
+            continue
+        if is_met or time.monotonic() < due_s or deadline_s <= due_s:
+            return is_met
