@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from minisgl_core.config.options import option
+from minisgl_core.errors import InvalidValueError
+
+
+class ReplicaRange(int):
+    """Value ``MIN:MAX`` of ``--replicas``. As a number it is the minimum."""
+
+    high: int
+
+    @classmethod
+    def convert(cls, name: str, text: str) -> Any:
+        """Return the range if the text is one, and the text otherwise."""
+        low, colon, high = text.partition(":")
+        if not colon:
+            return text
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high) <= MAX_REPLICAS):
+            raise InvalidValueError(name, text, f"a number, or MIN:MAX with 1 <= MIN <= MAX <= {MAX_REPLICAS}")
+        made = cls(low)
+        made.high = int(high)
+        return made
+
+    def __repr__(self) -> str:
+        return f'"{int(self)}:{self.high}"'
+
+
+MAX_REPLICAS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +47,12 @@ class ServerOptions:
     )
     replicas: int = option(
         1,
-        "Engines with the same model, behind one API; each has --tp devices or, on a CPU, its part of the cores.",
+        "Engines with the same model, behind one API; each has --tp devices or, on a CPU, its part of the cores. With"
+        " --executor ray they are on a Ray cluster, and MIN:MAX scales their number by the load.",
         low=1,
-        high=64,
+        high=MAX_REPLICAS,
+        metavar="N|MIN:MAX",
+        convert=ReplicaRange.convert,
     )
     router: str = option("prefix", "Choice of the replica for a request.", kind="router")
     router_overload_requests: int = option(
@@ -112,3 +141,8 @@ class ServerOptions:
         if self.response_store_size is None:
             return 64 * 2**20 if self.api_workers == 1 else 0
         return self.response_store_size
+
+    @property
+    def replica_range(self) -> tuple[int, int]:
+        """Least and most replicas."""
+        return int(self.replicas), getattr(self.replicas, "high", self.replicas)

@@ -93,7 +93,7 @@ class RayExecutor(Executor):
         Raises:
             MinisglError: the cluster cannot be reached or has not enough resources, or an actor does not start.
         """
-        self._connect()
+        self._owns_connection = self.connect(self.spec.size)
         import ray
 
         self._reserve()
@@ -162,8 +162,19 @@ class RayExecutor(Executor):
             self._owns_connection = False
             ray.shutdown()
 
-    def _connect(self) -> None:
-        """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already."""
+    @staticmethod
+    def connect(num_cpus: int) -> bool:
+        """Connect to the cluster of RAY_ADDRESS, or start one on this host, unless this process is connected already.
+
+        Args:
+            num_cpus: least number of cores that a started cluster counts.
+
+        Returns:
+            True if the caller has to disconnect.
+
+        Raises:
+            MinisglError: the cluster cannot be reached.
+        """
         address = os.environ.get(ADDRESS_VARIABLE)
         # Ray reads this when it is imported. Without it, others on the network could run code on the Ray of this host.
         if not address and "ray" not in sys.modules:
@@ -171,12 +182,12 @@ class RayExecutor(Executor):
         import ray
 
         if ray.is_initialized():
-            return
+            return False
         options: dict[str, Any] = {"logging_level": logging.WARNING}
         if not address:
             os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-            # num_cpus is a logical resource. With one per rank, a host can run any number of ranks. The object store is not used.
-            num_cpus = max(self.spec.size, os.cpu_count() or 1)
+            # Cores are only counted, so that one host can run any number of ranks. No object is stored.
+            num_cpus = max(num_cpus, os.cpu_count() or 1)
             options |= {"num_cpus": num_cpus, "include_dashboard": False, "object_store_memory": 100 << 20}
         in_main = threading.current_thread() is threading.main_thread()
         before = signal.getsignal(signal.SIGTERM)
@@ -188,38 +199,48 @@ class RayExecutor(Executor):
         finally:
             if in_main:  # Ray's handler would end the process without the launch's cleanup
                 signal.signal(signal.SIGTERM, before)
-        self._owns_connection = True
+        return True
+
+    @staticmethod
+    def bundles(spec: ExecutorSpec, resources: dict[str, float]) -> tuple[list[dict[str, float]], str]:
+        """Return the bundles of a placement group for these ranks, and its strategy.
+
+        Args:
+            spec: the ranks.
+            resources: resources of the cluster; with platform ``auto``, ranks need GPUs if it has enough.
+        """
+        if spec.platform == "auto":
+            needs_gpus = resources.get("GPU", 0) >= spec.size
+        else:
+            needs_gpus = spec.platform != "cpu"
+        per_bundle = _ranks_per_bundle(spec)
+        bundle: dict[str, float] = {"CPU": per_bundle, "GPU": per_bundle} if needs_gpus else {"CPU": per_bundle}
+        return [dict(bundle) for _ in range(spec.size // per_bundle)], spec.placement.upper().replace("-", "_")
 
     def _reserve(self) -> None:
-        """Make the placement group and the actors."""
+        """Make the actors, in the placement group of this process if it is in one, as a replica of Ray Serve is."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        spec, per_bundle = self.spec, self.spec.tp if self.spec.placement == "pack" else 1
-        num_gpus = 1 if self._uses_gpus(ray.cluster_resources()) else 0
-        bundles: list[dict[str, float]] = [{"CPU": per_bundle} for _ in range(spec.size // per_bundle)]
-        for bundle in bundles if num_gpus else []:
-            bundle["GPU"] = per_bundle
-        this_node = ray.get_runtime_context().get_node_id()
-        nodes = [node for node in ray.nodes() if node["Alive"]]
-        resources = next(node["Resources"] for node in nodes if node["NodeID"] == this_node)
-        name = next(key for key in resources if key.startswith("node:") and not key.startswith("node:__"))
-        bundles[0][name] = 0.001  # rank 0 runs on this host
-        strategy = spec.placement.upper().replace("-", "_")
-        self._group = placement_group(bundles, strategy=strategy)
-        # Wait for resources that are in use, but not for larger or more nodes than there are.
-        if not _fit(bundles, nodes, strategy) or not self._group.wait(PLACEMENT_S):
-            raise MinisglError(_describe_shortage(bundles, spec, nodes))
+        spec, per_bundle = self.spec, _ranks_per_bundle(self.spec)
+        group = ray.util.get_current_placement_group()
+        if group is None:
+            bundles, strategy = self.bundles(spec, ray.cluster_resources())
+            this_node = ray.get_runtime_context().get_node_id()
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            resources = next(node["Resources"] for node in nodes if node["NodeID"] == this_node)
+            name = next(key for key in resources if key.startswith("node:") and not key.startswith("node:__"))
+            bundles[0][name] = 0.001  # rank 0 runs on this host
+            group = self._group = placement_group(bundles, strategy=strategy)
+            # Wait for resources that are in use, but not for larger or more nodes than there are.
+            if not _fit(bundles, nodes, strategy) or not group.wait(PLACEMENT_S):
+                raise MinisglError(_describe_shortage(bundles, spec, nodes))
+        num_gpus = min(1, group.bundle_specs[0].get("GPU", 0))
         for rank in range(spec.size):
-            place = PlacementGroupSchedulingStrategy(self._group, rank // per_bundle)
+            place = PlacementGroupSchedulingStrategy(group, rank // per_bundle)
             options = {"num_cpus": 1, "num_gpus": num_gpus, "scheduling_strategy": place}
             self._actors.append(ray.remote(RankActor).options(**options).remote(spec))
-
-    def _uses_gpus(self, resources: dict[str, float]) -> bool:
-        if self.spec.platform == "auto":
-            return resources.get("GPU", 0) >= self.spec.size
-        return self.spec.platform != "cpu"
 
     def _gpus_of_nodes(self) -> dict[str, list[str]]:
         """Return the GPUs of the ranks of each node, in the order of the ranks."""
@@ -274,6 +295,10 @@ def relay(events: Any, report: Callable[[Ready], None]) -> None:
         if not isinstance(event, Ready):
             raise event
         report(event)
+
+
+def _ranks_per_bundle(spec: ExecutorSpec) -> int:
+    return spec.tp if spec.placement == "pack" else 1
 
 
 def _show_gpus(gpus: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ class Option:
         metavar: placeholder in ``--help``.
         env: further environment variables that set it, such as an older name.
         secret: True if the value must not be shown.
+        convert: converts a text before the other checks; its result is a subclass of the field's type.
     """
 
     help: str
@@ -42,6 +43,7 @@ class Option:
     metavar: str | None = None
     env: tuple[str, ...] = ()
     secret: bool = False
+    convert: Callable[[str, str], Any] | None = None
 
 
 LIST = "tuple[str, ...]"
@@ -249,6 +251,8 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     kind: Any = {"int": int, "float": float, "bool": bool, "str": str}[words[0]]
     if isinstance(value, os.PathLike) and "str" in words:
         value = os.fspath(value)
+    if isinstance(value, str) and meta.convert is not None:
+        value = meta.convert(name, value)
     if isinstance(value, str) and kind is not str:
         if value == AUTO and "str" in words:
             return value
@@ -261,7 +265,7 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
     if meta.choices and value not in meta.choices:
         raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
     if kind in (int, float):
-        value = kind(value)
+        value = float(value) if kind is float else value
         _check_bounds(name, value, meta)
     return value
 

@@ -107,6 +107,8 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     user: str = ""
     """See `Submit.user`."""
+    session_id: str = ""
+    """See `Submit.session_id`."""
     cache_salt: str = ""
     """See `Submit.cache_salt`."""
     echo: bool = False
@@ -207,6 +209,8 @@ class Submit(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     user: str = ""
     """The client's id of its user, for policies."""
+    session_id: str = ""
+    """The header X-Session-Id. With Ray Serve, a replica runs all requests of a session."""
     cache_salt: str = ""
     """Requests with different salts share nothing in the prefix cache."""
     adapter_id: str = ""

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import click
 
 from minisgl_core.cli.options import pick, with_options
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.options import ServerOptions
+
+SERVE_ON_RAY = "minisgl_server.ray.launch:serve_on_ray"
 
 
 @click.command()
@@ -26,4 +30,11 @@ def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) 
             config.model.chat_template
         )  # the workers read it too; here a bad file fails before they start
     options = ServerOptions(**pick(values, ServerOptions))
+    low, high = options.replica_range
+    if config.parallel.executor == "ray" and high > 1 and not options.compile_only:
+        resolve_name(SERVE_ON_RAY)(config, options, registry)
+        return
+    if low != high:
+        remedy = "Only Ray Serve changes the number; try --executor ray."
+        raise InvalidValueError("--replicas", f"{low}:{high}", "one number with this executor", remedy)
     (compile_only if options.compile_only else serve)(config, options, registry)

@@ -222,6 +222,7 @@ class TokenizerWorker:
                 worker=self._index,
                 priority=message.priority,
                 user=message.user,
+                session_id=message.session_id,
                 cache_salt=message.cache_salt,
                 grammar=grammar,
                 bad_words=bad_words,

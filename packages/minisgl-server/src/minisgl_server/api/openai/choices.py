@@ -78,6 +78,8 @@ class Choices:
         Raises:
             ApiError: a request was rejected.
         """
+        for each in self._requests:
+            each.session_id = request.headers.get("x-session-id", "")
         self.generation = client.start(self._requests, request.receive)
         access_record(request.scope).usage = self.usage
         try:

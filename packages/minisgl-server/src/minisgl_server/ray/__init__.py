@@ -1,0 +1,49 @@
+"""Replicas on a Ray cluster by Ray Serve. Needs the extra ``minisgl-server[ray]``; importing this package does not.
+
+    HTTP -> proxy of Serve -> API (FastAPI application, tokenizer workers) --- call per request ---> Engine (ranks)
+                                            ^-------------- ZeroMQ: output of each step -----------------'
+
+- `app` declares the Serve deployments API and Engine.
+- `api` runs the application of `minisgl_server.api`, and calls an engine for each request of the tokenizer workers.
+- `engine` runs the ranks of one engine, and sends its output to the callers.
+- `request_router` is Serve's request router for these calls, with the policies of ``--router``.
+- `launch` is ``minisgl launch --executor ray --replicas``.
+
+A call lasts as long as its request. So Serve counts requests, scales by them, lets them end before it stops a replica, and tells
+when a replica is lost. Output tokens do not go through Serve, because its streaming costs too much per token: see docs/ray.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_core.errors import MinisglError
+
+
+def build_app(config: dict[str, Any]) -> Any:
+    """Return the Serve application, for a Serve config file with ``import_path: minisgl_server.ray:build_app``.
+
+    Args:
+        config: options of ``minisgl launch`` by name, such as ``{"model": "Qwen/Qwen3-8B", "replicas": "2:8"}``. The key
+            ``autoscaling`` may have fields of Serve's AutoscalingConfig.
+
+    Raises:
+        MinisglError: Ray Serve is not installed, or an option has an invalid value.
+    """
+    require_serve()
+    from minisgl_server.ray.app import application, parse
+
+    return application(*parse(config))
+
+
+def require_serve() -> None:
+    """Check that Ray Serve is installed.
+
+    Raises:
+        MinisglError: it is not.
+    """
+    try:
+        import ray.serve  # noqa: F401
+    except ImportError as error:
+        remedy = "try: pip install 'minisgl-server[ray]'"
+        raise MinisglError(f"Ray Serve is not installed ({error}); {remedy}") from None

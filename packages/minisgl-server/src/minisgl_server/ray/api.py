@@ -1,0 +1,191 @@
+"""Deployment API: the application of `minisgl_server.api` and its tokenizer workers, in front of the deployment Engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.engine_snapshot import SnapshotRequest
+from minisgl_core.protocol.messages import (
+    Abort,
+    CacheEvents,
+    Count,
+    Decoder,
+    Ended,
+    EngineInfo,
+    NoSnapshot,
+    Rejected,
+    ReplicaLost,
+    Submit,
+    encode,
+)
+from minisgl_core.runtime.curve import new_key, tcp_address
+from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
+from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_server.api.app import create_app
+from minisgl_server.api.engine_client import EngineClient
+from minisgl_server.api.http.middleware import add_middleware
+from minisgl_server.options import ServerOptions
+from minisgl_server.ray import request_router
+from minisgl_server.ray.engine import prepare_process
+from minisgl_server.ray.request_router import RoutingTable
+from minisgl_server.router.load import make_router
+
+logger = logging.getLogger(__name__)
+
+RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
+OUTPUT_S = 10.0
+"""Longest time from the end of a call to the arrival of the request's last output."""
+MAX_ATTEMPTS = 3
+"""Replicas that one request may lose."""
+
+
+@serve.ingress()
+class API:
+    """Replica of the API. It takes requests of the tokenizer workers in place of a router process.
+
+    Args:
+        config: options of the engines.
+        options: options of the server. `replicas` is the number of slots of the routing policy.
+        api_key_digests: see `add_middleware`.
+        engines: the deployment Engine, or the name of the application that has it.
+    """
+
+    async def __init__(  # type: ignore[misc]
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        api_key_digests: list[bytes],
+        engines: DeploymentHandle | str,
+    ) -> None:
+        prepare_process("api", options)
+        if isinstance(engines, str):
+            engines = serve.get_deployment_handle("Engine", engines)
+        self._engines, self._options, self._digests = engines, options, api_key_digests
+        info: EngineInfo = Decoder(EngineInfo)(await engines.describe.remote())
+        self._table = RoutingTable(make_router(options, info, Registry.from_environment()), info)
+        request_router.table = self._table
+        info = msgspec.structs.replace(info, max_requests=info.max_requests * options.replicas)
+        self._endpoints = IpcAddresses.create(options.num_tokenizers or 1, options.replicas)
+        self._supervisor = Supervisor(self._endpoints.directory, options.log_level, options.log_format)
+        self._workers = [Sender(address) for address in self._endpoints.tokenizer_in]
+        self._calls: dict[str, asyncio.Task[None]] = {}
+        self._ended: dict[str, asyncio.Event] = {}
+        self._attempts: dict[str, int] = {}
+        address = tcp_address(ray.util.get_node_ip_address(), 0, new_key())
+        self._outputs = AsyncReceiver[Any](address, CacheEvents)
+        port = self._outputs.socket.last_endpoint.decode().rpartition(":")[2]
+        self._address = f"{address.rpartition(':')[0]}:{port}"
+        self.client = EngineClient(self._endpoints)
+        names = [f"tokenizer {index}" for index in range(len(self._workers))]
+        for index, name in enumerate(names):
+            self._supervisor.start(name, RUN_TOKENIZER, config, options, index, self._endpoints)
+            self._workers[index].send(info)
+        await asyncio.to_thread(self._supervisor.wait_ready)
+        most = max(self._supervisor.ready[name].max_token_bytes for name in names)
+        self.client.info = msgspec.structs.replace(info, max_token_bytes=most)
+        self.client.ready.set()
+        self._tasks = [asyncio.create_task(self._take_requests()), asyncio.create_task(self._take_outputs())]
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        """Return the application."""
+        counts = memoryview(bytearray(4)).cast("i")  # each replica of the API limits its own requests
+        return add_middleware(create_app(self.client, self._options), self._options, self._digests, counts, 0)
+
+    async def check_health(self) -> None:
+        """Raise the error of a tokenizer worker that has ended."""
+        self._supervisor.wait(timeout_s=0)
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+    async def _take_requests(self) -> None:
+        """Handle the messages of the tokenizer workers, as the router's process does."""
+        incoming = Submit | Abort | Ended | Count | SnapshotRequest
+        receiver = AsyncReceiver[Any](self._endpoints.router_in, incoming)
+        while True:
+            match await receiver.receive():
+                case Submit() as submit:
+                    self._calls[submit.request_id] = asyncio.create_task(self._call(submit))
+                case Abort(request_id):
+                    self._attempts.pop(request_id, None)
+                    if request_id in self._calls:
+                        self._calls[request_id].cancel()
+                case Ended(request_ids):
+                    for request_id in request_ids:
+                        self._attempts.pop(request_id, None)
+                        if request_id in self._ended:
+                            self._ended[request_id].set()
+                case Count() as message:
+                    message.counts["router"] = len(self._calls)
+                    self._workers[message.worker].send(message)
+                case SnapshotRequest() as message:
+                    self._workers[message.worker].send(NoSnapshot(message.query))
+
+    async def _take_outputs(self) -> None:
+        """Pass the engines' output on to the tokenizer workers, and events of their prefix caches to the policy."""
+        decode = Decoder(CacheEvents)
+        while True:
+            source, message = await self._outputs.socket.recv_multipart()
+            if len(source) == 1:
+                self._workers[source[0]].socket.send(message)
+            else:
+                self._table.apply(source.decode(), decode(message))
+
+    async def _call(self, submit: Submit) -> None:
+        """Have an engine run a request. If the engine is lost, tell the tokenizer worker, which may submit it again."""
+        request_id, ended = submit.request_id, asyncio.Event()
+        self._ended[request_id] = ended
+        self._table.begin(submit)
+        call = self._engines.generate.remote(request_id=request_id, submit=encode(submit), address=self._address)
+        try:
+            await call
+            await asyncio.wait_for(ended.wait(), OUTPUT_S)
+        except asyncio.CancelledError:
+            call.cancel()
+            raise
+        except BackPressureError:
+            self._reject(submit, "queue_full", "no replica has room, and too many requests wait; try again later")
+        except RayTaskError:
+            logger.exception("the engine failed to take the request", extra={"request_id": request_id})
+            self._reject(submit, "internal", "The engine failed to take the request.")
+        except (RayError, TimeoutError) as error:
+            logger.warning("lost a replica: %s", next(iter(str(error).splitlines()), type(error).__name__))
+            self._lose(submit)
+        except Exception:
+            logger.exception("no engine took the request", extra={"request_id": request_id})
+            self._reject(submit, "replica_lost", "No replica can take the request. Please send it again.")
+        finally:
+            if self._ended.get(request_id) is ended:
+                del self._ended[request_id], self._calls[request_id]
+                self._table.end(request_id)
+
+    def _lose(self, submit: Submit) -> None:
+        """Tell the tokenizer workers which requests were lost with the engine of this one; they submit some of them again."""
+        number, lost = self._table.lose(submit.request_id)
+        by_worker: dict[int, list[str]] = {index: [] for index in range(len(self._workers))}
+        for each in lost:
+            attempts = self._attempts[each.request_id] = self._attempts.get(each.request_id, 0) + 1
+            if attempts < MAX_ATTEMPTS:
+                by_worker[each.worker].append(each.request_id)
+            else:
+                self._reject(each, "replica_lost", f"{attempts} replicas have ended while they ran the request.")
+            if each is not submit:
+                self._calls[each.request_id].cancel()
+        for worker, request_ids in by_worker.items() if number >= 0 else ():
+            self._workers[worker].send(ReplicaLost(number, request_ids))
+
+    def _reject(self, submit: Submit, kind: str, message: str) -> None:
+        reply = Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1)
+        self._workers[submit.worker].send(reply)

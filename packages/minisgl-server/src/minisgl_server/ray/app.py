@@ -1,0 +1,134 @@
+"""Declaration of the Serve deployments API and Engine."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from minisgl_core.config.options import EngineConfig, check_value, engine_options
+from minisgl_core.config.providers import check_providers
+from minisgl_core.contracts.executor import ExecutorSpec
+from minisgl_core.errors import InvalidValueError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.utils.suggestions import did_you_mean
+from minisgl_server.launch.api_keys import api_key_digests
+from minisgl_server.options import ServerOptions
+from minisgl_server.ray.api import API
+from minisgl_server.ray.engine import Engine
+
+SPARE_SLOTS = 8
+"""Slots of the routing policy for replicas that are stopping."""
+HEALTH_TIMEOUT_S = 30.0
+"""Longest time that a scheduler may take to answer; three misses end a replica."""
+
+
+def parse(config: dict[str, Any]) -> tuple[EngineConfig, ServerOptions, dict[str, Any]]:
+    """Return the options in a Serve config file's ``args``, and those of Serve's autoscaling.
+
+    Raises:
+        InvalidValueError: an option is unknown or has an invalid value.
+    """
+    config = dict(config)
+    scaling = config.pop("autoscaling", {})
+    of_server = {item.name: item for item in fields(ServerOptions)}
+    of_engine = {name: config.pop(name) for name in list(config) if name in engine_options()}
+    for name, value in config.items():
+        if name not in of_server:
+            known = [*of_server, *engine_options(), "autoscaling"]
+            raise InvalidValueError(name, value, "an option of minisgl launch, by name", did_you_mean(name, known))
+    values = {name: check_value(name, value, of_server[name]) for name, value in config.items()}
+    return EngineConfig.from_flat(**of_engine), ServerOptions(**values), scaling
+
+
+def application(config: EngineConfig, options: ServerOptions, scaling: dict[str, Any]) -> Application:
+    """Return the application with both deployments."""
+    return api(config, options, engines(config, options, scaling))
+
+
+def engines(
+    config: EngineConfig, options: ServerOptions, scaling: dict[str, Any], environment: dict[str, str] | None = None
+) -> Application:
+    """Return the deployment Engine, whose replicas each reserve what their ranks need.
+
+    Args:
+        config: options of the engines.
+        options: options of the server.
+        scaling: fields of Serve's AutoscalingConfig.
+        environment: environment variables of the replicas.
+
+    Raises:
+        MinisglError: a provider is not installed.
+    """
+    registry, parallel = Registry.from_environment(), config.parallel
+    check_providers(config.flat(), registry)
+    registry.entry("router", options.router)
+    actor = _actor_options(environment)
+    place: dict[str, Any] = {}
+    spec = ExecutorSpec(parallel.tp, parallel.pp, parallel.placement, config.backends.platform)
+    bundles, strategy = registry.load("executor", "ray").bundles(spec, ray.cluster_resources())
+    if parallel.size == 1:  # its process is a child of the replica, which needs no other actor
+        config = replace(config, parallel=replace(parallel, executor="local"))
+        actor["num_gpus"] = bundles[0].get("GPU", 0)
+    else:
+        config = replace(config, parallel=replace(parallel, executor="ray"))
+        actor["num_cpus"] = 0
+        place = {"placement_group_bundles": bundles, "placement_group_strategy": strategy}
+    most_running = config.scheduler.max_running_requests
+    low, high = options.replica_range
+    if low < high:
+        scaling = {"target_ongoing_requests": most_running, **scaling, "min_replicas": low, "max_replicas": high}
+        place["autoscaling_config"] = AutoscalingConfig(**scaling)
+    else:
+        place["num_replicas"] = low
+    deployment = serve.deployment(
+        Engine,
+        name="Engine",
+        ray_actor_options=actor,
+        max_ongoing_requests=2 * most_running,
+        max_queued_requests=config.scheduler.max_queued_requests,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        request_router_config=RequestRouterConfig(
+            request_router_class="minisgl_server.ray.request_router.PolicyRequestRouter"
+        ),
+        **place,
+    )
+    return deployment.bind(config, _plain(options))
+
+
+def api(
+    config: EngineConfig,
+    options: ServerOptions,
+    engines: Application | DeploymentHandle | str,
+    environment: dict[str, str] | None = None,
+) -> Application:
+    """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
+    digests, high = api_key_digests(options), options.replica_range[1]
+    # A slot is free once the requests of its last replica have ended. The page and metrics describe processes of one host.
+    options = replace(_plain(options), replicas=high + SPARE_SLOTS, page=False, metrics=False)
+    deployment = serve.deployment(
+        API,
+        name="API",
+        ray_actor_options=_actor_options(environment),
+        max_ongoing_requests=100_000,
+        graceful_shutdown_timeout_s=options.drain_timeout,
+        graceful_shutdown_wait_loop_s=0.5,
+    )
+    return deployment.bind(config, options, digests, engines)
+
+
+def _plain(options: ServerOptions) -> ServerOptions:
+    """Return the options without API keys, as Serve stores the arguments of deployments."""
+    return replace(options, api_key=(), replicas=options.replica_range[1])
+
+
+def _actor_options(environment: dict[str, str] | None) -> dict[str, Any]:
+    return {"num_cpus": 1} | ({"runtime_env": {"env_vars": environment}} if environment else {})

@@ -1,0 +1,205 @@
+"""Deployment Engine: each replica runs the ranks of one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from ray import serve
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import WorkerDiedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import (
+    Abort,
+    CacheEvents,
+    Count,
+    Decoder,
+    EngineInfo,
+    Rejected,
+    Submit,
+    TokenBatch,
+    TokenOut,
+    encode,
+)
+from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
+from minisgl_core.runtime.supervisor import Supervisor
+from minisgl_core.utils import logs
+from minisgl_server.launch.replicas import Replicas
+from minisgl_server.options import ServerOptions
+from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
+
+logger = logging.getLogger(__name__)
+
+IDLE_S = 60.0
+"""Time without requests after which the connection to a caller is closed."""
+
+
+class Route(NamedTuple):
+    """Destination of a request's output: address of the caller, its tokenizer worker, and its number for this engine."""
+
+    address: str
+    worker: int
+    engine: int
+
+
+class _Running(NamedTuple):
+    route: Route
+    ended: asyncio.Future[None]
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Connection to a caller."""
+
+    sender: Sender
+    last_used_s: float = field(default_factory=time.monotonic)
+
+
+class Engine:
+    """Replica with one engine. A replica whose engine fails ends itself, and Serve starts another one."""
+
+    async def __init__(self, config: EngineConfig, options: ServerOptions) -> None:  # type: ignore[misc]
+        prepare_process("engine", options)
+        registry = Registry.from_environment()
+        self._endpoints = IpcAddresses.create()
+        if registry.load("router", options.router).uses_events:
+            os.environ[ROUTER_EVENTS_VARIABLE] = self._endpoints.router_events
+        self._supervisor = Supervisor(self._endpoints.directory, options.log_level, options.log_format)
+        self._engine = Replicas(config, registry, self._supervisor, self._endpoints)
+        self._running: dict[str, _Running] = {}
+        self._callers: dict[str, _Caller] = {}
+        self._health: asyncio.Future[None] | None = None
+        self._decode = Decoder(Submit)
+        try:
+            info = await asyncio.to_thread(self._start)
+        except BaseException:
+            self._supervisor.terminate()
+            self._engine.close()
+            self._endpoints.remove()
+            raise
+        self._info = encode(info)
+        self._scheduler = Sender(self._endpoints.scheduler_in)
+        self._tasks = [asyncio.create_task(self._forward_output()), asyncio.create_task(self._forward_events())]
+        threading.Thread(target=self._watch, name="minisgl: watch", daemon=True).start()
+
+    def _start(self) -> EngineInfo:
+        self._engine.start()
+        self._supervisor.wait(self._engine.are_ready)
+        return self._engine.describe()
+
+    def _watch(self) -> None:
+        """End this replica with its engine: its calls fail, and the callers send them to another replica."""
+        try:
+            self._supervisor.wait()
+        except WorkerDiedError as error:
+            logger.error("%s The replica ends.", error)
+        os._exit(1)
+
+    async def describe(self) -> bytes:
+        """Return the engine's encoded `EngineInfo`."""
+        return self._info
+
+    async def generate(self, *, request_id: str, submit: bytes, address: str, engine: int = -1) -> None:
+        """Run a request, and return once all its output has been sent. Cancelling the call aborts the request.
+
+        Args:
+            request_id: id of the request.
+            submit: the encoded `Submit`.
+            address: address of the caller, to which the output goes.
+            engine: the caller's number for this engine.
+        """
+        message: Submit = self._decode(submit)
+        caller = self._callers.get(address)
+        if caller is None:
+            caller = self._callers[address] = _Caller(Sender(address))
+        ended = asyncio.get_running_loop().create_future()
+        self._running[request_id] = _Running(Route(address, message.worker, engine), ended)
+        message.worker = 0
+        self._scheduler.send(message)
+        try:
+            await ended
+        except asyncio.CancelledError:
+            self._scheduler.send(Abort(request_id))
+            raise
+        finally:
+            self._running.pop(request_id, None)
+            caller.last_used_s = time.monotonic()
+
+    async def check_health(self) -> None:
+        """Wait until the scheduler answers, and close idle connections. Serve calls this, and limits its time."""
+        self._health = asyncio.get_running_loop().create_future()
+        self._scheduler.send(Count(worker=0, query=1))
+        await self._health
+        in_use = {each.route.address for each in self._running.values()}
+        for address, caller in list(self._callers.items()):
+            if address not in in_use and time.monotonic() - caller.last_used_s > IDLE_S:
+                self._callers.pop(address).sender.drop()
+
+    async def _forward_output(self) -> None:
+        """Send the output of each step to the callers of its requests."""
+        receiver = AsyncReceiver[Any](self._endpoints.tokenizer_in[0], TokenBatch | Rejected | Count)
+        while True:
+            match await receiver.receive():
+                case TokenBatch() as batch:
+                    self._split(batch)
+                case Rejected(request_id=request_id) as message:
+                    if running := self._running.get(request_id):
+                        message.engine = running.route.engine
+                        self._send(running.route, message)
+                        self._end(running)
+                case Count() if self._health is not None and not self._health.done():
+                    self._health.set_result(None)
+
+    def _split(self, batch: TokenBatch) -> None:
+        outputs: dict[Route, list[TokenOut]] = {}
+        tokens: dict[Route, tuple[list[str], list[int]]] = {}
+        ended = []
+        for request_id, token in zip(batch.request_ids, batch.token_ids.tolist(), strict=True):
+            if running := self._running.get(request_id):
+                request_ids, token_ids = tokens.setdefault(running.route, ([], []))
+                request_ids.append(request_id)
+                token_ids.append(token)
+        for out in batch.outputs:
+            if running := self._running.get(out.request_id):
+                outputs.setdefault(running.route, []).append(out)
+                if out.finish_reason is not None:
+                    ended.append(running)
+        for route in outputs.keys() | tokens.keys():
+            request_ids, token_ids = tokens.get(route, ([], []))
+            part = TokenBatch(outputs.get(route, []), route.engine, request_ids, np.array(token_ids, np.int32))
+            self._send(route, part)
+        for running in ended:
+            self._end(running)
+
+    def _send(self, route: Route, message: TokenBatch | Rejected) -> None:
+        sender = self._callers[route.address].sender
+        sender.socket.send_multipart([route.worker.to_bytes(1), encode(message)])
+
+    @staticmethod
+    def _end(running: _Running) -> None:
+        if not running.ended.done():
+            running.ended.set_result(None)
+
+    async def _forward_events(self) -> None:
+        """Send the events of the prefix cache to all callers."""
+        receiver = AsyncReceiver[Any](self._endpoints.router_events, CacheEvents)
+        replica_id = serve.get_replica_context().replica_id.unique_id.encode()
+        while True:
+            message = await receiver.socket.recv()
+            for caller in self._callers.values():
+                caller.sender.socket.send_multipart([replica_id, message])
+
+
+def prepare_process(name: str, options: ServerOptions) -> None:
+    """Set up logging, and child processes, in a worker process of Ray."""
+    logs.configure(name, options.log_level, options.log_format)
+    # A child would run Ray's main module again, as multiprocessing does to find functions of the main module.
+    sys.modules["__main__"].__dict__.pop("__file__", None)

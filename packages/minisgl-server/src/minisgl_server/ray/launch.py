@@ -1,0 +1,213 @@
+"""``minisgl launch --executor ray --replicas``: deploys the API and the engines, and ends them with the launch.
+
+The engines are an application of their own, with a new name for each launch. So a second launch starts its engines first, then
+has Serve replace the API, whose old replicas finish their requests with the old engines, and then removes these.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import click
+import setproctitle
+
+from minisgl_core.config.options import EngineConfig
+from minisgl_core.errors import InvalidValueError, MinisglError, WorkerDiedError
+from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.messages import Decoder, EngineInfo
+from minisgl_server.launch.allowed_hosts import allowed_hosts
+from minisgl_server.options import ServerOptions
+from minisgl_server.ray import require_serve
+
+API_APP = "minisgl"
+"""Serve application of the API."""
+ENGINES_APP = "minisgl-engines-"
+"""Beginning of the names of the engines' applications."""
+COPIED = (
+    "MINISGL_",
+    "HF_",
+    "NCCL_",
+    "TORCH",
+    "TRITON_",
+    "TOKENIZERS_",
+    "OMP_",
+    "GOMP_",
+    "MKL_",
+    "CUDA_LAUNCH_BLOCKING",
+)
+"""Beginnings of the environment variables that the replicas have from the launch."""
+POLL_S = 1.0
+DRAIN_SLACK_S = 10.0
+"""Time beyond ``--drain-timeout`` that an application has to end."""
+HEAD_S = 15.0
+"""Longest time that the head of the cluster may not answer."""
+
+
+class _StoppedError(Exception):
+    """A signal asked the launch to end."""
+
+
+def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
+    """Serve with the replicas of a Ray cluster until SIGTERM, SIGINT or SIGHUP, or until another launch replaces this one.
+
+    Raises:
+        MinisglError: an option has an invalid value, or the cluster cannot be reached.
+        WorkerDiedError: the replicas did not start, or the cluster was lost.
+    """
+    setproctitle.setproctitle("minisgl: launch")
+    if options.api_workers > 1:
+        remedy = "Serve runs the API, and can run several replicas of it."
+        raise InvalidValueError("--api-workers", options.api_workers, "1 with --executor ray and --replicas", remedy)
+    executor = registry.load("executor", "ray")
+    num_cpus = config.parallel.size * options.replica_range[1] + 2
+    require_serve()
+    owns_cluster = executor.connect(num_cpus) and not os.environ.get("RAY_ADDRESS")
+    import ray
+    from ray import serve
+
+    name = f"{ENGINES_APP}{secrets.token_hex(4)}"
+    try:
+        with _signals():
+            _deploy(config, options, name)
+            _wait_replaced(name)
+        click.echo("Another launch has replaced this one.")
+    except _StoppedError:
+        click.echo(f"Stopping: running requests have {options.drain_timeout:g} s to finish.")
+    finally:
+        with suppress(Exception):  # the cluster may be lost
+            running = _applications()
+            if [each for each in running if each.startswith(ENGINES_APP)] == [name] and API_APP in running:
+                _delete(API_APP, options)  # before the engines, which it needs; another launch would need the API
+            if name in running:
+                _delete(name, options)
+        with suppress(Exception):
+            if owns_cluster:
+                serve.shutdown()
+        ray.shutdown()
+
+
+def _deploy(config: EngineConfig, options: ServerOptions, name: str) -> None:
+    """Start the engines, then the API, then remove the engines of earlier launches."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    from minisgl_server.ray import app
+
+    port = options.port or _free_port(options.host)
+    serve.start(proxy_location="EveryNode", http_options={"host": options.host, "port": port})
+    http = _get_global_client().http_config  # if Serve runs already, it keeps its own
+    if (http.host, http.port) != (options.host, port):
+        options, port = replace(options, host=http.host), http.port
+        click.echo("Serve runs on this cluster already, and keeps its host and port.")
+    hosts = allowed_hosts(options, str(socket.getaddrinfo(options.host, port)[0][4][0]))
+    options = replace(options, allowed_hosts=hosts)
+    environment = {
+        key: value for key, value in os.environ.items() if key.startswith(COPIED) and not key.endswith("_API_KEY")
+    }
+    earlier = [each for each in _applications() if each.startswith(ENGINES_APP)]
+    logging.getLogger("ray.serve").setLevel(options.log_level.upper())
+    try:
+        handle = serve.run(app.engines(config, options, {}, environment), name=name, route_prefix=None)
+        info: EngineInfo = Decoder(EngineInfo)(handle.describe.remote().result())
+        serve.run(app.api(config, options, name, environment), name=API_APP, route_prefix="/")
+    except RuntimeError as error:
+        raise WorkerDiedError(f"The replicas did not start: {error} {_reasons()}", "replicas") from None
+    deadline = time.monotonic() + options.drain_timeout
+    while _is_replacing() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for each in earlier:
+        _delete(each, options)
+    low, high = options.replica_range
+    count = str(low) if low == high else f"{low} to {high}"
+    click.echo(
+        f"model     {options.served_model_name or info.model} ({info.architecture}, {info.dtype} on {info.device})"
+    )
+    click.echo(f"replicas  {count} on the Ray cluster, behind the router {options.router}")
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
+    click.echo(f"\nServing at http://{host}:{port}/v1, by Serve's proxy on each node with replicas")
+
+
+def _wait_replaced(name: str) -> None:
+    """Wait until the engines have been removed.
+
+    Raises:
+        WorkerDiedError: the head of the cluster does not answer.
+    """
+    seen = time.monotonic()
+    while True:
+        time.sleep(POLL_S)
+        try:
+            if name not in _applications():
+                return
+            seen = time.monotonic()
+        except Exception as error:
+            if time.monotonic() - seen > HEAD_S:
+                raise WorkerDiedError(f"The head of the Ray cluster is lost: {error}", "head") from None
+
+
+def _applications() -> list[str]:
+    """Return the names of the applications that are not being removed."""
+    from ray import serve
+
+    return [name for name, each in serve.status().applications.items() if each.status != "DELETING"]
+
+
+def _delete(name: str, options: ServerOptions) -> None:
+    """Remove an application, and wait until its requests have ended."""
+    from ray import serve
+
+    serve.delete(name, _blocking=False)
+    deadline = time.monotonic() + options.drain_timeout + DRAIN_SLACK_S
+    while name in serve.status().applications and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+def _reasons() -> str:
+    """Return the messages of the deployments that are not healthy."""
+    from ray import serve
+
+    deployments = [each for app in serve.status().applications.values() for each in app.deployments.values()]
+    messages = [each.message.strip() for each in deployments if each.status != "HEALTHY"]
+    return " ".join(message for message in messages if message)
+
+
+def _is_replacing() -> bool:
+    """Return True while replicas of the API that are not of its newest version finish their requests."""
+    from ray import serve
+
+    deployment: Any = serve.status().applications[API_APP].deployments["API"]
+    return any(number for state, number in deployment.replica_states.items() if state != "RUNNING")
+
+
+def _free_port(host: str) -> int:
+    try:
+        with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise MinisglError(f"--host {host} cannot be used: {error.strerror}") from None
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Raise `_StoppedError` at the first SIGTERM, SIGINT or SIGHUP."""
+
+    def stop(*_: object) -> None:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)  # a second signal ends the launch at once
+        raise _StoppedError
+
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
+        signal.signal(number, stop)
+    yield

@@ -1,0 +1,157 @@
+"""Request router of the deployment Engine, with the policies of ``--router``.
+
+Serve makes a `PolicyRequestRouter` in the process of each caller, and runs it in a thread of its own. It shares a `RoutingTable`
+with the API's code in that process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+
+from minisgl_core.contracts.prefix_cache import CacheNamespace
+from minisgl_core.contracts.router import RoutedPrompt, Router, block_size_for
+from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
+
+table: RoutingTable | None = None
+"""Table of this process; None where requests need no policy."""
+
+
+class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
+    """Asks the `RoutingTable` of this process for the replica of each request."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        """Return the one replica that the policy chooses, of those that have room."""
+        if pending_request is None or table is None or "request_id" not in pending_request.kwargs:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        able = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
+        live = [each.unique_id for each in self.curr_replicas]
+        chosen = table.choose(pending_request.kwargs["request_id"], list(able), live)
+        if chosen is None:
+            return [candidate_replicas]  # full replicas are asked for their load, and this is called again
+        # The engine puts this number into its output, so that output of a lost engine is recognised.
+        pending_request.kwargs["engine"] = chosen.number
+        return [[able[chosen.replica_id]]]
+
+
+@dataclass(slots=True)
+class Engine:
+    """Engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
+
+    Attributes:
+        replica: its slot in the policy.
+        number: number of the engine for tokenizer workers: slot plus a multiple of the number of slots, larger after each loss.
+        replica_id: id of the replica in Serve; empty for a free slot.
+        num_requests: requests that were routed to it by this process.
+        num_prompt_tokens: prompt tokens of these.
+    """
+
+    replica: int
+    number: int
+    replica_id: str = ""
+    num_requests: int = 0
+    num_prompt_tokens: int = 0
+
+
+class RoutingTable:
+    """Engines and the requests of this process. Methods may be called by any thread.
+
+    Args:
+        router: the policy, with a slot for each replica that may run, and more for those that are stopping.
+        info: description of an engine.
+    """
+
+    def __init__(self, router: Router, info: EngineInfo) -> None:
+        self._router, self._block_size = router, block_size_for(info.page_size)
+        self._engines = [Engine(slot, slot) for slot in range(router.spec.num_replicas)]
+        self._submits: dict[str, Submit] = {}
+        self._routed: dict[str, tuple[Engine, int]] = {}
+        """Engine of each request, and the number that the engine had then."""
+        self._lock = threading.Lock()
+
+    def begin(self, submit: Submit) -> None:
+        """Add a request, which can be routed until `end`."""
+        with self._lock:
+            self._unroute(submit.request_id)
+            self._submits[submit.request_id] = submit
+
+    def end(self, request_id: str) -> None:
+        """Remove a request."""
+        with self._lock:
+            self._unroute(request_id)
+            self._submits.pop(request_id, None)
+
+    def choose(self, request_id: str, able: Sequence[str], live: Sequence[str]) -> Engine | None:
+        """Return the engine for a request, whose load it becomes; None if no replica has room or the request has ended.
+
+        Args:
+            request_id: id of the request.
+            able: ids of the replicas that have room.
+            live: ids of all replicas.
+        """
+        with self._lock:
+            self._unroute(request_id)
+            submit = self._submits.get(request_id)
+            engines = {each.replica_id: each for each in self._engines}
+            views = [engine for each in able if (engine := engines.get(each) or self._occupy(each, live)) is not None]
+            if submit is None or not views:
+                return None
+            if submit.session_id:  # rendezvous hashing: few sessions move when the replicas change
+                views = [max(views, key=lambda each: _weight(submit.session_id, each.replica_id))]
+            namespace = CacheNamespace(submit.cache_salt, submit.adapter_id)
+            prompt = RoutedPrompt(submit.token_ids, self._block_size, namespace, submit.user)
+            chosen = self._engines[self._router.route(prompt, sorted(views, key=lambda each: each.replica))]
+            chosen.num_requests += 1
+            chosen.num_prompt_tokens += len(submit.token_ids)
+            self._routed[request_id] = chosen, chosen.number
+            return chosen
+
+    def lose(self, request_id: str) -> tuple[int, list[Submit]]:
+        """Note that the engine of a request is lost, and return its number and its requests; -1 if that was noted before."""
+        with self._lock:
+            engine, number = self._routed.get(request_id, (None, -1))
+            if engine is None or engine.number != number:
+                return -1, []
+            lost = [self._submits[name] for name, routed in self._routed.items() if routed == (engine, number)]
+            self._renew(engine)
+            return number, lost
+
+    def apply(self, replica_id: str, events: CacheEvents) -> None:
+        """Tell the policy what a replica's prefix cache has taken and evicted."""
+        with self._lock:
+            for engine in self._engines:
+                if engine.replica_id == replica_id:
+                    self._router.evicted(engine.replica, events.evicted)
+                    self._router.inserted(engine.replica, events.inserted)
+
+    def _occupy(self, replica_id: str, live: Sequence[str]) -> Engine | None:
+        """Give a new replica a slot of none, or of one that has ended; None if all slots are in use."""
+        free = (each for each in self._engines if each.replica_id not in live and not each.num_requests)
+        engine = next(free, None)
+        if engine is not None:
+            if engine.replica_id:
+                self._renew(engine)
+            engine.replica_id = replica_id
+        return engine
+
+    def _renew(self, engine: Engine) -> None:
+        """Give a slot a new number, for a replica whose prefix cache is unknown."""
+        engine.number += len(self._engines)
+        self._router.lost(engine.replica)
+
+    def _unroute(self, request_id: str) -> None:
+        if request_id in self._routed:
+            engine, _ = self._routed.pop(request_id)
+            engine.num_requests -= 1
+            engine.num_prompt_tokens -= len(self._submits[request_id].token_ids)
+
+
+def _weight(session_id: str, replica_id: str) -> bytes:
+    return hashlib.blake2b(f"{replica_id} {session_id}".encode()).digest()
