@@ -97,6 +97,7 @@ for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16,
     kinds = {"x": kind, "hidden": kind, "weights": kind, "x_scales": scale, "hidden_scales": scale, "scales": scale}
     kinds |= {"out": "*bf16", "row_weights": "*fp32", "block_rows": "*i32", "block_experts": "*i32", "bias": "*bf16"}
     sizes = {"BLOCK_ROWS": rows, "BLOCK_COLS": cols, "BLOCK_DEPTH": depth, "WIDEN": False, "SCALED": scaled, "EVEN": True}
+    sizes |= {"PACKED": 0, "HAS_ZEROS": False}
     for activation, limit in (("silu", None), ("silu", 7.0), ("gelu_tanh", None), ("swigluoai", 7.0)):
         of_gate = {"TOP_K": 8, "ACTIVATION": activation, "LIMIT": limit, "HAS_BIAS": activation != "silu"}
         compiled(_gate_up_activation, dict(kinds), sizes | of_gate, num_warps=warps, num_stages=3)
