@@ -38,7 +38,7 @@ def node(make_node: Callable[..., RayNode]) -> RayNode:
     import ray
 
     address = ray.util.get_node_ip_address()
-    return make_node(f"{address}:{20000 + os.getpid() % 10000}", address).wait_started()
+    return make_node(f"{address}:{20000 + os.getpid() % 10000}", address, num_cpus=8).wait_started()
 
 
 @pytest.fixture(scope="session")

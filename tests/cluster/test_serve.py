@@ -6,13 +6,17 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryFile
 from typing import Any
 
 import openai
+import psutil
 import pytest
+import tiny_folder
 from ray_node import RayNode
 
 pytest.importorskip("ray", reason="ray is not installed")
@@ -57,12 +61,36 @@ class Launch:
         self.process.stdout.close()  # type: ignore[union-attr]
         self.errors.close()
 
+    def stream(self, started: threading.Semaphore, num_tokens: int) -> list[str]:
+        """Text of each event of one stream; the last item is its finish reason or error."""
+        body = {"ignore_eos": True}
+        pieces: list[str] = []
+        try:
+            events = self.client.completions.create(
+                model="m", prompt="w5 w9", max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
+            )
+            for event in events:
+                if not pieces:
+                    started.release()
+                pieces.append(event.choices[0].text)
+                if event.choices[0].finish_reason:
+                    pieces.append(event.choices[0].finish_reason)
+        except openai.APIError as error:
+            pieces.append(str(error.code))
+        return pieces
+
 
 @pytest.fixture(scope="module")
 def launch(node: RayNode) -> Iterator[Launch]:
     made = Launch(node, "--replicas", "2").wait_started()
     yield made
     made.close()
+
+
+def schedulers() -> list[psutil.Process]:
+    """Processes of engines on this host."""
+    listed = psutil.process_iter(["cmdline"])
+    return [each for each in listed if "minisgl: scheduler rank 0" in " ".join(each.info["cmdline"] or ())]
 
 
 def test_streams_of_the_openai_client_are_the_text_of_one_engine(launch: Launch) -> None:
@@ -79,3 +107,65 @@ def test_streams_of_the_openai_client_are_the_text_of_one_engine(launch: Launch)
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(ask, range(6))) == {expected}
+
+
+def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Launch) -> None:
+    started = threading.Semaphore(0)
+    with ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(launch.stream, started, 300) for _ in range(4)]
+        for _ in streams:
+            assert started.acquire(timeout=DEADLINE_S)
+        whole = [
+            pool.submit(launch.client.completions.create, model="m", prompt="w", max_tokens=40, extra_body={"seed": 1})
+            for _ in range(4)
+        ]
+        time.sleep(0.3)
+        before = schedulers()
+        before[0].kill()
+        ends = [stream.result(DEADLINE_S)[-1] for stream in streams]
+        assert set(ends) <= {"length", "replica_lost"}
+        for each in whole:
+            assert each.result(DEADLINE_S).usage.completion_tokens > 0
+    deadline = time.monotonic() + DEADLINE_S
+    while len(schedulers()) < len(before) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert len(schedulers()) == len(before)
+    assert launch.stream(started, 4)[-1] == "length"
+
+
+def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNode) -> None:
+    started, stop = threading.Semaphore(0), threading.Event()
+    texts: list[str] = []
+
+    def ask() -> None:
+        while not stop.is_set():
+            response = launch.client.completions.create(model="m", prompt="w5 w9", max_tokens=4, temperature=0)
+            texts.append(response.choices[0].text)
+
+    with ThreadPoolExecutor(4) as pool:
+        stream = pool.submit(launch.stream, started, 600)
+        assert started.acquire(timeout=DEADLINE_S)
+        asking = [pool.submit(ask) for _ in range(2)]
+        update = Launch(node, "--replicas", "2", "--model", tiny_folder.llama())
+        try:
+            update.wait_started()
+            assert launch.process.wait(DEADLINE_S) == 0, launch.stderr()
+            assert stream.result(DEADLINE_S)[-1] == "length"
+            time.sleep(1)
+            stop.set()
+            for each in asking:
+                each.result(DEADLINE_S)
+            assert update.url == launch.url
+            old, new = texts[0], texts[-1]
+            assert new.split() == re.findall(r"w\d+", new)  # of the second model, which knows such words only
+            assert set(texts) == {old, new}
+            assert old != new
+            last = pool.submit(launch.stream, started, 600)
+            assert started.acquire(timeout=DEADLINE_S)
+            update.process.terminate()
+            assert last.result(DEADLINE_S)[-1] == "length"
+            assert update.process.wait(DEADLINE_S) == 0, update.stderr()
+            assert not psutil.wait_procs(schedulers(), DEADLINE_S)[1]
+        finally:
+            stop.set()
+            update.close()

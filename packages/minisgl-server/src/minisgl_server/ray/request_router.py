@@ -28,6 +28,9 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """Return the one replica that the policy chooses, of those that have room."""
+        # Serve pickles this class with a copy of its module's globals; the table is in the module itself.
+        from minisgl_server.ray.request_router import table
+
         if pending_request is None or table is None or "request_id" not in pending_request.kwargs:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
