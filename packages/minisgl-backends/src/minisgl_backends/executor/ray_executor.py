@@ -127,8 +127,7 @@ class RayExecutor(Executor):
             return
         actor, reserved = self._actors[rank], self._reserved[rank]
         environment: dict[str, str | None] = {"OMP_NUM_THREADS": None}  # Ray sets it to the number of reserved cores
-        copied = (key for key in os.environ if key.startswith(COPIED) and not key.endswith("_API_KEY"))
-        environment |= {key: os.environ[key] for key in copied}
+        environment |= self.copied_environment()
         if reserved.gpus:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of_nodes()[reserved.node])
         if not self._threads:
@@ -161,6 +160,13 @@ class RayExecutor(Executor):
         if self._owns_connection:
             self._owns_connection = False
             ray.shutdown()
+
+    @staticmethod
+    def copied_environment() -> dict[str, str]:
+        """Return the environment variables that processes on other nodes have from the launch."""
+        return {
+            key: value for key, value in os.environ.items() if key.startswith(COPIED) and not key.endswith("_API_KEY")
+        }
 
     @staticmethod
     def connect(num_cpus: int) -> bool:

@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.kernels.int4_weight import quantize_groups
-from minisgl_backends.moe.packed_weights import BLOCK, clear_rows_of_others, in_whole_blocks, pack
+from minisgl_backends.moe.packed_weights import BLOCK, pack
 from minisgl_backends.quantization.int4_checkpoint import Columns, StoredPart
+from minisgl_backends.quantization.packed_experts import PackedExperts
 from minisgl_core.contracts.checkpoint_quantization import Int4Format
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import (
-    ExpertsMethod,
     ExpertsOp,
     ExpertsSpec,
     LinearPart,
@@ -55,14 +55,13 @@ class _Matrix:
         self.codes[rows] = pack(codes, self.codes.shape[1])
 
 
-class StoredInt4Experts(ExpertsMethod):
+class StoredInt4Experts(PackedExperts):
     """Packed tensors of each expert, which are repacked one expert at a time."""
 
     weight_dtype: ClassVar[torch.dtype | None] = UINT4
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel], stored: Int4Format) -> None:
-        self._inner, loaded = spec.inner, in_whole_blocks(spec.inner)
-        super().__init__(replace(spec, inner=loaded, moe=replace(spec.moe, intermediate_size=loaded.size)), kernel)
+        super().__init__(spec, kernel)
 
         def part(of: LinearPart, columns: Shard) -> StoredPart:
             layer = LinearSpec(of.name, (of,), columns, False, False, spec.moe.dtype, spec.moe.device)
@@ -70,7 +69,7 @@ class StoredInt4Experts(ExpertsMethod):
 
         hidden, experts = Shard.whole(spec.moe.hidden_size), range(spec.moe.num_experts)
         self._gate_up = [[part(each, hidden) for each in self.spec.gate_up_parts(expert)] for expert in experts]
-        self._down = [[part(self.spec.down_part(expert), loaded)] for expert in experts]
+        self._down = [[part(self.spec.down_part(expert), self.spec.inner)] for expert in experts]
 
     def targets(self) -> Targets:
         """Yield the names of the packed tensors and of the biases of every expert."""
@@ -86,9 +85,7 @@ class StoredInt4Experts(ExpertsMethod):
             ModelFormatError: the inputs of an expert are not in order.
         """
         gate_up, down = self._repacked(self._gate_up), self._repacked(self._down)
-        for each in (gate_up.scales, self.gate_up_bias):
-            if each is not None:
-                clear_rows_of_others(each, self._inner, self.spec.inner)
+        self.clear_rows_of_others(gate_up.scales, self.gate_up_bias)
         return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
 
     def _repacked(self, experts: list[list[StoredPart]]) -> _Matrices:

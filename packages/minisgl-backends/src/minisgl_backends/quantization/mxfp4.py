@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
-from minisgl_backends.moe.packed_weights import BLOCK, clear_rows_of_others, in_whole_blocks
+from minisgl_backends.moe.packed_weights import BLOCK
+from minisgl_backends.quantization.packed_experts import PackedExperts
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.moe import MXFP4, MoeKernel
@@ -41,15 +41,14 @@ class Mxfp4(Quantization):
         return Mxfp4Experts(spec, kernel)
 
 
-class Mxfp4Experts(ExpertsMethod):
+class Mxfp4Experts(PackedExperts):
     """Blocks and scales of a layer's experts. As in `InterleavedExperts`, gate and up outputs alternate in the checkpoint."""
 
     weight_dtype: ClassVar[torch.dtype | None] = MXFP4
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
-        self._inner, loaded = spec.inner, in_whole_blocks(spec.inner)
-        moe = replace(spec.moe, intermediate_size=loaded.size)
-        super().__init__(replace(spec, inner=loaded, moe=moe), kernel)
+        super().__init__(spec, kernel)
+        moe, loaded = self.spec.moe, self.spec.inner
         shapes = (2 * loaded.size, moe.hidden_size // BLOCK), (moe.hidden_size, -(-loaded.size // BLOCK))
         # Padding has codes of zero.
         self._codes = [torch.zeros(moe.num_experts, *each, 16, dtype=torch.uint8, device=moe.device) for each in shapes]
@@ -73,9 +72,6 @@ class Mxfp4Experts(ExpertsMethod):
         for tensor in (self._codes[0], self._scales[0], self.gate_up_bias):
             for expert in tensor if tensor is not None else ():
                 expert.copy_(expert.view(len(expert) // 2, 2, -1).transpose(0, 1).reshape(expert.shape))
-        cleared = (self._codes[0], self.gate_up_bias)
-        for each in cleared:
-            if each is not None:
-                clear_rows_of_others(each, self._inner, self.spec.inner)
+        self.clear_rows_of_others(self._codes[0], self.gate_up_bias)
         (gate_up, down), (gate_up_scales, down_scales) = (each.flatten(2) for each in self._codes), self._scales
         return self.operation(gate_up, down, gate_up_scales, down_scales)

@@ -77,7 +77,7 @@ class CheckpointQuantization:
 
     @property
     def is_dequantized(self) -> bool:
-        """Return True for a GGUF file, whose weights are dequantized when they are read if a layer takes no packed ones."""
+        """Return True for a GGUF file: its reader dequantizes the weights of layers that do not support packed ones."""
         return self.method == _GGUF
 
     @property

@@ -62,7 +62,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
     options = replace(options, api_key=())  # from here on, only the digests are in memory
     locate_model(config.model)
     with (
-        _listen(options.host, options.port) as listener,
+        listen(options.host, options.port) as listener,
         IpcAddresses.create(
             options.num_tokenizers or options.api_workers, options.replicas, options.api_workers
         ) as endpoints,
@@ -76,7 +76,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         replicas: Replicas | None = None
         try:
             apis.start()
-            url = f"http://{_url_host(options.host)}:{listener.getsockname()[1]}"
+            url = f"http://{url_host(options.host)}:{listener.getsockname()[1]}"
             if options.api_workers == 1:
                 listener.close()  # no worker is restarted
             if options.replicas > 1:
@@ -224,7 +224,7 @@ def _tokenizers(endpoints: IpcAddresses) -> list[str]:
     return [f"tokenizer {index}" for index in range(endpoints.num_tokenizers)]
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """Listen on the port. This comes first, so that a port in use is reported before a model is loaded."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -238,7 +238,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise InvalidValueError("--host and --port", f"{host}:{port}", "free to listen on", remedy) from None
 
 
-def _url_host(host: str) -> str:
+def url_host(host: str) -> str:
     """Return the host for a URL that works on this machine."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
     return f"[{reachable}]" if ":" in reachable else reachable

@@ -1,7 +1,7 @@
 """``minisgl launch --executor ray --replicas``: deploys the API and the engines, and ends them with the launch.
 
-The engines are an application of their own, with a new name for each launch. So a second launch starts its engines first, then
-has Serve replace the API, whose old replicas finish their requests with the old engines, and then removes these.
+The engines are an application of their own, with a new name for each launch. A second launch starts its engines
+first. Then Serve replaces the API: its old replicas finish their requests with the old engines, which are removed last.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ import click
 import setproctitle
 
 from minisgl_core.config.options import EngineConfig
-from minisgl_core.errors import InvalidValueError, MinisglError, WorkerDiedError
+from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Decoder, EngineInfo
 from minisgl_server.launch.allowed_hosts import allowed_hosts
+from minisgl_server.launch.launcher import listen, url_host
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import require_serve
 
@@ -32,19 +33,6 @@ API_APP = "minisgl"
 """Serve application of the API."""
 ENGINES_APP = "minisgl-engines-"
 """Beginning of the names of the engines' applications."""
-COPIED = (
-    "MINISGL_",
-    "HF_",
-    "NCCL_",
-    "TORCH",
-    "TRITON_",
-    "TOKENIZERS_",
-    "OMP_",
-    "GOMP_",
-    "MKL_",
-    "CUDA_LAUNCH_BLOCKING",
-)
-"""Beginnings of the environment variables that the replicas have from the launch."""
 POLL_S = 1.0
 DRAIN_SLACK_S = 10.0
 """Time beyond ``--drain-timeout`` that an application has to end."""
@@ -77,7 +65,7 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
     name = f"{ENGINES_APP}{secrets.token_hex(4)}"
     try:
         with _signals():
-            _deploy(config, options, name)
+            _deploy(config, options, name, executor.copied_environment())
             _wait_replaced(name)
         click.echo("Another launch has replaced this one.")
     except _StoppedError:
@@ -95,14 +83,17 @@ def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registr
         ray.shutdown()
 
 
-def _deploy(config: EngineConfig, options: ServerOptions, name: str) -> None:
+def _deploy(config: EngineConfig, options: ServerOptions, name: str, environment: dict[str, str]) -> None:
     """Start the engines, then the API, then remove the engines of earlier launches."""
     from ray import serve
     from ray.serve.context import _get_global_client
 
     from minisgl_server.ray import app
 
-    port = options.port or _free_port(options.host)
+    port = options.port
+    if not port:
+        with listen(options.host, 0) as listener:
+            port = listener.getsockname()[1]
     serve.start(proxy_location="EveryNode", http_options={"host": options.host, "port": port})
     http = _get_global_client().http_config  # if Serve runs already, it keeps its own
     if (http.host, http.port) != (options.host, port):
@@ -110,9 +101,6 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str) -> None:
         click.echo("Serve runs on this cluster already, and keeps its host and port.")
     hosts = allowed_hosts(options, str(socket.getaddrinfo(options.host, port)[0][4][0]))
     options = replace(options, allowed_hosts=hosts)
-    environment = {
-        key: value for key, value in os.environ.items() if key.startswith(COPIED) and not key.endswith("_API_KEY")
-    }
     earlier = [each for each in _applications() if each.startswith(ENGINES_APP)]
     logging.getLogger("ray.serve").setLevel(options.log_level.upper())
     try:
@@ -132,8 +120,7 @@ def _deploy(config: EngineConfig, options: ServerOptions, name: str) -> None:
         f"model     {options.served_model_name or info.model} ({info.architecture}, {info.dtype} on {info.device})"
     )
     click.echo(f"replicas  {count} on the Ray cluster, behind the router {options.router}")
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
-    click.echo(f"\nServing at http://{host}:{port}/v1, by Serve's proxy on each node with replicas")
+    click.echo(f"\nServing at http://{url_host(options.host)}:{port}/v1, by Serve's proxy on each node with replicas")
 
 
 def _wait_replaced(name: str) -> None:
@@ -186,14 +173,6 @@ def _is_replacing() -> bool:
 
     deployment: Any = serve.status().applications[API_APP].deployments["API"]
     return any(number for state, number in deployment.replica_states.items() if state != "RUNNING")
-
-
-def _free_port(host: str) -> int:
-    try:
-        with socket.create_server((host, 0), family=socket.getaddrinfo(host, 0)[0][0]) as listener:
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise MinisglError(f"--host {host} cannot be used: {error.strerror}") from None
 
 
 @contextmanager
