@@ -25,8 +25,11 @@ from minisgl_core.plugins.registry import Registry
 
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
-_LEAST_PIECES = 512
-"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps."""
+_LEAST_PIECES = 2048
+"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps.
+
+The host returns a step's tokens after it has launched the next step. So tokens wait for the launch even where the device does
+not, and 2,048 covers the steps that ``--max-step-ms`` allows beside decodes."""
 _MOST_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
