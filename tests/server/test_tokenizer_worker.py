@@ -133,8 +133,9 @@ def test_the_tokenizer_is_loaded_while_the_engine_starts(
         arguments = (config, ServerOptions(), 0, endpoints, lambda ready: None)
         worker = threading.Thread(target=run_tokenizer_worker, args=arguments, daemon=True)
         worker.start()
-        while worker.is_alive() and "loaded the tokenizer" not in caplog.text:  # no `EngineInfo` is sent
-            time.sleep(0.02)
+        latest_s = time.monotonic() + 120
+        while worker.is_alive() and "loaded the tokenizer" not in caplog.text and time.monotonic() < latest_s:
+            time.sleep(0.02)  # no `EngineInfo` is sent
         with Sender(endpoints.tokenizer_in[0]) as sender:
             sender.send(Stop())
         worker.join(60)
