@@ -105,15 +105,15 @@ class EngineFactory:
             reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if not decode.capabilities.cuda_graphs:
             reasons.append(f"the attention backend {name} does not support CUDA graphs")
-        if platform.device.type == "cpu" and self._config.parallel.tp > 1:
+        if platform.has_host_graphs and self._config.parallel.tp > 1:
             reasons.append("on a CPU, collectives cannot be captured")
-        if platform.device.type == "cpu" and self._shape.moe is not None:
+        if platform.has_host_graphs and self._shape.moe is not None:
             reasons.append("on a CPU, experts cannot be captured")
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
             return []
-        if platform.device.type == "cpu":  # padding takes time, and sizes are captured when they are needed
+        if platform.has_host_graphs:  # padding takes time, and sizes are captured when they are needed
             return list(range(1, min(limit, _MOST_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
@@ -136,7 +136,7 @@ class EngineFactory:
         if reason and wanted not in (AUTO, 0):
             allowed = f"0 here: {reason}"
             raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
-        if wanted == AUTO and platform.device.type == "cpu":
+        if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
             most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
