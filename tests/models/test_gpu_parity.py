@@ -33,7 +33,8 @@ PROMPTS = [RANDOM[0], RANDOM[1][:1], RANDOM[2][:17], RANDOM[0][:64] + RANDOM[3][
 
 def gpu_config(model_type: str, changes: dict[str, Any]) -> Any:
     resized = {name: value for name, value in RESIZED.items() if changes.get(name)}
-    changes = {name: value for name, value in changes.items() if name != "layer_types"}
+    # transformers 5.17 does not read swiglu_limit in the config.
+    changes = {name: value for name, value in changes.items() if name not in ("layer_types", "swiglu_limit")}
     return AutoConfig.for_model(model_type, **{**architectures.SMALL, "pad_token_id": 0, **changes, **WIDER, **resized})
 
 
