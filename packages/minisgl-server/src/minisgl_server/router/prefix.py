@@ -35,9 +35,10 @@ class PrefixRouter(Router):
         keys = prompt.block_keys()
         slots = self._table.find(keys)
         num_held = self._table.num_held(slots).tolist()
-        least = min(each.num_requests for each in replicas)
+        loads = [each.num_requests for each in replicas]
+        least = min(loads)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
-        able = [each for each in replicas if each.num_requests <= limit]
+        able = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
         saved = NEW_TOKEN_COST * prompt.block_size  # the tokens of the prompt are the same for all, and left out
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
         least = min(work)
