@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from minisgl_core.contracts.router import BlockKeys
 
-WAYS = 8
+WAY_BITS = 3
+WAYS = 1 << WAY_BITS
 """Entries per set. A block can be stored in any entry of one set, and replaces the least recently used one."""
 
 Slots = npt.NDArray[np.int64]
+_HALF = np.uint64(32)
+
+
+class Found(NamedTuple):
+    """Stored blocks of a prompt: their indices in the prompt, ascending, and their slots in the table."""
+
+    indices: npt.NDArray[np.int64]
+    slots: Slots
 
 
 class BlockTable:
@@ -48,42 +57,39 @@ class BlockTable:
         """Number of entries."""
         return len(self._keys)
 
-    def find(self, keys: BlockKeys) -> Slots:
-        """Return the slot of each block; -1 if it is not stored."""
+    def find(self, keys: BlockKeys) -> Found:
+        """Return the blocks that are stored."""
         sets = self._sets(keys)
         hits = np.flatnonzero(self._keys_by_set.take(sets, axis=0) == keys[:, None])  # a key is in one entry at most
-        indices = hits // WAYS
-        slots = np.full(len(keys), -1)
-        slots[indices] = sets[indices] * WAYS + hits % WAYS
-        return slots
+        indices = hits >> WAY_BITS
+        return Found(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
 
-    def num_held(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def num_held(self, found: Found) -> npt.NDArray[np.int64]:
         """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds.
 
         Args:
-            slots: result of `find` for the keys of the prompt.
+            found: result of `find` for the keys of the prompt.
 
         Returns:
             int64, shape [num_replicas]. Blocks before the last one count even if the table lacks them, because a cache
             evicts the last blocks of a prefix first.
         """
-        indices = np.flatnonzero(slots >= 0)
-        holders = self._holders_by_entry.take(slots[indices], axis=0)
+        indices, slots = found
+        holders = self._holders_by_entry.take(slots, axis=0)
         # Few blocks of a path have other holders than the next block, and only these are unpacked.
         is_last = np.ones(len(indices), bool)
         (holders[1:] != holders[:-1]).any(axis=1, out=is_last[:-1])
         bits = np.unpackbits(holders[is_last].view(np.uint8), axis=1, count=self._num_replicas, bitorder="little")
         return (bits * (indices[is_last, None] + 1)).max(axis=0, initial=0)  # type: ignore[no-any-return]
 
-    def add(self, keys: BlockKeys, replica: int, slots: Slots | None = None) -> None:
-        """Store that a replica holds these blocks, all used now. `slots` is the result of `find` if that is known."""
+    def add(self, keys: BlockKeys, replica: int, found: Found | None = None) -> None:
+        """Store that a replica holds these blocks, all used now. `found` is the result of `find` if that is known."""
         self._now += 1
-        slots = self.find(keys) if slots is None else slots
-        present = slots[slots >= 0]
+        indices, present = found or self.find(keys)
         self._last_used[present] = self._now
         word, bit = self._word_and_bit(replica)
         self._holders[present * self._num_words + word] |= bit
-        missing = keys[slots < 0]
+        missing = np.delete(keys, indices) if len(indices) < len(keys) else keys[:0]
         while len(missing):
             sets = self._sets(missing)
             slots = sets * WAYS + self._last_used_by_set[sets].argmin(axis=1)
@@ -99,8 +105,7 @@ class BlockTable:
 
     def remove(self, keys: BlockKeys, replica: int) -> None:
         """Store that a replica no longer holds these blocks. Blocks that no replica holds are removed."""
-        slots = self.find(keys)
-        slots = slots[slots >= 0]
+        _, slots = self.find(keys)
         word, bit = self._word_and_bit(replica)
         self._holders_by_entry[slots, word] &= ~bit
         self._free(slots[~self._holders_by_entry[slots].any(axis=1)])
@@ -126,4 +131,4 @@ class BlockTable:
 
     def _sets(self, keys: BlockKeys) -> Slots:
         """Return the set of each key: its upper half, scaled to the number of sets."""
-        return ((keys >> np.uint64(32)) * np.uint64(self._num_sets) >> np.uint64(32)).view(np.int64)
+        return ((keys >> _HALF) * np.uint64(self._num_sets) >> _HALF).view(np.int64)

@@ -33,8 +33,8 @@ class PrefixRouter(Router):
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         """Return the replica with the least work that is not overloaded."""
         keys = prompt.block_keys()
-        slots = self._table.find(keys)
-        num_held = self._table.num_held(slots).tolist()
+        found = self._table.find(keys)
+        num_held = self._table.num_held(found).tolist()
         loads = [each.num_requests for each in replicas]
         least = min(loads)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
@@ -43,7 +43,7 @@ class PrefixRouter(Router):
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
         least = min(work)
         chosen = self._balance.route(prompt, [each for each, own in zip(able, work, strict=True) if own == least])
-        self._table.add(keys, chosen, slots)
+        self._table.add(keys, chosen, found)
         return chosen
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:
