@@ -73,6 +73,7 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
     assert launch.stream(started, 4)[-1] == "length"
 
 
+@pytest.mark.nightly
 def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNode) -> None:
     started, stop = threading.Semaphore(0), threading.Event()
     texts: list[str] = []
