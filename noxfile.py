@@ -161,7 +161,7 @@ def clients(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=True, requires=["dev"], default=False)
 def ray(session: nox.Session) -> None:
-    """Run the tests of ranks and replicas on Ray clusters, some of them on two test hosts; arguments go to pytest.
+    """Run the tests of ranks and replicas on Ray clusters, some of them on two test hosts; `-- -m nightly` runs the rest of them.
 
     .nox/ray has Ray, and for the rest refers to .nox/dev. The test hosts are network namespaces, which need root and iproute2.
     """
@@ -171,7 +171,8 @@ def ray(session: nox.Session) -> None:
     (packages / "dev.pth").write_text(f"import site; site.addsitedir({str(dev_packages)!r})\n")
     session.install(*CONSTRAINTS, "ray[serve]")
     env = {**THREADS, "OMP_NUM_THREADS": "1"}
-    session.run("python", "-m", "pytest", "tests/cluster", "--durations=10", *session.posargs, env=env)
+    selected = ["-m", "not nightly", "--durations=10", *session.posargs]
+    session.run("python", "-m", "pytest", "tests/cluster", *selected, env=env)
 
 
 @nox.session(reuse_venv=False, requires=["dev"])

@@ -52,9 +52,9 @@ def hosts() -> Iterator[Hosts]:
 
 @pytest.fixture(scope="session")
 def two_nodes(hosts: Hosts, make_node: Callable[..., RayNode]) -> list[RayNode]:
-    """A cluster over the two hosts, with two cores each. The last test of the last module kills its head."""
+    """A cluster over the two hosts, with three cores each. The last test of the last module kills its head."""
     head = f"{hosts.addresses[0]}:6379"
     nodes = []
     for index, address in enumerate(hosts.addresses):
-        nodes.append(make_node(head, address, prefix=hosts.on(index), num_cpus=2).wait_started())
+        nodes.append(make_node(head, address, prefix=hosts.on(index), num_cpus=3).wait_started())
     return nodes

@@ -42,6 +42,7 @@ def generate(model: str, *options: dict[str, Any], prefix: tuple[str, ...] = (),
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", [tiny_folder.llama, tiny_folder.qwen3_moe])
 def test_ranks_on_one_host_generate_what_one_does(model: Callable[[], str], node: RayNode) -> None:
     options = [{}, {"executor": "ray", "tp": 2, "pp": 2}]
@@ -49,6 +50,7 @@ def test_ranks_on_one_host_generate_what_one_does(model: Callable[[], str], node
     assert ranks == [*alone, f"ranks 0-3 on {node.address}"]
 
 
+@pytest.mark.nightly
 def test_without_an_address_a_cluster_starts_and_ends_with_it() -> None:
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
         environ = {"RAY_ADDRESS": "", "RAY_TMPDIR": folder}
@@ -58,7 +60,7 @@ def test_without_an_address_a_cluster_starts_and_ends_with_it() -> None:
         assert not psutil.wait_procs(left, 30)[1]
 
 
-@pytest.mark.parametrize("model", [tiny_folder.llama, tiny_folder.qwen3_moe])
+@pytest.mark.parametrize("model", [tiny_folder.llama, pytest.param(tiny_folder.qwen3_moe, marks=pytest.mark.nightly)])
 def test_ranks_on_two_hosts_generate_what_one_does(model: Callable[[], str], two_nodes: list[RayNode]) -> None:
     first, second = two_nodes
     options: list[dict[str, Any]] = [

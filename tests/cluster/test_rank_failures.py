@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from tempfile import TemporaryFile
+from typing import Any
 
 import httpx
 import psutil
@@ -123,6 +124,7 @@ def cut_cable(hosts: Hosts, node: RayNode) -> None:
     hosts.cut(1)
 
 
+@pytest.mark.nightly
 def test_a_launch_that_is_stopped_leaves_nothing(launch: Launch, hosts: Hosts) -> None:
     assert f"rank 0 on {hosts.addresses[0]}, rank 1 on {hosts.addresses[1]}" in launch.banner
     launch.process.terminate()
@@ -130,12 +132,17 @@ def test_a_launch_that_is_stopped_leaves_nothing(launch: Launch, hosts: Hosts) -
     assert not psutil.wait_procs(ours(hosts), DEADLINE_S)[1]
 
 
+@pytest.mark.nightly
 def test_a_launch_that_is_killed_leaves_nothing(launch: Launch, hosts: Hosts) -> None:
     launch.process.kill()
     assert not psutil.wait_procs(ours(hosts), DEADLINE_S)[1]
 
 
-@pytest.mark.parametrize("fault", [kill_rank, kill_actor, cut_cable, kill_raylet, kill_head])
+def nightly(fault: Callable[[Hosts, RayNode], None]) -> Any:
+    return pytest.param(fault, marks=pytest.mark.nightly)
+
+
+@pytest.mark.parametrize("fault", [nightly(kill_rank), nightly(kill_actor), cut_cable, kill_raylet, nightly(kill_head)])
 def test_requests_end_and_no_process_stays(
     fault: Callable[[Hosts, RayNode], None],
     launch: Launch,

@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryFile
 from typing import Any
 
-import openai
 import psutil
 import pytest
 import tiny_folder
 from ray_node import RayNode
+from serve_launch import DEADLINE_S, Launch
 
 pytest.importorskip("ray", reason="ray is not installed")
 
-DEADLINE_S = 90.0
 QUESTION: Any = [{"role": "user", "content": "What is the capital of Germany?"}]
-
-
-class Launch:
-    """A ``minisgl launch`` with replicas on the cluster of `node`."""
-
-    def __init__(self, node: RayNode, *flags: str) -> None:
-        program = [sys.executable, "-c", "from minisgl_core.cli.main import main; main()", "launch"]
-        fixed = "--executor ray --port 0 --platform cpu --dtype float32 --num-pages 8000 --drain-timeout 60"
-        fixed += " --served-model-name m"
-        environ = {**os.environ, "RAY_ADDRESS": node.head, "OMP_NUM_THREADS": "1"}
-        self.errors = TemporaryFile("w+")  # noqa: SIM115  # closed with the launch
-        self.process = subprocess.Popen(
-            [*program, *fixed.split(), *flags], env=environ, stdout=subprocess.PIPE, stderr=self.errors, text=True
-        )
-        self.banner = ""
-
-    def wait_started(self) -> Launch:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.banner += line
-            if line.startswith("Serving at"):
-                break
-        assert "Serving at" in self.banner, (self.process.wait(), self.stderr())
-        self.url = re.search(r"Serving at (http://\S+/v1)", self.banner)[1]  # type: ignore[index]
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=DEADLINE_S, max_retries=0)
-        return self
-
-    def stderr(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(DEADLINE_S)
-        self.process.stdout.close()  # type: ignore[union-attr]
-        self.errors.close()
-
-    def stream(self, started: threading.Semaphore, num_tokens: int) -> list[str]:
-        """Text of each event of one stream; the last item is its finish reason or error."""
-        body = {"ignore_eos": True}
-        pieces: list[str] = []
-        try:
-            events = self.client.completions.create(
-                model="m", prompt="w5 w9", max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
-            )
-            for event in events:
-                if not pieces:
-                    started.release()
-                pieces.append(event.choices[0].text)
-                if event.choices[0].finish_reason:
-                    pieces.append(event.choices[0].finish_reason)
-        except openai.APIError as error:
-            pieces.append(str(error.code))
-        return pieces
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +73,7 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
     assert launch.stream(started, 4)[-1] == "length"
 
 
+@pytest.mark.nightly
 def test_an_update_to_another_model_loses_no_request(launch: Launch, node: RayNode) -> None:
     started, stop = threading.Semaphore(0), threading.Event()
     texts: list[str] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -38,9 +39,15 @@ def child(server: Any, name: str) -> psutil.Process | None:
 
 
 @pytest.fixture(scope="module")
-def server(launch_shared: Launch, tiny_checkpoint: Path) -> Any:
+def checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy, as a test hides a file of it."""
+    return Path(shutil.copytree(tiny_checkpoint, tmp_path_factory.mktemp("replicas") / "model"))
+
+
+@pytest.fixture(scope="module")
+def server(launch_shared: Launch, checkpoint: Path) -> Any:
     """A rank is killed before the launch is ready; it is restarted, as it is later."""
-    server = launch_shared("--model", str(tiny_checkpoint), *FLAGS, *ROUTING, OMP_NUM_THREADS="1")
+    server = launch_shared("--model", str(checkpoint), *FLAGS, *ROUTING, OMP_NUM_THREADS="1")
     wait_for(lambda: child(server, "replica 1 rank 1")).kill()
     return server.wait_started()
 
@@ -113,24 +120,23 @@ def complete(server: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json={"prompt": "One", "max_tokens": 2}, timeout=200)
 
 
-@pytest.mark.nightly  # a replica may become ready between two kills on a slow machine
-def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any) -> None:
+@pytest.mark.nightly
+def test_requests_are_refused_while_all_replicas_fail_repeatedly(server: Any, checkpoint: Path) -> None:
     """A request that waits for a replica is refused, too. Once a replica is ready, all is as before."""
     wait_all_ready(server)
+    config = checkpoint / "config.json"
 
     def get(path: str) -> httpx.Response:
         return httpx.get(f"{server.url}{path}", timeout=60)
 
-    def kill_until_refused() -> httpx.Response | None:
-        for replica in range(2):
-            if victim := child(server, f"replica {replica} rank 0"):
-                victim.kill()
-        return answer if (answer := get("/ready")).status_code == 503 else None
-
+    hidden = config.rename(checkpoint / "hidden.json")  # replicas cannot start again
+    for replica in range(2):
+        wait_for(lambda replica=replica: child(server, f"replica {replica} rank 0")).kill()
     with ThreadPoolExecutor(1) as pool:
-        kill_until_refused()
         waiting = pool.submit(complete, server)
-        refused = [wait_for(kill_until_refused), get("/health"), state(server), complete(server), waiting.result()]
+        wait_for(lambda: get("/ready").status_code == 503)
+        refused = [get("/ready"), get("/health"), state(server), complete(server), waiting.result()]
+    hidden.rename(config)
     for answer in refused:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
         assert int(answer.headers["retry-after"]) >= 1

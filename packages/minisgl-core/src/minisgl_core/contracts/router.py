@@ -33,12 +33,11 @@ def block_keys(token_ids: TokenIds, block_size: int, namespace: CacheNamespace =
     2^64. Different prefixes have equal keys with a probability below 2^-32, and then a request is routed to a replica that does
     not hold its prefix.
     """
-    num_blocks = len(token_ids) // block_size
-    num_tokens = num_blocks * block_size
+    num_tokens = len(token_ids) // block_size * block_size
     terms = np.asarray(token_ids[:num_tokens]).astype(np.uint64)
     terms += np.uint64(1)
     terms *= _multipliers(1 << num_tokens.bit_length())[:num_tokens]
-    keys: BlockKeys = terms.reshape(num_blocks, block_size).sum(axis=1, dtype=np.uint64).cumsum(dtype=np.uint64)
+    keys: BlockKeys = terms.cumsum(dtype=np.uint64)[block_size - 1 :: block_size]
     if namespace != DEFAULT_NAMESPACE:
         text = f"{len(namespace.salt)} {namespace.salt}{namespace.adapter_id}"
         keys += np.uint64(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()))

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
 from minisgl_core.contracts.router import BlockKeys
 
-WAYS = 8
+WAY_BITS = 3
+WAYS = 1 << WAY_BITS
 """Entries per set. A block can be stored in any entry of one set, and replaces the least recently used one."""
 
 Slots = npt.NDArray[np.int64]
+_HALF = np.uint64(32)
+
+
+class Found(NamedTuple):
+    """Stored blocks of a prompt: their indices in the prompt, ascending, and their slots in the table."""
+
+    indices: npt.NDArray[np.int64]
+    slots: Slots
 
 
 class BlockTable:
     """Set-associative hash table from block keys to the replicas that hold the block.
 
     A block's key covers all tokens before it, so the keys of a prompt are a path in a radix tree without links. The table has
-    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica. A block that replaces another one costs a
-    worse route at most. Methods are vectorized over the blocks of a call.
+    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica, in words of 8 to 64 bits. A block that
+    replaces another one costs a worse route at most. Methods are vectorized over the blocks of a call.
     """
 
     def __init__(self, num_blocks: int, num_replicas: int) -> None:
@@ -30,7 +41,10 @@ class BlockTable:
         self._keys_by_set = self._keys.reshape(-1, WAYS)
         self._last_used = np.zeros(num_entries, np.uint32)
         self._last_used_by_set = self._last_used.reshape(-1, WAYS)
-        self._holders = np.zeros((num_entries, -(-num_replicas // 8)), np.uint8)
+        self._word_bits = next((bits for bits in (8, 16, 32) if num_replicas <= bits), 64)
+        self._num_words = -(-num_replicas // self._word_bits)
+        self._holders = np.zeros(num_entries * self._num_words, f"<u{self._word_bits // 8}")
+        self._holders_by_entry = self._holders.reshape(-1, self._num_words)
         self._now = 0
 
     @property
@@ -43,43 +57,39 @@ class BlockTable:
         """Number of entries."""
         return len(self._keys)
 
-    def find(self, keys: BlockKeys) -> Slots:
-        """Return the slot of each block; -1 if it is not stored."""
+    def find(self, keys: BlockKeys) -> Found:
+        """Return the blocks that are stored."""
         sets = self._sets(keys)
-        hits = self._keys_by_set[sets] == keys[:, None]
-        ways = hits.argmax(axis=1)
-        slots = sets * WAYS + ways
-        return np.where(self._keys[slots] == keys, slots, -1)
+        hits = np.flatnonzero(self._keys_by_set.take(sets, axis=0) == keys[:, None])  # a key is in one entry at most
+        indices = hits >> WAY_BITS
+        return Found(indices, (sets[indices] << WAY_BITS) | (hits & (WAYS - 1)))
 
-    def num_held(self, slots: Slots) -> npt.NDArray[np.int64]:
+    def num_held(self, found: Found) -> npt.NDArray[np.int64]:
         """Return how many blocks each replica holds of a prompt, counted up to the last one that it holds.
 
         Args:
-            slots: result of `find` for the keys of the prompt.
+            found: result of `find` for the keys of the prompt.
 
         Returns:
             int64, shape [num_replicas]. Blocks before the last one count even if the table lacks them, because a cache
             evicts the last blocks of a prefix first.
         """
-        indices = np.flatnonzero(slots >= 0)
-        holders = self._holders[slots[indices]]
+        indices, slots = found
+        holders = self._holders_by_entry.take(slots, axis=0)
         # Few blocks of a path have other holders than the next block, and only these are unpacked.
         is_last = np.ones(len(indices), bool)
         (holders[1:] != holders[:-1]).any(axis=1, out=is_last[:-1])
-        indices = indices[is_last]
-        held = np.unpackbits(holders[is_last], axis=1, count=self._num_replicas, bitorder="little") * (
-            indices[:, None] + 1
-        )
-        return held.max(axis=0, initial=0)  # type: ignore[no-any-return]
+        bits = np.unpackbits(holders[is_last].view(np.uint8), axis=1, count=self._num_replicas, bitorder="little")
+        return (bits * (indices[is_last, None] + 1)).max(axis=0, initial=0)  # type: ignore[no-any-return]
 
-    def add(self, keys: BlockKeys, replica: int, slots: Slots | None = None) -> None:
-        """Store that a replica holds these blocks, all used now. `slots` is the result of `find` if that is known."""
+    def add(self, keys: BlockKeys, replica: int, found: Found | None = None) -> None:
+        """Store that a replica holds these blocks, all used now. `found` is the result of `find` if that is known."""
         self._now += 1
-        slots = self.find(keys) if slots is None else slots
-        present = slots[slots >= 0]
+        indices, present = found or self.find(keys)
         self._last_used[present] = self._now
-        self._holders[present, replica >> 3] |= np.uint8(1 << (replica & 7))
-        missing = keys[slots < 0]
+        word, bit = self._word_and_bit(replica)
+        self._holders[present * self._num_words + word] |= bit
+        missing = np.delete(keys, indices) if len(indices) < len(keys) else keys[:0]
         while len(missing):
             sets = self._sets(missing)
             slots = sets * WAYS + self._last_used_by_set[sets].argmin(axis=1)
@@ -87,23 +97,24 @@ class BlockTable:
                 missing  # of several keys for one slot, the last is stored; the next pass stores the others
             )
             self._last_used[slots] = self._now
-            self._holders[slots] = 0
-            self._holders[slots, replica >> 3] = np.uint8(1 << (replica & 7))
+            self._holders_by_entry[slots] = 0
+            self._holders_by_entry[slots, word] = bit
             missing = missing[self._keys[slots] != missing]
             if len(missing) and (self._last_used_by_set[self._sets(missing)] == self._now).all(axis=1).any():
                 return  # one call fills a whole set, as a flood of insertions may; the rest is not stored
 
     def remove(self, keys: BlockKeys, replica: int) -> None:
         """Store that a replica no longer holds these blocks. Blocks that no replica holds are removed."""
-        slots = self.find(keys)
-        slots = slots[slots >= 0]
-        self._holders[slots, replica >> 3] &= np.uint8(~(1 << (replica & 7)) & 0xFF)
-        self._free(slots[~self._holders[slots].any(axis=1)])
+        _, slots = self.find(keys)
+        word, bit = self._word_and_bit(replica)
+        self._holders_by_entry[slots, word] &= ~bit
+        self._free(slots[~self._holders_by_entry[slots].any(axis=1)])
 
     def remove_replica(self, replica: int) -> None:
         """Store that a replica holds nothing. This takes a pass over the whole table."""
-        self._holders[:, replica >> 3] &= np.uint8(~(1 << (replica & 7)) & 0xFF)
-        self._free(np.flatnonzero(~self._holders.any(axis=1)))
+        word, bit = self._word_and_bit(replica)
+        self._holders_by_entry[:, word] &= ~bit
+        self._free(np.flatnonzero(~self._holders_by_entry.any(axis=1)))
 
     def __len__(self) -> int:
         """Return the number of stored blocks, by a pass over the whole table."""
@@ -113,6 +124,11 @@ class BlockTable:
         self._keys[slots] = 0
         self._last_used[slots] = 0
 
+    def _word_and_bit(self, replica: int) -> tuple[int, Any]:
+        """Return the index of a replica's word in an entry, and its bit in the word."""
+        word, bit = divmod(replica, self._word_bits)
+        return word, self._holders.dtype.type(1 << bit)
+
     def _sets(self, keys: BlockKeys) -> Slots:
         """Return the set of each key: its upper half, scaled to the number of sets."""
-        return ((keys >> np.uint64(32)) * np.uint64(self._num_sets) >> np.uint64(32)).view(np.int64)
+        return ((keys >> _HALF) * np.uint64(self._num_sets) >> _HALF).view(np.int64)

@@ -33,16 +33,17 @@ class PrefixRouter(Router):
     def route(self, prompt: RoutedPrompt, replicas: Sequence[ReplicaView]) -> int:
         """Return the replica with the least work that is not overloaded."""
         keys = prompt.block_keys()
-        slots = self._table.find(keys)
-        num_held = self._table.num_held(slots).tolist()
-        least = min(each.num_requests for each in replicas)
+        found = self._table.find(keys)
+        num_held = self._table.num_held(found).tolist()
+        loads = [each.num_requests for each in replicas]
+        least = min(loads)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
-        able = [each for each in replicas if each.num_requests <= limit]
+        able = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
         saved = NEW_TOKEN_COST * prompt.block_size  # the tokens of the prompt are the same for all, and left out
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
         least = min(work)
         chosen = self._balance.route(prompt, [each for each, own in zip(able, work, strict=True) if own == least])
-        self._table.add(keys, chosen, slots)
+        self._table.add(keys, chosen, found)
         return chosen
 
     def inserted(self, replica: int, keys: BlockKeys) -> None:
