@@ -41,8 +41,7 @@ def llama_engine(model: str) -> Run:
     import llama_cpp as api
 
     context = api.llama_context_default_params()
-    context.n_ctx, context.n_batch, context.n_seq_max = 16 * 256, 2048, 16
-    context.kv_unified = True
+    context.n_ctx, context.n_batch, context.n_seq_max = 16 * 1088, 2048, 16
     context.n_threads = context.n_threads_batch = THREADS
     loaded = api.llama_model_load_from_file(model.encode(), api.llama_model_default_params())
     handle, batch = api.llama_init_from_model(loaded, context), api.llama_batch_init(2048, 0, 1)
