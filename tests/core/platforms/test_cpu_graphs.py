@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -83,3 +85,14 @@ def test_code_that_reads_values_is_refused(code: Callable[[torch.Tensor], object
     with pytest.raises(MinisglError, match="must not depend on values of tensors"):
         CpuPlatform().capture_graph(run)
     assert torch.equal(x[x > 0], x[x > 0])  # nothing is captured any more
+
+
+def test_a_capture_does_not_import_the_compiler() -> None:
+    """torch._dynamo and SymPy take 77 MB in each scheduler process, and a second of the first decode step."""
+    code = (
+        "import sys, torch; from minisgl_core.platforms.cpu import CpuPlatform; "
+        "graph, out = CpuPlatform(0).capture_graph(lambda: torch.empty(3).fill_(1) + 1, None); graph.replay(); "
+        "assert out.tolist() == [2, 2, 2]; print('torch._dynamo' in sys.modules)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "False"

@@ -108,6 +108,7 @@ INLINE void dot(Ints (*sums)[WIDTH], const uint8_t *block, const XBlock *x, int6
                 if (bits == 8) each = _mm256_sign_epi8(each, factors), factors = _mm256_abs_epi8(factors);
                 __m256i products = _mm256_maddubs_epi16(factors, each);
                 pairs[r][w] = (k - from) % most ? _mm256_add_epi16(pairs[r][w], products) : products;
+                __asm__ volatile("" : "+x"(pairs[r][w]));  /* else gcc 12 reorders these steps, and spills registers */
                 if (k + 1 < to && (k - from) % most != most - 1) continue;
                 Ints wide = (Ints)_mm256_madd_epi16(pairs[r][w], _mm256_set1_epi16(1));
                 sums[r][w] = k - from < most ? wide : sums[r][w] + wide;
