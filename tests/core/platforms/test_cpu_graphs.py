@@ -10,7 +10,7 @@ import torch
 
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu import CpuPlatform
-from minisgl_core.platforms.cpu_graphs import call
+from minisgl_core.platforms.cpu_graphs import CpuGraph, call
 
 WEIGHTS = [torch.randn(64, 64) / 8 for _ in range(4)]
 
@@ -83,3 +83,8 @@ def test_code_that_reads_values_is_refused(code: Callable[[torch.Tensor], object
     with pytest.raises(MinisglError, match="must not depend on values of tensors"):
         CpuPlatform().capture_graph(run)
     assert torch.equal(x[x > 0], x[x > 0])  # nothing is captured any more
+
+
+def test_captures_do_not_import_torch_dynamo() -> None:
+    """torch wraps the dispatch of other modes in a function that imports it at the first call, for 2 s."""
+    assert not hasattr(CpuGraph.__torch_dispatch__, "__wrapped__")

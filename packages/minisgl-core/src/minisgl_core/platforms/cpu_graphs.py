@@ -74,6 +74,10 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._pool, self._constants = pool, list[torch.Tensor]()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # otherwise torch imports torch._dynamo at the first capture, for 2 s, to exclude it from torch.compile
+
     def __enter__(self) -> CpuGraph:
         _current.graph = self
         super().__enter__()  # type: ignore[no-untyped-call]
