@@ -17,8 +17,9 @@ class BlockTable:
     """Set-associative hash table from block keys to the replicas that hold the block.
 
     A block's key covers all tokens before it, so the keys of a prompt are a path in a radix tree without links. The table has
-    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica. A block that replaces another one costs a
-    worse route at most. Methods are vectorized over the blocks of a call.
+    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica. If a
+    block replaces another one, a later request may be routed to a replica that must compute more. Methods are vectorized over the
+    blocks of a call.
     """
 
     def __init__(self, num_blocks: int, num_replicas: int) -> None:
@@ -73,7 +74,7 @@ class BlockTable:
         return held.max(axis=0, initial=0)  # type: ignore[no-any-return]
 
     def add(self, keys: BlockKeys, replica: int, slots: Slots | None = None) -> None:
-        """Store that a replica holds these blocks, all used now. `slots` is the result of `find` if that is known."""
+        """Add a replica to the holders of these blocks, and mark the blocks as used. `slots`: result of `find`, if known."""
         self._now += 1
         slots = self.find(keys) if slots is None else slots
         present = slots[slots >= 0]
@@ -94,14 +95,14 @@ class BlockTable:
                 return  # one call fills a whole set, as a flood of insertions may; the rest is not stored
 
     def remove(self, keys: BlockKeys, replica: int) -> None:
-        """Store that a replica no longer holds these blocks. Blocks that no replica holds are removed."""
+        """Remove a replica from the holders of these blocks. Blocks without holders leave the table."""
         slots = self.find(keys)
         slots = slots[slots >= 0]
         self._holders[slots, replica >> 3] &= np.uint8(~(1 << (replica & 7)) & 0xFF)
         self._free(slots[~self._holders[slots].any(axis=1)])
 
     def remove_replica(self, replica: int) -> None:
-        """Store that a replica holds nothing. This takes a pass over the whole table."""
+        """Remove a replica from the holders of all blocks, in a pass over the whole table."""
         self._holders[:, replica >> 3] &= np.uint8(~(1 << (replica & 7)) & 0xFF)
         self._free(np.flatnonzero(~self._holders.any(axis=1)))
 
