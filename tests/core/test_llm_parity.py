@@ -31,12 +31,8 @@ def prompts(engine_tokenizer: Any) -> list[list[int]]:
 class Reference:
     """transformers, reading the same file."""
 
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        ).eval()
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._checked: dict[tuple[int, ...], list[int]] = {}
 
     def check(self, prompt: list[int], tokens: list[int]) -> None:
@@ -53,8 +49,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Reference:
-    return Reference(smollm2_path)
+def reference(smollm2_reference: Any) -> Reference:
+    return Reference(smollm2_reference)
 
 
 @pytest.mark.parametrize(
