@@ -20,6 +20,8 @@ import psutil
 import pytest
 import tiny_folder
 
+pytestmark = pytest.mark.slow
+
 Launch = Callable[..., Any]
 
 

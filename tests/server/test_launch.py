@@ -20,6 +20,8 @@ import httpx
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 Launch = Callable[..., Any]
 
 

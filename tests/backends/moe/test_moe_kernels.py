@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from minisgl_backends.moe.sorted_blocks import SortedBlocks
     from minisgl_core.testing.moe_cases import Shape
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
