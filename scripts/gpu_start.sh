@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Measure on a GPU machine, after `source .gpu/setup.sh` at the repository root; $OUT gets what is printed.
 #   scripts/gpu_start.sh starts     first and second start of 0.6B and 14B with empty caches, by phase, and --compile-only (180 s)
-#   scripts/gpu_start.sh load       14B at 8 requests/s: the installed wheels, then this checkout (about 150 s)
+#   scripts/gpu_start.sh load       14B under load: $VERSIONS (new: this checkout, base: the installed wheels) at $RATES requests/s
 set -uo pipefail
 cd "$(dirname "$0")/.."
 mode=${1:-starts} root=$PWD work=${WORK:-/tmp/gpu_start} port=8011; out=$work/out; mkdir -p "$work/hook" "$out" "${OUT:-$out}"
@@ -45,14 +45,20 @@ def trace(out):
     def submit_(self, s):
         submit(self, s); f.write(json.dumps(["submit", now(), s.request_id, len(s.token_ids)]) + "\n")
     def schedule_(self):
-        t = now(); step = schedule(self)
-        if step is not None:
-            n = step.plan.num_decodes
-            f.write(json.dumps(["schedule", t, n, step.plan.num_tokens - n, [[c.request.request_id, c.num_new, c.samples] for c in step.chunks[n:]], self.num_waiting, now() - t]) + "\n")
-        return step
-    def process_(self, step, result):
-        t = now(); outs = process(self, step, result); f.write(json.dumps(["process", t, now() - t]) + "\n"); return outs
+        t = now(); plan = schedule(self)
+        if plan is not None:
+            n, sampled = plan.num_decodes, set(plan.sample.index.tolist())
+            chunks = [[self.at_row(int(plan.rows[i])).request_id, int(plan.num_new[i]), i in sampled] for i in range(n, plan.num_requests)]
+            f.write(json.dumps(["schedule", t, n, plan.num_tokens - n, chunks, self.num_waiting, now() - t]) + "\n")
+        return plan
+    def process_(self, plan, result):
+        t = now(); outs = process(self, plan, result); f.write(json.dumps(["process", t, now() - t]) + "\n"); return outs
     Scheduler.submit, Scheduler.schedule, Scheduler.process = submit_, schedule_, process_
+    from minisgl_core.runtime.engine_loop import EngineLoop
+    begin = EngineLoop._begin
+    def begin_(self, plan):
+        t = now(); begun = begin(self, plan); f.write(json.dumps(["launch", t, now() - t]) + "\n"); return begun
+    EngineLoop._begin = begin_
 if os.environ.get("START_SAMPLE"): threading.Thread(target=sample, args=(os.environ["START_SAMPLE"],), daemon=True).start()
 if os.environ.get("STEP_TRACE") and "spawn_main" in " ".join(sys.orig_argv): threading.Thread(target=trace, args=(os.environ["STEP_TRACE"],), daemon=True).start()
 P
@@ -60,13 +66,14 @@ P
 cat > "$work/report.py" <<'P'
 import glob, json, statistics as st, sys
 paths = [p for p in glob.glob(sys.argv[1] + ".*") if '"submit"' in open(p).read()]
-rows = [json.loads(line) for line in open(paths[0])]
+rows = [row for row in map(json.loads, open(paths[0])) if row[1] >= float(sys.argv[2])]
 sub = {r[2]: (r[1], r[3]) for r in rows if r[0] == "submit"}
 sched, steps = [r for r in rows if r[0] == "schedule"], []
 procs = [r for r in rows if r[0] == "process"]
+launches = [r[2] for r in rows if r[0] == "launch"]
 prev = 0
-for s, p in zip(sched, procs):
-    start = max(prev, s[1]); steps.append(dict(at=s[1], start=start, end=p[1], d=s[2], p=s[3], chunks=s[4], waiting=s[5])); prev = p[1]
+for s, p, launch in zip(sched, procs, launches):
+    start = max(prev, s[1]); steps.append(dict(at=s[1], start=start, end=p[1], d=s[2], p=s[3], chunks=s[4], waiting=s[5], launch=launch)); prev = p[1]
 q = lambda xs, f: sorted(xs)[min(len(xs) - 1, int(f * len(xs)))] * 1e3 if xs else 0
 first = {}
 for i, s in enumerate(steps):
@@ -80,8 +87,8 @@ print("  submit to schedule of the last chunk: p50 %.1f p99 %.1f ms" % (q(lag, .
 dec = [s["end"] - s["start"] for s in steps if not s["p"]]
 print("  decode steps: n %d p50 %.2f p99 %.2f ms; scheduling p50 %.2f, process p50 %.2f p99 %.2f ms" % (len(dec), q(dec, .5), q(dec, .99), q([s[6] for s in sched], .5), q([p[2] for p in procs], .5), q([p[2] for p in procs], .99)))
 for lo, hi in ((1, 128), (128, 256), (256, 384), (384, 512), (512, 640), (640, 768), (768, 1024), (1024, 1536), (1536, 3000)):
-    got = [(s["end"] - s["start"], s["p"], s["d"]) for s in steps if lo <= s["p"] < hi]
-    if got: print("  steps with %d to %d prompt tokens: n %d, median %.1f ms for %d tokens, %d decodes" % (lo, hi, len(got), *(m * (1e3 if k == 0 else 1) for k, m in enumerate(st.median(c) for c in zip(*got)))))
+    got = [(s["end"] - s["start"], s["p"], s["d"], s["launch"]) for s in steps if lo <= s["p"] < hi]
+    if got: print("  steps with %d to %d prompt tokens: n %d, median %.1f ms for %d tokens, %d decodes, launched in %.1f, p99 %.1f ms" % (lo, hi, len(got), *(m * (1, 1e3)[k in (0, 3)] for k, m in enumerate(st.median(c) for c in zip(*got))), q([g[3] for g in got], .99)))
 for rid in sorted(ttft, key=ttft.get)[-10:]:
     t0, n = sub[rid]; i = first[rid]
     during = [s for s in steps[: i + 1] if s["end"] > t0]
@@ -124,11 +131,15 @@ starts)
   ;;
 load)
   caches load
-  for v in new base; do
+  for v in ${VERSIONS:-new base}; do
     path=$new; [ $v = base ] && path=$base
-    STEP_TRACE=$out/trace-$v start load-$v "$path" qwen3-14b --attn hopper && load load-$v ${RATE:-8} ${NUM:-320}
+    STEP_TRACE=$out/trace-$v start load-$v "$path" qwen3-14b ${FLAGS:-} || continue
+    for rate in ${RATES:-8}; do
+      since=$(python3 -c "import time; print(time.monotonic())")
+      load load-$v-$rate $rate $((rate * ${LOAD_S:-40}))
+      PYTHONPATH=$new python3 "$work/report.py" "$out/trace-$v" "$since"
+    done
     stop
-    PYTHONPATH=$new python3 "$work/report.py" "$out/trace-$v"
   done
   ;;
 esac

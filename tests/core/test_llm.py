@@ -115,6 +115,12 @@ def test_a_chat_goes_through_the_template(llm: LLM) -> None:
     assert "".join(llm.stream_chat(chat, greedy(3))) == one.text
 
 
+@pytest.mark.parametrize("options", [{}, {"max_step_ms": "auto"}])
+def test_auto_limits_no_step_of_an_llm(options: dict[str, str]) -> None:
+    with new_llm(**options) as llm:
+        assert llm._loop.scheduler.limits.max_step_s == 0
+
+
 def test_more_prompts_than_the_queue_holds() -> None:
     with new_llm(max_queued_requests=2, max_running_requests=3) as llm:
         outputs = llm.generate([[3 + i] for i in range(15)], greedy(3))

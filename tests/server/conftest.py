@@ -24,7 +24,9 @@ class Server:
 
     def __init__(self, *flags: str, log: IO[str] | None = None, **environ: str) -> None:
         self.sockets = tempfile.mkdtemp(prefix="t-", dir="/tmp")
-        environ = {"OMP_NUM_THREADS": "2", **os.environ, "TMPDIR": self.sockets, **environ}
+        cache = f"{tempfile.gettempdir()}/torchinductor"  # by default in TMPDIR, which must be empty in the end
+        variables = {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_CACHE_DIR": cache, **os.environ}
+        environ = {**variables, "TMPDIR": self.sockets, **environ}
         self.log = log or tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with the server
         self.process = subprocess.Popen(
             [

@@ -223,3 +223,14 @@ def test_compile_only_ends_without_serving(start: Launch) -> None:
     assert server.wait_ended() == 0
     assert server.process.stdout.read() == "All kernels for these options are compiled.\n"
     assert server.stderr() == ""
+
+
+def test_the_phases_of_the_start_sum_to_its_duration(start: Launch) -> None:
+    server = start("--log-level", "info").wait_started()
+    log = server.stderr()
+    phases = [float(seconds) for seconds in re.findall(r" launch: (?!ready).* in (\d+\.\d) s", log)]
+    [total] = re.findall(r" launch: ready (\d+\.\d) s after the command", log)
+    assert sum(phases) == pytest.approx(float(total), abs=0.05 * (len(phases) + 1) + 1e-6)
+    assert len(phases) == 5
+    for process in ("scheduler rank 0", "tokenizer 0"):
+        assert len(re.findall(rf" {process}: started the process in \d+\.\d s", log)) == 1

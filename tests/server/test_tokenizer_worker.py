@@ -2,12 +2,16 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import threading
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.structured_outputs import GrammarSource, StructuredOutputs
 from minisgl_core.protocol.messages import (
     Abort,
@@ -32,7 +36,9 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
+from minisgl_server.tokenizer.process import run_tokenizer_worker
 from minisgl_server.tokenizer.tokenizer_queue import TokenizerQueue
 from minisgl_server.tokenizer.worker import TokenizerWorker
 
@@ -116,6 +122,25 @@ def test_requests_of_a_lost_api_worker_are_aborted(engine_tokenizer: Any) -> Non
     rig.output(" world", name="a", finish_reason="length")
     rig.output(" world", name="newest", finish_reason="length")
     assert [each.request_id for each in rig.take()] == ["newest"]
+
+
+def test_the_tokenizer_is_loaded_while_the_engine_starts(
+    tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    config = EngineConfig.from_flat(model=str(tiny_checkpoint))
+    with IpcAddresses.create() as endpoints:
+        arguments = (config, ServerOptions(), 0, endpoints, lambda ready: None)
+        worker = threading.Thread(target=run_tokenizer_worker, args=arguments, daemon=True)
+        worker.start()
+        latest_s = time.monotonic() + 120
+        while worker.is_alive() and "loaded the tokenizer" not in caplog.text and time.monotonic() < latest_s:
+            time.sleep(0.02)  # no `EngineInfo` is sent
+        with Sender(endpoints.tokenizer_in[0]) as sender:
+            sender.send(Stop())
+        worker.join(60)
+    assert not worker.is_alive()
+    assert "loaded the tokenizer" in caplog.text
 
 
 def test_a_request_is_submitted_and_its_text_returned(rig: Rig) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_core.contracts.platform import Hardware
+from minisgl_core.contracts.platform import Hardware, Platform
 from minisgl_core.platforms.cpu import CpuPlatform
 from minisgl_core.platforms.cuda import CudaPlatform
 from minisgl_core.testing.kit_runner import failures
@@ -112,6 +112,11 @@ class HasGraphsThatStandStill(CpuPlatform):
 
         graphs = [Graph()]
         return graphs, run(lambda: graphs.append(Graph()))
+
+
+class HasHostGraphsOnly(CpuPlatform):
+    supports_graphs = False
+    capture_piecewise = Platform.capture_piecewise
 
 
 def broken() -> list[type[CpuPlatform]]:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
 
 from minisgl_core.errors import DuplicateProviderError, InvalidValueError, ProviderLoadError, ProviderNotFoundError
 from minisgl_core.platforms.selection import pick_platform
+from minisgl_core.plugins import remedies
 from minisgl_core.plugins.kinds import KINDS
 from minisgl_core.plugins.registry import Entry, Registry
+from minisgl_core.plugins.selection import SHIPPED
 
 POLICY = """
 from minisgl_core.contracts.policy import Policy
@@ -42,6 +45,17 @@ def test_shipped_providers_are_found_through_their_own_metadata():
     registry = Registry.from_environment()
     assert {"torch"} <= set(registry.names("attention"))
     assert {entry.distribution for entry in registry.entries("platform")} >= {"minisgl-core"}
+
+
+def test_every_shipped_provider_has_a_requirement_that_installs_it():
+    wrong = []
+    for entry in (each for kind in KINDS for each in Registry.from_environment().entries(kind)):
+        if entry.distribution in SHIPPED - {"minisgl-core"}:
+            name, _, extra = remedies.requirement(entry.kind, entry.name).rstrip("]").partition("[")
+            extras = metadata(entry.distribution).get_all("Provides-Extra") or []
+            if name != entry.distribution or (extra and extra not in extras):
+                wrong.append(entry)
+    assert wrong == []
 
 
 def test_load_returns_the_class(site):
@@ -127,7 +141,6 @@ def test_an_unknown_name_lists_providers_and_a_close_match():
     ("kind", "name", "remedy"),
     [
         ("attention", "fi", "pip install 'minisgl-backends[fi]'"),
-        ("attention", "fa4", "pip install 'minisgl-backends[fa4]'"),
         ("prefix_cache", "radix", "pip install minisgl-backends"),
         ("models", "LlamaForCausalLM", "pip install minisgl-models"),
         ("models", "transformers", "pip install 'minisgl-models[transformers]'"),

@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_core.config.options import EngineConfig
+from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.build import build_engine
 from minisgl_core.errors import InvalidValueError, MinisglError, TokenizerNotFoundError
@@ -143,7 +143,9 @@ class LLM:
         Raises:
             MinisglError: an option, the model or a provider is not valid; the message names it and the reason.
         """
-        config = EngineConfig.from_flat(model=model, **{"max_step_ms": 0.0} | options)
+        if options.get("max_step_ms", AUTO) == AUTO:
+            options["max_step_ms"] = 0.0
+        config = EngineConfig.from_flat(model=model, **options)
         template = read_chat_template(config.model.chat_template) if config.model.chat_template is not None else None
         registry = Registry.from_environment()
         hooks = Hooks(registry)

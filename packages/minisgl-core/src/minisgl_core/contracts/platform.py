@@ -57,6 +57,9 @@ class Platform(ABC):
     name: ClassVar[str]
     plugin_api: ClassVar[str] = ">=2,<3"
     supports_graphs: ClassVar[bool] = False
+    has_host_graphs: ClassVar[bool] = False
+    """True if graphs repeat calls on the host, as on a CPU. The engine then captures a batch size when it first occurs, checks
+    its replay, and captures neither collectives nor experts."""
     is_async: ClassVar[bool] = False
     """True if the device executes asynchronously, which overlap scheduling needs to gain anything."""
 

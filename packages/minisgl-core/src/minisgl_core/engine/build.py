@@ -125,8 +125,7 @@ def build_engine(
             parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
             pieces = parts.piecewise_sizes(bool(graphs))
-            # On a CPU, decodes are captured when they occur.
-            num_captures = 0 if platform.device.type == "cpu" else len(graphs) + len(pieces)
+            num_captures = 0 if platform.has_host_graphs else len(graphs) + len(pieces)
             pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")

@@ -96,7 +96,7 @@ def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, captured at start-up."""
+    """CUDA graphs of decode steps, captured at start-up, or when they occur."""
 
     def __init__(
         self,
@@ -111,14 +111,14 @@ class DecodeGraphs:
     ) -> None:
         """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs.
 
-        On a CPU, each size is captured when it first occurs, and none above a size whose replay is wrong.
+        With `has_host_graphs`, each size is captured when it first occurs, and none above a size whose replay is wrong.
         """
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
         self._reads_page_table = attention.capabilities.graph_reads_page_table
         self._sizes = np.array(sorted(sizes))
         self._captured: dict[int, _Captured] = {}
-        if platform.device.type != "cpu":
+        if not platform.has_host_graphs:
             self._capture_all(sizes, progress)
 
     def _capture_all(self, sizes: Sequence[int], progress: bool) -> None:
@@ -199,7 +199,7 @@ class DecodeGraphs:
         )
         attend = BoundAttention(self._attention, self._attention.plan_capture(batch), self._ops.rotary)
         step, sampling, last_tokens = self._ops.step, self._ops.sampling, self._last_tokens
-        table, is_cpu = self._table, device.type == "cpu"
+        table, on_host = self._table, self._platform.has_host_graphs
         results: list[torch.Tensor] = []
 
         def run(keep: Callable[[torch.Tensor], torch.Tensor] = self._platform.weak_ref) -> torch.Tensor:
@@ -216,14 +216,14 @@ class DecodeGraphs:
             results[:] = keep(hidden), keep(logits), keep(tokens)
             return tokens
 
-        if not is_cpu:
+        if not on_host:
             run()  # warm-up: compiles kernels and lets libraries allocate workspaces
             io.restart()
         self._platform.synchronize()
         graph, _ = self._platform.capture_graph(run, pool)
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
-        if is_cpu:  # where kernels that neither torch nor `cpu_graphs.call` calls would be missing
+        if on_host:  # where kernels that neither torch nor `cpu_graphs.call` calls would be missing
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)

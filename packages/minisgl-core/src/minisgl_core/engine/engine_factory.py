@@ -25,8 +25,11 @@ from minisgl_core.plugins.registry import Registry
 
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
-_LEAST_PIECES = 512
-"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps."""
+_LEAST_PIECES = 2048
+"""Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps.
+
+The host returns a step's tokens after it has launched the next step. So tokens wait for the launch even where the device does
+not, and 2,048 covers the steps that ``--max-step-ms`` allows beside decodes."""
 _MOST_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
@@ -102,15 +105,15 @@ class EngineFactory:
             reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
         if not decode.capabilities.cuda_graphs:
             reasons.append(f"the attention backend {name} does not support CUDA graphs")
-        if platform.device.type == "cpu" and self._config.parallel.tp > 1:
+        if platform.has_host_graphs and self._config.parallel.tp > 1:
             reasons.append("on a CPU, collectives cannot be captured")
-        if platform.device.type == "cpu" and self._shape.moe is not None:
+        if platform.has_host_graphs and self._shape.moe is not None:
             reasons.append("on a CPU, experts cannot be captured")
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
             return []
-        if platform.device.type == "cpu":  # padding takes time, and sizes are captured when they are needed
+        if platform.has_host_graphs:  # padding takes time, and sizes are captured when they are needed
             return list(range(1, min(limit, _MOST_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
@@ -133,7 +136,7 @@ class EngineFactory:
         if reason and wanted not in (AUTO, 0):
             allowed = f"0 here: {reason}"
             raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
-        if wanted == AUTO and platform.device.type == "cpu":
+        if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
             most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))

@@ -19,6 +19,7 @@ class CpuPlatform(Platform):
 
     name: ClassVar[str] = "cpu"
     supports_graphs: ClassVar[bool] = True
+    has_host_graphs: ClassVar[bool] = True
 
     @classmethod
     def unsupported(cls) -> list[str]:

@@ -4,27 +4,39 @@ from __future__ import annotations
 
 from minisgl_core.plugins.kinds import KINDS
 
-_REQUIREMENTS = {
-    ("attention", "fi"): "minisgl-backends[fi]",
-    ("attention", "trtllm"): "minisgl-backends[fi]",
-    ("attention", "fa"): "minisgl-backends[fa]",
-    ("attention", "fa4"): "minisgl-backends[fa4]",
-    ("attention", "torch"): "minisgl-backends",
-    **{(kind, "hopper"): "minisgl-backends[triton]" for kind in ("attention", "ops")},
-    **{("prefix_cache", name): "minisgl-backends" for name in ("radix", "naive")},
-    ("moe", "torch"): "minisgl-backends",
-    **{("quantization", name): "minisgl-backends" for name in ("fp8", "gguf", "int4", "int8", "mxfp4")},
-    ("grammar", "llguidance"): "minisgl-backends[grammar]",
-    **{(kind, "triton"): "minisgl-backends[triton]" for kind in ("attention", "moe", "ops")},
-    **{("communicator", name): "minisgl-backends" for name in ("torch", "pynccl")},
-    ("weights", "gguf"): "minisgl-models",
-    **{
-        ("models", f"{name}ForCausalLM"): "minisgl-models"
-        for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Qwen3Moe")
+_SHIPPED = {
+    "minisgl-backends": {
+        "attention": "native torch",
+        "communicator": "oneshot pynccl torch",
+        "moe": "torch",
+        "ops": "native onednn",
+        "prefix_cache": "naive radix",
+        "quantization": "fp8 gguf int4 int8 mxfp4",
     },
-    ("models", "transformers"): "minisgl-models[transformers]",
-    **{("commands", name): "minisgl-server" for name in ("launch", "shell", "bench")},
-    **{("hooks", name): "minisgl-server" for name in ("page", "prometheus")},
+    "minisgl-backends[fa]": {"attention": "fa"},
+    "minisgl-backends[fi]": {"attention": "fi trtllm"},
+    "minisgl-backends[grammar]": {"grammar": "llguidance"},
+    "minisgl-backends[ray]": {"executor": "ray"},
+    "minisgl-backends[triton]": {"attention": "hopper triton", "moe": "triton", "ops": "hopper triton"},
+    "minisgl-models": {
+        "models": "Gemma2ForCausalLM Gemma3ForCausalLM Gemma3ForConditionalGeneration Glm4ForCausalLM Glm4MoeForCausalLM "
+        "GptOssForCausalLM GraniteForCausalLM LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Olmo2ForCausalLM "
+        "Olmo3ForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM",
+        "weights": "gguf",
+    },
+    "minisgl-models[transformers]": {"models": "transformers"},
+    "minisgl-server": {
+        "commands": "launch shell bench",
+        "hooks": "page prometheus replica",
+        "router": "least-loaded prefix round-robin",
+    },
+}
+"""Names by kind, by the requirement that installs them."""
+_REQUIREMENTS = {
+    (kind, name): needed
+    for needed, kinds in _SHIPPED.items()
+    for kind, names in kinds.items()
+    for name in names.split()
 }
 
 

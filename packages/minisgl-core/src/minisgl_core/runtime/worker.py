@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 
 import msgspec
-import psutil
 
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.grammar import Grammar
 from minisgl_core.engine.build import BuiltEngine, build_engine
 from minisgl_core.engine.engine import Engine
+from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.engine.step import PendingStep
 from minisgl_core.errors import InvalidValueError, QueueFullError
 from minisgl_core.plugins.hooks import Hooks
@@ -55,10 +54,11 @@ def run_worker(
         endpoints: addresses of the launch.
         report: called once the engine is ready.
     """
-    logger.info("started the process in %.1f s", time.time() - psutil.Process().create_time())
+    phases = StartupTimer(process_age_s())
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
     placement = placements[rank]
+    phases.done("started the process")
     if rank > 0:
         with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
             built = build_engine(config, registry, hooks, placement)
@@ -74,6 +74,7 @@ def run_worker(
         if config.parallel.pp > 1:
             results = stack.enter_context(Receiver[FromLastStage](placement.address, FromLastStage))
         built = build_engine(config, registry, hooks, placement)
+        phases = StartupTimer()
         followers = [Sender(each.address) for each in placements[1:]]
         info = msgspec.structs.replace(built.info, engine=endpoints.engine, replica=endpoints.replica)
         loop = make_loop(built, registry, hooks, followers, results)
@@ -81,6 +82,7 @@ def run_worker(
             loop.scheduler.grammars.warm_up()
         if hooks.engine_started is not None:
             hooks.engine_started(info=info)
+        phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine=info))
         with closing(built.engine):
             try:

@@ -219,6 +219,7 @@ class PlatformTests:
             return x * 2 + 1
 
         if not self.provider.supports_graphs:
+            assert not self.provider.has_host_graphs, "has_host_graphs needs supports_graphs"
             with pytest.raises(NotImplementedError):
                 platform.capture_graph(run)
             return

@@ -21,14 +21,13 @@ SERVE_ON_RAY = "minisgl_server.ray.launch:serve_on_ray"
 @click.pass_obj
 def launch(registry: Registry, values: dict[str, Any], sources: dict[str, str]) -> None:
     """Serve a model over an OpenAI-compatible API."""
-    from minisgl_core.text.chat import read_chat_template
     from minisgl_server.launch.launcher import compile_only, serve
 
     config = EngineConfig.from_flat(**pick(values, EngineConfig))
     if config.model.chat_template is not None:
-        read_chat_template(
-            config.model.chat_template
-        )  # the workers read it too; here a bad file fails before they start
+        from minisgl_core.text.chat import read_chat_template
+
+        read_chat_template(config.model.chat_template)  # the workers read it, too; here a bad file fails early
     options = ServerOptions(**pick(values, ServerOptions))
     low, high = options.replica_range
     if config.parallel.executor == "ray" and high > 1 and not options.compile_only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shlex
 import signal
@@ -22,11 +23,13 @@ import setproctitle
 from minisgl_core.config.options import EngineConfig
 from minisgl_core.config.providers import check_providers
 from minisgl_core.engine.kernel_compiler import start_kernel_compiler, stop_kernel_compiler
+from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
+from minisgl_core.utils import logs
 from minisgl_core.utils.exit_status import describe_exit
 from minisgl_core.weights.model_source import locate_model
 from minisgl_server.launch.allowed_hosts import allowed_hosts
@@ -37,6 +40,8 @@ from minisgl_server.launch.restarts import wait_and_restart
 from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
+
+logger = logging.getLogger(__name__)
 
 RUN_ROUTER = "minisgl_server.router.process:run_router"
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
@@ -55,12 +60,15 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
         WorkerDiedError: a process failed, at the start or later; all processes have ended when this is raised.
     """
     setproctitle.setproctitle("minisgl: launch")
+    logs.configure("launch", options.log_level, options.log_format)
+    phases = StartupTimer(process_age_s())
     check_providers(config.flat(), registry)
     registry.entry("router", options.router)
     digests = api_key_digests(options)
     check_api_workers(options)
     options = replace(options, api_key=())  # from here on, only the digests are in memory
     locate_model(config.model)
+    phases.done("checked the options")
     with (
         listen(options.host, options.port) as listener,
         IpcAddresses.create(
@@ -85,8 +93,9 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             replicas.start()
             for index, name in enumerate(_tokenizers(endpoints)):
                 supervisor.start(name, RUN_TOKENIZER, config, options, index, endpoints)
+            phases.done("started the processes")
             wait = partial(wait_and_restart, supervisor, (replicas, apis))
-            if _wait_ready(supervisor, replicas, apis, endpoints, wait, signals):
+            if _wait_ready(supervisor, replicas, apis, endpoints, wait, signals, phases):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
                 if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
                     with suppress(OSError):  # no memory for a process: the server runs without
@@ -178,6 +187,7 @@ def _wait_ready(
     endpoints: IpcAddresses,
     wait: Callable[..., bool],
     signals: _Signals,
+    phases: StartupTimer,
 ) -> bool:
     """Wait until the engines, then the router and the tokenizer workers, then the API server are ready.
 
@@ -185,6 +195,7 @@ def _wait_ready(
     """
     if not wait(replicas.are_ready, signals):
         return False
+    phases.done("waited for the engine")
     info = replicas.describe()
     if endpoints.num_replicas > 1:
         with Sender(endpoints.router_in) as router:
@@ -195,10 +206,15 @@ def _wait_ready(
         send_all([stack.enter_context(Sender(address)) for address in endpoints.tokenizer_in], info)
         if not wait(lambda: supervisor.ready.keys() >= set(_tokenizers(endpoints)), signals):
             return False
+    phases.done("waited for the tokenizer workers")
     most = max(supervisor.ready[name].max_token_bytes for name in _tokenizers(endpoints))
     replicas.info = msgspec.structs.replace(info, max_token_bytes=most)
     apis.tell(replicas.info)
-    return wait(apis.is_ready, signals)
+    if not wait(apis.is_ready, signals):
+        return False
+    phases.done("waited for the API server")
+    logger.info("ready %.1f s after the command", sum(phases.seconds.values()))
+    return True
 
 
 def _drain(

@@ -7,6 +7,8 @@ from typing import Any, Self
 import msgspec
 
 from minisgl_core.config.options import EngineConfig
+from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
+from minisgl_core.errors import MinisglError
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.engine_snapshot import EngineSnapshot, SnapshotRequest
 from minisgl_core.protocol.messages import (
@@ -53,20 +55,26 @@ Incoming = (
 def run_tokenizer_worker(
     config: EngineConfig, options: ServerOptions, index: int, endpoints: IpcAddresses, report: Report
 ) -> None:
-    """Run the process: wait for `EngineInfo`, load the tokenizer, then handle messages until `Stop` or `END_SIGNAL`."""
+    """Run the process: load the tokenizer, wait for `EngineInfo`, then handle messages until `Stop` or `END_SIGNAL`."""
     with (
         Receiver[Any](endpoints.tokenizer_in[index], Incoming) as receiver,
         Sender(endpoints.router_in) as to_scheduler,
         ApiConnection(endpoints.of_api(index % endpoints.num_apis)) as to_api,
     ):
-        import transformers  # noqa: F401  # takes seconds, so it is imported while the engine loads
-
+        # The engine loads meanwhile. Its error comes first, if it has one: it says more about a checkpoint than the tokenizer's.
+        phases = StartupTimer(process_age_s())
+        path, registry = locate_model(config.model), Registry.from_environment()
+        phases.done("started the process")
+        try:
+            tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
+        except MinisglError:
+            receiver.receive()
+            raise
+        phases.done("loaded the tokenizer")
         info = receiver.receive()
         if isinstance(info, Stop):
             return
         assert isinstance(info, EngineInfo), "the launcher sends EngineInfo before anything else"
-        path, registry = locate_model(config.model), Registry.from_environment()
-        tokenizer = open_weights(path, registry, dummy=config.model.dummy_weight).tokenizer()
         if config.model.chat_template is not None:
             tokenizer.chat_template = read_chat_template(config.model.chat_template)
         chat_format = ChatFormat(tokenizer, options.tool_call_parser, options.reasoning_parser)
