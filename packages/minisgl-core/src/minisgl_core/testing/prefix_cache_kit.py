@@ -35,7 +35,7 @@ class PrefixCacheTests:
     takes_all: ClassVar[bool] = True
     evicts_least_recent: ClassVar[bool] = True
     profile: ClassVar[settings] = settings(
-        max_examples=100,
+        max_examples=50,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
