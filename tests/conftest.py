@@ -42,6 +42,15 @@ def smollm2_path() -> Path:
 
 
 @pytest.fixture(scope="session")
+def smollm2_reference(smollm2_path: Path) -> Any:
+    """The model as transformers reads it, in float32."""
+    from transformers import AutoModelForCausalLM
+
+    folder, name = str(smollm2_path.parent), smollm2_path.name
+    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
 def smollm2_tokenizer(smollm2_path: Path) -> Any:
     """Its tokenizer as transformers reads it: a reference."""
     from transformers import AutoTokenizer

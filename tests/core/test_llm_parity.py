@@ -13,7 +13,7 @@ from minisgl_core import LLM, SamplingParams
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-NUM_TOKENS, NUM_TOKENS_ALONE = 48, 20
+NUM_TOKENS, NUM_TOKENS_ALONE = 36, 8
 """Output tokens of batched requests, and of requests that run alone, which take longer per token."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 LENGTHS = [1, 2, 15, 16, 17, 31, 32, 33, 64, 300, 100, 600]
@@ -31,12 +31,8 @@ def prompts(engine_tokenizer: Any) -> list[list[int]]:
 class Reference:
     """transformers, reading the same file."""
 
-    def __init__(self, path: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self._model = AutoModelForCausalLM.from_pretrained(
-            str(path.parent), gguf_file=path.name, dtype=torch.float32
-        ).eval()
+    def __init__(self, model: Any) -> None:
+        self._model = model
         self._checked: dict[tuple[int, ...], list[int]] = {}
 
     def check(self, prompt: list[int], tokens: list[int]) -> None:
@@ -53,8 +49,8 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Reference:
-    return Reference(smollm2_path)
+def reference(smollm2_reference: Any) -> Reference:
+    return Reference(smollm2_reference)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +60,7 @@ def reference(smollm2_path: Path) -> Reference:
         {"page_size": 16, "cache": "radix", "disable_overlap": False, "num_pages": 70},  # too few for all at once
     ],
 )
-def test_batched(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
+def test_batched_and_alone(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
     with LLM(dtype="float32", quantization="none", **options) as llm:
         outputs = llm.generate(prompts, GREEDY)
         for prompt, output in zip(prompts, outputs, strict=True):
@@ -72,17 +68,6 @@ def test_batched(prompts: list[list[int]], reference: Reference, options: dict[s
             reference.check(prompt, output.token_ids)
         assert (sum(output.cached_tokens for output in outputs) > 200) == (options["cache"] == "radix")
         assert (llm.stats.num_preemptions > 0) == (options["num_pages"] == 70)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"page_size": 1, "cache": "radix", "disable_overlap": False, "num_pages": 1000},
-        {"page_size": 16, "cache": "naive", "disable_overlap": True, "num_pages": 64},
-    ],
-)
-def test_alone(prompts: list[list[int]], reference: Reference, options: dict[str, Any]) -> None:
-    with LLM(dtype="float32", quantization="none", **options) as llm:
         for prompt in prompts:
             [output] = llm.generate(prompt, replace(GREEDY, max_tokens=NUM_TOKENS_ALONE))
             assert len(output.token_ids) == NUM_TOKENS_ALONE

@@ -60,8 +60,15 @@ def test_ranks_generate_what_one_does(model: Callable[[], str], tp: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("in_a_step", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "in_a_step"),
+    [
+        (False, False),
+        (True, True),
+        pytest.param(False, True, marks=pytest.mark.nightly),
+        pytest.param(True, False, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_killed_rank_is_an_error_and_leaves_nothing_running(
     overlap: bool, in_a_step: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -100,7 +107,7 @@ def assert_ranks_start_anew() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_pages", [100, None])
+@pytest.mark.parametrize("num_pages", [pytest.param(100, marks=pytest.mark.nightly), None])
 def test_a_rank_that_dies_at_the_start_is_an_error(num_pages: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 waits in a collective to agree on the pool's size; with a given size it does not wait."""
     monkeypatch.setattr("minisgl_core.runtime.ranks.run_worker", children_module.die_among_the_ranks)

@@ -20,6 +20,8 @@ from click.testing import CliRunner
 from minisgl_core.cli.main import main
 from minisgl_core.plugins.kinds import KINDS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 BLOCK = re.compile(r"(?:^<!-- test: (?P<mark>[^\n]*) -->\n)?^```\w*\n(?P<code>.*?)^```$", re.M | re.S)

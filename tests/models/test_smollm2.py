@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from minisgl_backends.quantization.gguf import Gguf
 from minisgl_backends.quantization.int4 import Int4
@@ -51,10 +50,8 @@ def model(source: GgufWeights) -> Model:
 
 
 @pytest.fixture(scope="module")
-def reference(smollm2_path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(
-        str(smollm2_path.parent), gguf_file=smollm2_path.name, dtype=torch.float32
-    ).eval()
+def reference(smollm2_reference: Any) -> Any:
+    return smollm2_reference
 
 
 def mean_nll(logits: torch.Tensor, ids: torch.Tensor) -> float:

@@ -20,6 +20,8 @@ import psutil
 import pytest
 import tiny_folder
 
+pytestmark = pytest.mark.slow
+
 Launch = Callable[..., Any]
 
 
@@ -42,7 +44,7 @@ def events(response: httpx.Response) -> Iterator[Any]:
             yield data if data == "[DONE]" else json.loads(data)
 
 
-@pytest.mark.parametrize("victim", ["scheduler rank 0", "tokenizer 0", "api"])
+@pytest.mark.parametrize("victim", ["scheduler rank 0", pytest.param("tokenizer 0", marks=pytest.mark.nightly), "api"])
 def test_a_killed_process_ends_the_launch_with_the_reason(start: Launch, victim: str) -> None:
     server = start().wait_started()
     children = server.children()

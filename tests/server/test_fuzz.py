@@ -25,7 +25,7 @@ import tiny_folder
 
 from minisgl_server.api.http.limited_protocol import MAX_PIPELINED
 
-NUM_REQUESTS = int(os.environ.get("MINISGL_FUZZ_REQUESTS", "8000"))
+NUM_REQUESTS = int(os.environ.get("MINISGL_FUZZ_REQUESTS", "5000"))
 SEED = 11
 NUM_CLIENTS = 16
 NUM_IDLE = 100

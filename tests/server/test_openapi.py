@@ -16,6 +16,8 @@ from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.options import ServerOptions
 
+pytestmark = pytest.mark.slow
+
 MAX_EXAMPLES = int(os.environ.get("MINISGL_OPENAPI_EXAMPLES", "15"))
 """Random requests an operation, besides those that schemathesis derives from each keyword of the document."""
 CONFIG = {

@@ -21,7 +21,7 @@ import pytest
 import tiny
 import tiny_folder
 
-NUM_REQUESTS = int(os.environ.get("MINISGL_SOAK_REQUESTS", "1500"))
+NUM_REQUESTS = int(os.environ.get("MINISGL_SOAK_REQUESTS", "900"))
 NUM_CLIENTS = 24
 NUM_PROMPTS = 40
 LONGEST_ANSWER_S = 60.0

@@ -2,11 +2,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from minisgl_backends.attention.triton_backend import TritonAttention
 from minisgl_core.testing.attention_kit import AttentionBackendTests
 from minisgl_core.utils.fp8 import FP8
+
+pytestmark = pytest.mark.slow
 
 
 class TestTriton(AttentionBackendTests):

@@ -13,6 +13,8 @@ from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.ops import NormOps
 from minisgl_core.testing.communicator_kit import CommunicatorTests
 
+pytestmark = pytest.mark.slow
+
 
 class TestTorch(CommunicatorTests):
     provider = TorchCommunicator

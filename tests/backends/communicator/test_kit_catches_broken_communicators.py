@@ -158,9 +158,9 @@ BROKEN = [
 ]
 
 
-def failed_checks(provider: type[Communicator], folder, patience_s: float) -> list[str]:
+def failed_checks(provider: type[Communicator], folder, default_timeout_s: float) -> list[str]:
     """Names of the checks that fail for two ranks; the first that does ends it."""
-    ranks = [Rank(provider, torch.device("cpu"), rank, 2, folder, patience_s) for rank in range(2)]
+    ranks = [Rank(provider, torch.device("cpu"), rank, 2, folder, default_timeout_s) for rank in range(2)]
     for check in CHECKS + FAULTS:
         with ThreadPoolExecutor(2) as pool:
             runs = [pool.submit(check, rank) for rank in ranks]
@@ -171,11 +171,11 @@ def failed_checks(provider: type[Communicator], folder, patience_s: float) -> li
 
 @pytest.mark.parametrize("broken", BROKEN)
 def test_a_broken_communicator_fails_a_check(broken: type[Communicator], tmp_path) -> None:
-    assert failed_checks(broken, tmp_path, patience_s=3)
+    assert failed_checks(broken, tmp_path, default_timeout_s=3)
 
 
 def test_the_right_one_fails_none(tmp_path) -> None:
-    assert failed_checks(TorchCommunicator, tmp_path, patience_s=60) == []
+    assert failed_checks(TorchCommunicator, tmp_path, default_timeout_s=60) == []
 
 
 def test_the_kit_reports_what_fails_in_a_rank() -> None:

@@ -18,6 +18,8 @@ from minisgl_core.cli.main import main
 from minisgl_core.cli.new_plugin import SCAFFOLDS
 from minisgl_core.plugins.kinds import KINDS
 
+pytestmark = pytest.mark.slow
+
 
 def new(*arguments: str, into: Path) -> Any:
     before = Path.cwd()

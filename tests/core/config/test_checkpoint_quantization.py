@@ -50,7 +50,7 @@ def compressed(*groups: dict[str, Any], ignore: Any = ()) -> CheckpointQuantizat
 def test_modules_to_not_convert(names: list[str], left: list[str]) -> None:
     stored = fp8(*names)
     assert [name for name in (Q, GATE, HEAD) if stored.weights_of(name) is None] == left
-    assert stored.leaves([GATE, HEAD, Q]) == bool(left)
+    assert stored.has_unquantized([GATE, HEAD, Q]) == bool(left)
 
 
 @pytest.mark.parametrize(

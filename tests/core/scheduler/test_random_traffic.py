@@ -161,4 +161,4 @@ class Traffic(RuleBasedStateMachine):
 
 
 TestTraffic = Traffic.TestCase
-TestTraffic.settings = settings(max_examples=50, stateful_step_count=30, suppress_health_check=list(HealthCheck))
+TestTraffic.settings = settings(max_examples=20, stateful_step_count=30, suppress_health_check=list(HealthCheck))

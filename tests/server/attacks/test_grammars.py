@@ -83,7 +83,7 @@ def test_grammars_that_are_expensive_to_apply(attacked: Any, withstands: Callabl
 
 def test_grammars_that_are_expensive_to_compile(attacked: Any, withstands: Callable[[Any], Any]) -> None:
     """Variants of what takes minutes: each ends at its limit, and a harmless one beside them is served."""
-    variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in range(29, 33)]
+    variants = [INTERSECTION.replace("{29}", f"{{{length}}}") for length in (29, 30)]
     with withstands(attacked), ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(complete, attacked.url, {"grammar": variant}) for variant in variants]
         harmless = complete(attacked.url, {"regex": "yes|no"})

@@ -17,6 +17,8 @@ import pytest
 
 from minisgl_core import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 Launch = Callable[..., Any]
 PROMPTS = [f"{word} " * 40 for word in ("apple", "river", "stone", "cloud", "music", "paper")]
 

@@ -88,7 +88,7 @@ class Fp8(Quantization):
         return self.spec.checkpoint is not None and self.spec.checkpoint.is_float8
 
     def _leaves(self, names: Iterable[str]) -> bool:
-        return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.leaves(names)
+        return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
 
     def _block(self, name: str) -> tuple[int, int] | None:
         assert self.spec.checkpoint is not None

@@ -33,7 +33,7 @@ class Mxfp4(Quantization):
             ProviderUnsupportedError: the model has a tensor per expert, or the kernel does not support MXFP4.
         """
         assert self.spec.checkpoint is not None, "see unsupported"
-        if self.spec.checkpoint.leaves([spec.name]):
+        if self.spec.checkpoint.has_unquantized([spec.name]):
             return super().experts(spec, kernel)
         if not spec.interleaved or spec.moe.hidden_size % BLOCK:
             reason = f"it supports checkpoints that store all experts in one tensor, with inputs in blocks of {BLOCK}"

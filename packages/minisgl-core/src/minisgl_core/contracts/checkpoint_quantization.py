@@ -97,16 +97,18 @@ class CheckpointQuantization:
         Args:
             name: name of the module in the checkpoint, such as ``model.layers.0.self_attn.q_proj``.
         """
-        if self._ignored.have(name):
+        if self._ignored.contains(name):
             return None
         if self.method == _GGUF:
             kind = self.config["types"].get(name)
             return None if kind is None else {"type": kind}
         if self.method != _COMPRESSED:
             return self.config
-        return next((weights for targets, weights in self._groups if targets.are_all or targets.have(name)), None)
+        return next(
+            (weights for targets, weights in self._groups if targets.has_all_linear or targets.contains(name)), None
+        )
 
-    def leaves(self, names: Iterable[str]) -> bool:
+    def has_unquantized(self, names: Iterable[str]) -> bool:
         """Return True if the checkpoint leaves any of these modules unquantized."""
         return any(self.weights_of(name) is None for name in names)
 
@@ -266,7 +268,7 @@ class _Modules:
     """List of modules, given by names, endings of names, or regular expressions that match their beginnings.
 
     Attributes:
-        are_all: True if the list means every linear layer.
+        has_all_linear: True if the list selects every linear layer.
     """
 
     def __init__(self, config: Mapping[str, Any], key: str, more: Mapping[str, str] = _NONE) -> None:
@@ -283,7 +285,7 @@ class _Modules:
         wanted = config.get(key) or []
         if not isinstance(wanted, list | tuple) or not all(isinstance(each, str) for each in wanted):
             raise ModelFormatError(f"config: quantization_config.{key} must be a list of names")
-        self.are_all = "Linear" in wanted or (key == "targets" and not wanted)
+        self.has_all_linear = "Linear" in wanted or (key == "targets" and not wanted)
         # As in transformers, an entry matches the beginning of a name up to a dot, or the end of a name.
         self._names = frozenset(each for each in wanted if not set(each) & _SPECIAL)
         patterns = {each: key for each in wanted if each not in self._names} | dict(more)
@@ -304,7 +306,7 @@ class _Modules:
                 )
         self._patterns = compiled
 
-    def have(self, name: str) -> bool:
+    def contains(self, name: str) -> bool:
         """Return True if the list contains a module or a module that contains it."""
         words = name.split(".")
         parts = (".".join(part) for i in range(len(words)) for part in (words[: i + 1], words[i:]))

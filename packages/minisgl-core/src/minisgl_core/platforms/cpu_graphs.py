@@ -76,7 +76,7 @@ class CpuGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # torch's default imports torch._dynamo and SymPy, which take 77 MB
+        return False  # otherwise torch imports torch._dynamo at the first capture, which takes 77 MB and up to 2 s
 
     def __enter__(self) -> CpuGraph:
         _current.graph = self

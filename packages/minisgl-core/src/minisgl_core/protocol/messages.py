@@ -122,11 +122,11 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     continue_final_message: bool = False
     """For messages: leave the last one open, so that the answer continues it. Not with `add_generation_prompt`."""
     truncate_prompt_tokens: int | None = None
-    """Keep only the last so many tokens; -1 keeps as many as the context has room for besides the output."""
+    """Keep only this many tokens, the last ones; -1 keeps as many as fit the context together with the output."""
     return_prompt_ids: bool = False
     """Return the prompt's tokens with the first `Text`."""
     is_streamed: bool = True
-    """False if the client needs nothing before the whole output, so that it may be returned at once."""
+    """False if the whole output may be returned in one message."""
     only_tokens: bool = False
     """Only tokenize; the answer is `Tokens`."""
     chat_template_kwargs: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -135,10 +135,9 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     documents: list[dict[str, Any]] | None = None
     """Documents for the chat template."""
     template_hints: dict[str, Any] = msgspec.field(default_factory=dict)
-    """More variables of the chat template. Those that the template does not have are dropped."""
+    """Optional variables of the chat template. Those that the template does not use are dropped."""
     hints_name: str = ""
-    """Request field of `template_hints`. The request is refused if the template has none of these variables; not if this is
-    empty."""
+    """Request field that set `template_hints`. If it is not empty and the template uses none of these, the request is refused."""
     include_reasoning: bool = True
     """Return the reasoning content that a parser separates from the text."""
     separate_reasoning: bool = True
@@ -251,7 +250,7 @@ class TokenOut(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Set once, with the first tokens. The first entry is None, because nothing predicts the first token."""
     rejected: Rejected | None = None
-    """Set with the reason ``abort`` if a grammar does not compile or is too complex. Its `kind` says whose fault that is."""
+    """Set with the reason ``abort`` if a grammar does not compile or is too complex. See `Rejected.kind`."""
 
 
 class TokenBatch(msgspec.Struct, tag=True, omit_defaults=True):
@@ -365,7 +364,7 @@ class Count(msgspec.Struct, tag=True, kw_only=True):
 
 
 class Ended(msgspec.Struct, tag=True):
-    """Tokenizer worker to router: these requests have ended in another way than by `Abort`."""
+    """Tokenizer worker to router: these requests have ended without an `Abort`."""
 
     request_ids: list[str]
 
@@ -394,14 +393,14 @@ class NoReplica(msgspec.Struct, tag=True):
 
 
 class ReplicaLost(msgspec.Struct, tag=True):
-    """Router to tokenizer worker: an engine has ended, and with it these requests. Its later output is not valid."""
+    """Router to tokenizer worker: an engine has ended, and with it these requests. Discard output of it that arrives later."""
 
     engine: int
     request_ids: list[str]
 
 
 class ApiRestarted(msgspec.Struct, tag=True):
-    """Launcher to tokenizer worker: its API worker has ended, and with it all requests. The one of this number succeeds it."""
+    """Launcher to tokenizer worker: its API worker has ended, and with it all requests. `api` is the number of the new worker."""
 
     api: int
 
@@ -413,13 +412,13 @@ class NoSnapshot(msgspec.Struct, tag=True):
 
 
 class CacheEvents(msgspec.Struct, tag=True):
-    """Scheduler to router: blocks that an engine's prefix cache has taken and evicted, as far as they differ."""
+    """Scheduler to router: blocks inserted into and evicted from an engine's prefix cache. A block is in one of the two only."""
 
     engine: int
     inserted: np.ndarray
     """Keys of the blocks, uint64; see `minisgl_core.contracts.router.block_keys`."""
     evicted: np.ndarray
-    """uint64; evicted before the blocks of `inserted` were taken."""
+    """Keys of the blocks, uint64."""
 
 
 class Stop(msgspec.Struct, tag=True):

@@ -1,4 +1,4 @@
-"""Processes of the other ranks, for an engine whose rank 0 is this process."""
+"""Processes of ranks 1 and up, for an engine whose rank 0 is in this process, as with `LLM`."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OtherRanks:
         self._communicators.append(communicator)
 
     def _watch(self) -> None:
-        """Start a thread that notices the end of a rank at once, even while this process waits for the device."""
+        """Watch the ranks in a thread, so that the end of one is noticed while this process waits for the device."""
         reader, writer = os.pipe()
 
         def watch() -> None:

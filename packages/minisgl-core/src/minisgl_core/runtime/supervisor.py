@@ -105,7 +105,7 @@ class Supervisor:
         return bool(self._processes[name].is_alive())
 
     def end(self, name: str) -> None:
-        """Ask one child to end, with `END_SIGNAL`. Its end is not an error from now on."""
+        """Ask one child to end, with `END_SIGNAL`. Its exit is no error then."""
         self._ending.add(name)
         _ask_to_end(self._processes[name])
 
@@ -146,9 +146,9 @@ class Supervisor:
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
             longest = _LONGEST_WAIT_S if remaining is None else min(remaining, _LONGEST_WAIT_S)
             events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], longest)
-            # A killed child comes first, since others fail when they lose their connection to it.
+            # Report a killed child first: the others fail because they lose their connection to it.
             for name in sorted(self._pipes, key=self._was_killed, reverse=True):
-                self._look_at(name)
+                self._check_child(name)
             if remaining == 0 or (wake is not None and wake in events):
                 return until()
 
@@ -179,7 +179,7 @@ class Supervisor:
         """Return True if a signal ended a child."""
         return (self._processes[name].exitcode or 0) < 0
 
-    def _look_at(self, name: str) -> None:
+    def _check_child(self, name: str) -> None:
         """Read a child's messages. Raise an error if it failed or died."""
         pipe, process = self._pipes[name], self._processes[name]
         ended = not process.is_alive()  # checked first, so that all messages of an ended child are in the pipe by now
@@ -206,7 +206,7 @@ def _ask_to_end(process: Any) -> None:
 def _describe_failure(name: str, failed: _Failed) -> str:
     """Return a message about a failed child. Errors for users begin with their text, others with the exception's type."""
     if failed.is_expected:
-        # A rank on another host has been named there already.
+        # The message of a rank on another host names the process already.
         text = failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"
     else:
         hint = "" if failed.trace else " (MINISGL_DEBUG=1 shows the traceback)"

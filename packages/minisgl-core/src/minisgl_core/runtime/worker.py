@@ -84,7 +84,7 @@ def run_worker(
             hooks.engine_started(info=info)
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine=info))
-        with in_use(built.engine):
+        with closing(built.engine):
             try:
                 _serve(
                     loop,
@@ -104,14 +104,14 @@ def run_worker(
 
 
 @contextmanager
-def in_use(engine: Engine) -> Iterator[None]:
-    """Close the engine at the end. After an error, abort its groups instead of waiting for the other ranks."""
+def closing(engine: Engine) -> Iterator[None]:
+    """Close the engine at the end. After an error, abort its communicators instead of waiting for the other ranks."""
     try:
         yield
     except BaseException:
-        for leave in (engine.free_graphs, engine.groups.abort):
+        for clean_up in (engine.free_graphs, engine.groups.abort):
             with suppress(Exception):  # the original error is the one to report
-                leave()
+                clean_up()
         raise
     engine.close()
 
@@ -181,7 +181,7 @@ def follow(built: BuiltEngine, from_rank0: Receiver[FromRank0]) -> None:
     limit.
     """
     pending = None
-    with in_use(built.engine):
+    with closing(built.engine):
         while (launched := _launch_next(built.engine, from_rank0)) is not None:
             if pending is not None:
                 pending.result()
@@ -208,7 +208,7 @@ def follow_stage(built: BuiltEngine, from_rank0: Receiver[FromRank0], own_addres
                 raise
 
         waiting: Future[None] | None = None
-        with in_use(built.engine):
+        with closing(built.engine):
             while (launched := _launch_next(built.engine, from_rank0)) is not None:
                 before, waiting = waiting, waiter.submit(wait, launched)
                 if before is not None:

@@ -108,9 +108,9 @@ class AttentionBackendTests:
             self.run(spec, decodes=sorted(lengths))
 
     @pytest.mark.parametrize("has_norms", [False, True])
-    @pytest.mark.parametrize("share", [1.0, 0.5])
-    def test_fused_rope_of_decodes(self, has_norms: bool, share: float) -> None:
-        """A fused decode kernel applies QK norms, then RoPE by position and layer to a share of each head's dimensions."""
+    @pytest.mark.parametrize("rotary_fraction", [1.0, 0.5])
+    def test_fused_rope_of_decodes(self, has_norms: bool, rotary_fraction: float) -> None:
+        """A fused decode kernel applies QK norms, then RoPE by position and layer to a fraction of each head's dimensions."""
         if not self.provider.capabilities.fused_rope_decode:
             pytest.skip("the backend does not apply RoPE")
         for spec in self.specs(every_shape=True):
@@ -119,7 +119,7 @@ class AttentionBackendTests:
             rig = self.rig(spec, len(lengths), max(lengths) + 1, layers)
             requests = [rig.request(length - 1, length + 1) for length in lengths]
             for _ in range(2):
-                rig.rotate([(request, 1) for request in requests], has_norms, share)
+                rig.rotate([(request, 1) for request in requests], has_norms, rotary_fraction)
 
     def test_prefill(self) -> None:
         """Several whole prompts in one batch."""

@@ -287,7 +287,7 @@ class AttentionRig:
             assert not changed, f"{self} changes its inputs: {', '.join(changed)}"
         return out
 
-    def rotate(self, work: Work, has_norms: bool, share: float) -> None:
+    def rotate(self, work: Work, has_norms: bool, rotary_fraction: float) -> None:
         """Run a step of decodes with fused RoPE, if the backend supports it, and compare with `RotaryOps`.
 
         Each layer has its own angles, as in models whose layers have several bases.
@@ -295,18 +295,24 @@ class AttentionRig:
         Args:
             work: requests, with one token each.
             has_norms: True to apply QK norms before RoPE.
-            share: fraction of a head's dimensions that are rotated.
+            rotary_fraction: fraction of a head's dimensions that are rotated.
         """
         batch = self.batch(work, len(work))
         plan = self.backend.plan(batch)
         for layer in self.layers:
-            self._rotate_layer(work, batch, plan, layer, has_norms, share)
+            self._rotate_layer(work, batch, plan, layer, has_norms, rotary_fraction)
 
     def _rotate_layer(
-        self, work: Work, batch: AttentionBatch, plan: Any, layer: AttentionLayer, has_norms: bool, share: float
+        self,
+        work: Work,
+        batch: AttentionBatch,
+        plan: Any,
+        layer: AttentionLayer,
+        has_norms: bool,
+        rotary_fraction: float,
     ) -> None:
         spec = self.spec
-        angles = 9 * torch.randn(batch.num_tokens, int(share * spec.head_dim) // 2, generator=self.random)
+        angles = 9 * torch.randn(batch.num_tokens, int(rotary_fraction * spec.head_dim) // 2, generator=self.random)
         cos, sin = (each.to(spec.device, spec.dtype) for each in (angles.cos(), angles.sin()))
         gains = torch.randn(2, spec.head_dim, generator=self.random).to(spec.device, spec.dtype)
         rotation = Rotation(cos, sin, (gains[0], gains[1]) if has_norms else None, 1e-6)

@@ -35,7 +35,7 @@ class PrefixCacheTests:
     takes_all: ClassVar[bool] = True
     evicts_least_recent: ClassVar[bool] = True
     profile: ClassVar[settings] = settings(
-        max_examples=100,
+        max_examples=50,
         stateful_step_count=40,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -107,7 +107,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_a_lock_covers_exactly_its_prefix(self, page_size: int) -> None:
-        """A lock covers exactly its prefix, even inside of one insertion and with later branches."""
+        """A lock covers exactly its prefix, even within one insertion, and with later branches."""
         cache = self.filled(page_size, (0, 0, 0, 0))
         handle = cache.match(tokens_of((0, 0), page_size)).handle
         cache.lock(handle)

@@ -19,7 +19,7 @@ RUN_API = "minisgl_server.api.server:run_api"
 
 
 def check_api_workers(options: ServerOptions) -> None:
-    """Refuse options that several API workers cannot have.
+    """Check the options that ``--api-workers`` restricts.
 
     Raises:
         InvalidValueError: there are too few tokenizer workers, or responses are to be stored.
@@ -36,8 +36,8 @@ def check_api_workers(options: ServerOptions) -> None:
 class ApiWorkers(Restarts):
     """Processes of the API server, which accept connections from one listening socket.
 
-    Each has tokenizer workers of its own, so that output finds its way back. A worker that is restarted has a new number and
-    address: it gets no output of the requests of the one before it, which its tokenizer workers abort.
+    Each has tokenizer workers of its own, so that output returns to the process with the client's connection. A restarted worker
+    has a new number and address, so it gets no output of its predecessor's requests. Its tokenizer workers abort these.
 
     Args:
         options: options of the server.
@@ -82,7 +82,7 @@ class ApiWorkers(Restarts):
         return self._supervisor.ready.keys() >= set(self.names)
 
     def drain(self) -> None:
-        """Have the workers end once the running requests have ended, and restart none from now on."""
+        """Ask the workers to end after their running requests. From now on, none is restarted."""
         self.due_s.clear()
         for index in self._senders:
             self._supervisor.end(self.names[index])
@@ -106,7 +106,7 @@ class ApiWorkers(Restarts):
             self._senders[number].send(self._told)
 
     def replace(self, error: WorkerDiedError) -> bool:
-        """Restart a worker, unless it is the only one, or was never ready, or all fail repeatedly."""
+        """Schedule a restart, unless the worker is the only one, the launch is not ready, or all workers fail repeatedly."""
         if error.process not in self.names or isinstance(error, WorkerRefusedError):
             return False
         if self._num == 1 or self._told is None:

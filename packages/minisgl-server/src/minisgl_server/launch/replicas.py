@@ -62,7 +62,7 @@ class Replicas(Restarts):
         self._engines = dict.fromkeys(range(self._num), -1)
         """Number of the engine by replica; replicas that stay down are missing."""
         self._ready_s: dict[int, float] = {}
-        """By engine that the router knows: time at which it was ready."""
+        """Time of readiness, by number of the engine; only of engines that the router knows."""
         self.info: EngineInfo | None = None
         """Description of the engines, once all have started."""
         self._is_draining = self._no_replica = False
@@ -84,7 +84,10 @@ class Replicas(Restarts):
         return self._supervisor.ready.keys() >= {name for replica in self._engines for name in self._names(replica)}
 
     def describe(self) -> EngineInfo:
-        """Return the description of the first engine, with the limits of all. From now on, all errors of replicas are retried."""
+        """Return the description of the first engine, with the sum of all engines' request limits.
+
+        From now on, a replica that fails is always restarted; see `replace`.
+        """
         info = self._supervisor.ready[self._names(0)[0]].engine
         assert info is not None, "rank 0 describes the engine"
         self.info = msgspec.structs.replace(info, max_requests=info.max_requests * self._num)
@@ -110,10 +113,10 @@ class Replicas(Restarts):
                     self._tell_api(self.info)
 
     def replace(self, error: WorkerDiedError) -> bool:
-        """End what is left of a replica, tell the router, and have the replica start again, unless it is the only one.
+        """End the other ranks of a replica, tell the router, and schedule its restart, unless it is the only replica.
 
-        Nothing is started again while the server stops. Before the launch is ready, an error that the user can correct and the
-        last of `MAX_FAILURES` end the launch.
+        Nothing is restarted while the server stops. Before the launch is ready, an error that the user can correct ends the
+        launch, as do `MAX_FAILURES` failures in a row.
         """
         replica = next((each for each in self._engines if error.process in self._names(each)), -1)
         if self._num == 1 or replica < 0:
@@ -168,7 +171,7 @@ class Replicas(Restarts):
 
     def _tell_router(self, message: ReplicaReady | ReplicaDied | NoReplica) -> None:
         if self._router is None:
-            # One sender for all messages: those of several may arrive in another order.
+            # ZeroMQ keeps the order of one sender's messages only.
             self._router = Sender(self._endpoints.router_in)
         self._router.send(message)
 
@@ -192,7 +195,7 @@ class Replicas(Restarts):
 
     @contextmanager
     def _on_cores(self, replica: int) -> Iterator[None]:
-        """Have child processes that start meanwhile inherit the cores of a replica."""
+        """Pin this process to the cores of a replica, which child processes inherit that start meanwhile."""
         if not self._cores:
             yield
             return

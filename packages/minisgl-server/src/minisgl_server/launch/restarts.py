@@ -1,4 +1,4 @@
-"""Waits for the processes of a launch, and restarts those that may be, after an exponential backoff."""
+"""Waits for the processes of a launch, and restarts failed ones after an exponential backoff."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ class Restarts(ABC):
     def __init__(self) -> None:
         self.backoffs: defaultdict[int, Backoff] = defaultdict(Backoff)
         self.due_s: dict[int, float] = {}
-        """Times at which those are started that are down until then."""
+        """Time of the scheduled restart, by number; processes that run have none."""
 
     @abstractmethod
     def start_one(self, number: int) -> None:
-        """Start one again."""
+        """Start the process or group with this number, also for the first time."""
 
     @abstractmethod
     def replace(self, error: WorkerDiedError) -> bool:
-        """Have the one that an error is about start again; return False if the launch must end instead."""
+        """Schedule the restart of the process that `error` names. Return False if the launch must end instead."""
 
     def check(self) -> None:
         """Note which processes are ready; called after each event of a process."""
 
     def restart_later(self, number: int, name: str, served_s: float, error: WorkerDiedError) -> None:
-        """Start one again after its backoff."""
+        """Schedule a restart after the backoff."""
         delay_s = self.backoffs[number].delay_s(served_s)
         failures = self.backoffs[number].num_failures
         when = f" in {delay_s:g} s, since it has failed {failures} times in a row" if delay_s else ""
@@ -67,7 +67,7 @@ class Restarts(ABC):
         self.due_s[number] = time.monotonic() + delay_s
 
     def start_due(self) -> float:
-        """Start those that are due, and return the time at which the next one is; infinity if there is none."""
+        """Run the restarts that are due. Return the time of the next one, or infinity if none is scheduled."""
         now_s = time.monotonic()
         for number in [each for each, due_s in self.due_s.items() if due_s <= now_s]:
             del self.due_s[number]

@@ -28,8 +28,9 @@ class BlockTable:
     """Set-associative hash table from block keys to the replicas that hold the block.
 
     A block's key covers all tokens before it, so the keys of a prompt are a path in a radix tree without links. The table has
-    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica, in words of 8 to 64 bits. A block that
-    replaces another one costs a worse route at most. Methods are vectorized over the blocks of a call.
+    NumPy arrays of fixed size: 12 bytes per entry, and one bit per entry and replica, in words of 8 to 64 bits. If a
+    block replaces another one, a later request may be routed to a replica that must compute more. Methods are vectorized over the
+    blocks of a call.
     """
 
     def __init__(self, num_blocks: int, num_replicas: int) -> None:
@@ -83,7 +84,7 @@ class BlockTable:
         return (bits * (indices[is_last, None] + 1)).max(axis=0, initial=0)  # type: ignore[no-any-return]
 
     def add(self, keys: BlockKeys, replica: int, found: Found | None = None) -> None:
-        """Store that a replica holds these blocks, all used now. `found` is the result of `find` if that is known."""
+        """Add a replica to the holders of these blocks, and mark the blocks as used. `found`: result of `find`, if known."""
         self._now += 1
         indices, present = found or self.find(keys)
         self._last_used[present] = self._now
@@ -104,14 +105,14 @@ class BlockTable:
                 return  # one call fills a whole set, as a flood of insertions may; the rest is not stored
 
     def remove(self, keys: BlockKeys, replica: int) -> None:
-        """Store that a replica no longer holds these blocks. Blocks that no replica holds are removed."""
+        """Remove a replica from the holders of these blocks. Blocks without holders leave the table."""
         _, slots = self.find(keys)
         word, bit = self._word_and_bit(replica)
         self._holders_by_entry[slots, word] &= ~bit
         self._free(slots[~self._holders_by_entry[slots].any(axis=1)])
 
     def remove_replica(self, replica: int) -> None:
-        """Store that a replica holds nothing. This takes a pass over the whole table."""
+        """Remove a replica from the holders of all blocks, in a pass over the whole table."""
         word, bit = self._word_and_bit(replica)
         self._holders_by_entry[:, word] &= ~bit
         self._free(np.flatnonzero(~self._holders_by_entry.any(axis=1)))

@@ -1,7 +1,7 @@
 """Hooks that report the content of a replica's prefix cache to the router, registered as ``replica`` in ``minisgl.hooks``.
 
-They do nothing unless ``minisgl launch`` has set MINISGL_ROUTER_EVENTS, because there is a router that uses events. What changes
-during a step is sent in one message. If the router does not keep up, messages are dropped.
+They are active if MINISGL_ROUTER_EVENTS is set, which ``minisgl launch`` does for a router that uses events. The changes of a
+step are sent in one message. If the router does not keep up, messages are dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 VARIABLE = "MINISGL_ROUTER_EVENTS"
 """Environment variable with the router's address for events."""
 MAX_UNSENT = 100
-"""Most messages that wait in this process."""
+"""Length of the send queue, in messages."""
 
 
 def make() -> CacheEventHooks | None:
@@ -52,7 +52,7 @@ class CacheEventHooks:
 
     @hookimpl
     def pages_evicted(self, pages: PageIds) -> None:
-        """Note the blocks that are no longer whole."""
+        """Note the evicted blocks, which are those that lose their last page."""
         self._changes.pages_evicted(pages)
 
     @hookimpl
@@ -60,7 +60,7 @@ class CacheEventHooks:
         """Send the changes of the step."""
         event = self._changes.take()
         if event is not None:
-            with suppress(zmq.Again):  # the router is far behind, and does without these events
+            with suppress(zmq.Again):  # the router is far behind; it does not get these events
                 self._sender.send(event, wait=False)
 
     @hookimpl
@@ -70,7 +70,7 @@ class CacheEventHooks:
 
 
 class CacheChanges:
-    """Blocks that the prefix cache of one engine has taken and evicted since the last call of `take`.
+    """Blocks that were inserted into and evicted from the prefix cache of one engine since the last call of `take`.
 
     A block is cached while its last page is, since a cache evicts the pages of a prefix from its end. `_page_keys` has the key of
     the block that ends with each page; 0 for other pages.
@@ -92,7 +92,7 @@ class CacheChanges:
         self._changes.update(dict.fromkeys(keys.tolist(), True))
 
     def pages_evicted(self, pages: PageIds) -> None:
-        """Note the blocks that are no longer whole."""
+        """Note the evicted blocks, which are those that lose their last page."""
         keys = self._page_keys[pages]
         self._page_keys[pages] = 0
         self._changes.update(dict.fromkeys(keys[keys != 0].tolist(), False))

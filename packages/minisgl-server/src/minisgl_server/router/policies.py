@@ -1,4 +1,4 @@
-"""Routers ``round-robin`` and ``least-loaded``, which look at no prompt."""
+"""Routers ``round-robin`` and ``least-loaded``, which ignore the prompt."""
 
 from __future__ import annotations
 

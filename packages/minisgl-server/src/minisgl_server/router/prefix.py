@@ -1,4 +1,4 @@
-"""Router ``prefix``: to the replica with the least work for the prompt and before it, unless it is overloaded."""
+"""Router ``prefix``: selects the replica with the fewest prompt tokens left to compute, among those that are not overloaded."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ the measurement."""
 
 
 class PrefixRouter(Router):
-    """Router that keeps the prefixes held by each replica, as blocks in a `BlockTable`.
+    """Router that keeps track of the cached prefixes of each replica, as blocks in a `BlockTable`.
 
-    A replica is overloaded if it has more requests than the least loaded one by `overload_requests` and by `overload_ratio`. Of
-    the others, the router takes the one with the least work: the prompt tokens of its requests, and `NEW_TOKEN_COST` times the
-    tokens of this prompt that it does not hold. Among equals, it takes the least loaded one. It then assumes that this replica
-    will hold the whole prompt. The replicas' events correct this.
+    A replica is overloaded if it has over `overload_requests` more requests than the least loaded one, and over `overload_ratio`
+    times as many. Of the others, the router selects the one with the least work: the prompt tokens of its requests, and
+    `NEW_TOKEN_COST` times the tokens of this prompt that it does not hold. Among equals, it selects the least loaded one. It then
+    adds the whole prompt to the blocks of this replica; the replica's cache events correct this.
     """
 
     uses_events: ClassVar[bool] = True

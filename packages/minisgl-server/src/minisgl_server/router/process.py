@@ -29,7 +29,7 @@ from minisgl_server.router.worker import RouterWorker, Send
 
 Incoming = EngineInfo | Submit | Abort | Ended | Count | SnapshotRequest | ReplicaReady | ReplicaDied | NoReplica | Stop
 MAX_EVENTS = 1000
-"""Most messages with events that wait for the router; schedulers drop further ones."""
+"""Length of the receive queue for cache events, in messages; schedulers drop further ones."""
 
 
 def run_router(options: ServerOptions, endpoints: IpcAddresses, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""Logic of the router's process: it routes requests, and knows which replica has which request."""
+"""Logic of the router's process: it routes requests, and tracks which replica runs each request."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Replica:
         replica: its number.
         engine: number of its engine; meaningless if `send` is None.
         send: sends to the scheduler of its engine; None if that is not ready.
-        num_starts: times that its engine was ready.
+        num_starts: number of engines that it has had, each ready once.
         num_requests: running and waiting requests.
-        num_prompt_tokens: prompt tokens of these.
+        num_prompt_tokens: prompt tokens of those requests.
         num_routed: requests since the launch.
     """
 
@@ -75,7 +75,7 @@ class _Routed(NamedTuple):
 
 @dataclass(slots=True)
 class _Counting:
-    """Count that the replicas answer one by one."""
+    """`Count` query that some replicas have not answered yet."""
 
     message: Count
     waiting: set[int] = field(default_factory=set)
@@ -85,7 +85,7 @@ class _Counting:
 class RouterWorker:
     """Logic of the router, without its sockets.
 
-    While a replica is not ready, requests wait if no other one has room. Together, all requests are at most as many as all
+    A request waits if no replica has room and one is not ready. Waiting and running requests together are limited to what all
     replicas accept.
 
     Args:
@@ -93,7 +93,7 @@ class RouterWorker:
         info: description of an engine.
         connect: returns the function that sends to the scheduler of an engine.
         to_workers: functions that send to the tokenizer workers.
-        routed: is told the replica of each decision, for metrics.
+        routed: called with the number of the selected replica, for metrics.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RouterWorker:
         return [each for each in self.replicas if each.send is not None]
 
     def _ask(self, message: SnapshotRequest) -> None:
-        """Have a replica answer: the one that is asked, or another one that is ready, or else the router."""
+        """Forward a request to its replica, or to another one if that is not ready. Answer `NoSnapshot` if none is ready."""
         message.replicas = [each.state() for each in self.replicas]
         asked = min(self._ready(), key=lambda each: each.replica != message.replica, default=None)
         if asked is None or asked.send is None:
@@ -173,7 +173,7 @@ class RouterWorker:
         asked.send(message)
 
     def _submit(self, submit: Submit) -> None:
-        """Route a request to a replica that has room for it, or have it wait for one that is not ready."""
+        """Send a request to a replica that has room. If there is none, let it wait for a replica that is not ready."""
         able = [each for each in self.replicas if each.send is not None and each.num_requests < self._max_per_replica]
         if not able:
             able = self._ready()
@@ -192,7 +192,7 @@ class RouterWorker:
         self._routed(replica.replica)
 
     def _hold(self, submit: Submit) -> None:
-        """Have a request wait for a replica, or refuse it.
+        """Let a request wait for a replica, or refuse it.
 
         It is refused if there are as many requests as all replicas accept together, or if all replicas fail repeatedly.
         """
@@ -211,7 +211,7 @@ class RouterWorker:
         self._to_workers[submit.worker](Rejected(request_id=submit.request_id, kind=kind, message=message, engine=-1))
 
     def _release(self, request_id: str) -> _Routed | None:
-        """Forget a request that has ended. Its replica has less load."""
+        """Remove a request that has ended, and route a waiting one."""
         routed = self._requests.pop(request_id, None)
         if routed is not None:
             routed.replica.num_requests -= 1
