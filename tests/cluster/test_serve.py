@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import tiny_folder
@@ -47,6 +48,15 @@ def test_streams_of_the_openai_client_are_the_text_of_one_engine(launch: Launch)
 
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(ask, range(6))) == {expected}
+
+
+def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(lambda _: launch.stream(threading.Semaphore(), 16), range(6)))
+    text = httpx.get(launch.url.removesuffix("/v1") + "/metrics").raise_for_status().text
+    counts = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
+    assert len(dict(counts)) == 2, text[:2000]
+    assert sum(float(count) for _, count in counts) >= 6 * 16
 
 
 def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Launch) -> None:

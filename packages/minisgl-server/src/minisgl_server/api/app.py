@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from importlib.metadata import version
 
@@ -21,14 +21,16 @@ from minisgl_server.api.openai import chat, completions, models
 from minisgl_server.api.openai_responses import routes as responses
 from minisgl_server.api.openai_responses.store import ResponseStore
 from minisgl_server.api.public_paths import PublicPaths
-from minisgl_server.metrics import endpoint as metrics_endpoint
+from minisgl_server.metrics.endpoint import Families, collect_local, make_router
 from minisgl_server.options import ServerOptions
 
 _PAGE_HOOKS = "page"
 """Name of the hook module that ``--page`` enables; ``--plugin-routes`` enables all others."""
 
 
-def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
+def create_app(
+    client: EngineClient, options: ServerOptions, collect_metrics: Callable[[], Awaitable[Families]] = collect_local
+) -> FastAPI:
     """Return the application.
 
     Plugins find `client`, `options` and `public_paths` in ``app.state``; see the hook `api_routes`.
@@ -36,6 +38,7 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     Args:
         client: connection to the engine; the application's lifespan runs it.
         options: options of the server.
+        collect_metrics: returns what ``/metrics`` serves.
 
     Raises:
         Exception: the `api_routes` of an enabled plugin failed.
@@ -62,7 +65,7 @@ def create_app(client: EngineClient, options: ServerOptions) -> FastAPI:
     for module in (chat, completions, responses, messages, generate, tokenize, models, health):
         app.include_router(module.router)
     if options.metrics:
-        app.include_router(metrics_endpoint.router)
+        app.include_router(make_router(collect_metrics))
     if hook := _api_routes(options):
         hook(app=app)
     return app

@@ -8,56 +8,90 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from minisgl_server.metrics.engine_metrics import DIRECTORY_VARIABLE
 
-router = APIRouter()
-
-
+Families = list[Any]
+"""Metric families of prometheus_client."""
 _RESPONSES: dict[int | str, Any] = {
     200: {"description": "Success.", "content": {"text/plain": {"schema": {"type": "string"}}}}
 }
 
 
-@router.get("/metrics", response_class=Response, responses=_RESPONSES)
-async def metrics(request: Request) -> Response:
-    """Return all metrics in the format that Prometheus asks for."""
-    body, media_type = await asyncio.to_thread(_collect, request.headers.get("accept", ""))
-    return Response(body, media_type=None, headers={"Content-Type": media_type})
+async def collect_local() -> Families:
+    """Return the metrics of the processes that share this one's directory."""
+    return await asyncio.to_thread(_collect)
 
 
-def _collect(accept: str) -> tuple[bytes, str]:
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.exposition import choose_encoder
+def make_router(collect: Callable[[], Awaitable[Families]] = collect_local) -> APIRouter:
+    """Return the route; `collect` returns what it serves."""
+    router = APIRouter()
+
+    @router.get("/metrics", response_class=Response, responses=_RESPONSES)
+    async def metrics(request: Request) -> Response:
+        """Return all metrics in the format that Prometheus asks for."""
+        families = await collect()
+        body, media_type = await asyncio.to_thread(_encode, families, request.headers.get("accept", ""))
+        return Response(body, media_type=None, headers={"Content-Type": media_type})
+
+    return router
+
+
+def merge(replicas: Iterable[tuple[str, Families]]) -> Families:
+    """Return the metrics of several engines of a cluster, given their names, which become the label ``replica``."""
+    merged: dict[str, Any] = {}
+    for name, families in replicas:
+        for family in families:
+            samples = [each._replace(labels={**each.labels, "replica": name}) for each in family.samples]
+            if family.name in merged:
+                merged[family.name].samples += samples
+            else:
+                merged[family.name], family.samples = family, samples
+    return list(merged.values())
+
+
+def _collect() -> Families:
     from prometheus_client.multiprocess import MultiProcessCollector
 
-    collector = MultiProcessCollector(None, os.environ[DIRECTORY_VARIABLE])  # type: ignore[no-untyped-call]
+    collector: Any = MultiProcessCollector(None, os.environ[DIRECTORY_VARIABLE])  # type: ignore[no-untyped-call]
+    return _consistent(list(collector.collect()))
+
+
+def _encode(families: Families, accept: str) -> tuple[bytes, str]:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.exposition import choose_encoder
+
     registry = CollectorRegistry()
-    registry.register(_ConsistentCollector(collector))
+    registry.register(_Collected(families))
     encode, media_type = choose_encoder(accept)
     return encode(registry), media_type
 
 
-class _ConsistentCollector:
-    """Collector whose KV cache usage matches its number of used pages: another process writes the two one after the other."""
+class _Collected:
+    """Collector of known families."""
 
-    def __init__(self, collector: Any) -> None:
-        self._collector = collector
+    def __init__(self, families: Families) -> None:
+        self._families = families
 
-    def collect(self) -> list[Any]:
+    def collect(self) -> Families:
         """Return the metric families; prometheus_client calls this."""
-        families = list(self._collector.collect())
-        samples = {family.name: family.samples for family in families}
-        used, total = (
-            {tuple(sample.labels.items()): sample.value for sample in samples.get(name, ())}
-            for name in ("minisgl_kv_pages_used", "minisgl_kv_pages")
-        )
-        usages = samples.get("minisgl_kv_cache_usage_perc", [])
-        for index, sample in enumerate(usages):
-            labels = tuple(sample.labels.items())
-            if total.get(labels) and labels in used:
-                usages[index] = sample._replace(value=used[labels] / total[labels])
-        return families
+        return self._families
+
+
+def _consistent(families: Families) -> Families:
+    """Match the KV cache usage with the number of used pages: another process writes the two one after the other."""
+    samples = {family.name: family.samples for family in families}
+    used, total = (
+        {tuple(sample.labels.items()): sample.value for sample in samples.get(name, ())}
+        for name in ("minisgl_kv_pages_used", "minisgl_kv_pages")
+    )
+    usages = samples.get("minisgl_kv_cache_usage_perc", [])
+    for index, sample in enumerate(usages):
+        labels = tuple(sample.labels.items())
+        if total.get(labels) and labels in used:
+            usages[index] = sample._replace(value=used[labels] / total[labels])
+    return families

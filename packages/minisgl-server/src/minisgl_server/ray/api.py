@@ -36,6 +36,7 @@ from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_server.api.app import create_app
 from minisgl_server.api.engine_client import EngineClient
 from minisgl_server.api.http.middleware import add_middleware
+from minisgl_server.metrics.endpoint import Families, merge
 from minisgl_server.options import ServerOptions
 from minisgl_server.ray import request_router
 from minisgl_server.ray.engine import prepare_process
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 RUN_TOKENIZER = "minisgl_server.tokenizer.process:run_tokenizer_worker"
 OUTPUT_S = 10.0
 """Longest time from the end of a call to the arrival of the request's last output."""
+METRICS_S = 5.0
+"""Longest time that an engine may take to return its metrics."""
 MAX_ATTEMPTS = 3
 """Replicas that one request may lose."""
 
@@ -101,7 +104,8 @@ class API:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
         counts = memoryview(bytearray(4)).cast("i")  # each replica of the API limits its own requests
-        return add_middleware(create_app(self.client, self._options), self._options, self._digests, counts, 0)
+        app = create_app(self.client, self._options, self._collect_metrics)
+        return add_middleware(app, self._options, self._digests, counts, 0)
 
     async def check_health(self) -> None:
         """Raise the error of a tokenizer worker that has ended."""
@@ -109,6 +113,12 @@ class API:
         for task in self._tasks:
             if task.done():
                 task.result()
+
+    async def _collect_metrics(self) -> Families:
+        """Return the metrics of all engines that answer in time."""
+        asked = [self._engines.metrics.remote(replica_id=each) for each in request_router.replica_ids]
+        answers = await asyncio.gather(*(asyncio.wait_for(each, METRICS_S) for each in asked), return_exceptions=True)
+        return merge(sorted({each[0]: each[1] for each in answers if not isinstance(each, BaseException)}.items()))
 
     async def _take_requests(self) -> None:
         """Handle the messages of the tokenizer workers, as the router's process does."""
@@ -177,7 +187,9 @@ class API:
         by_worker: dict[int, list[str]] = {index: [] for index in range(len(self._workers))}
         for each in lost:
             attempts = self._attempts[each.request_id] = self._attempts.get(each.request_id, 0) + 1
-            if attempts < MAX_ATTEMPTS:
+            if number < 0:
+                self._reject(each, "replica_lost", "No replica can take the request. Please send it again.")
+            elif attempts < MAX_ATTEMPTS:
                 by_worker[each.worker].append(each.request_id)
             else:
                 self._reject(each, "replica_lost", f"{attempts} replicas have ended while they ran the request.")

@@ -112,8 +112,8 @@ def api(
 ) -> Application:
     """Return the deployment API. `engines` is the deployment Engine, or the name of the application that has it."""
     digests, high = api_key_digests(options), options.replica_range[1]
-    # A slot is free once the requests of its last replica have ended. The page and metrics describe processes of one host.
-    options = replace(_plain(options), replicas=high + SPARE_SLOTS, page=False, metrics=False)
+    # A slot is free once the requests of its last replica have ended. The page describes processes of one host.
+    options = replace(_plain(options), replicas=high + SPARE_SLOTS, page=False)
     deployment = serve.deployment(
         API,
         name="API",

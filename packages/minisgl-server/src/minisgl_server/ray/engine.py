@@ -33,6 +33,8 @@ from minisgl_core.runtime.ipc import AsyncReceiver, IpcAddresses, Sender
 from minisgl_core.runtime.supervisor import Supervisor
 from minisgl_core.utils import logs
 from minisgl_server.launch.replicas import Replicas
+from minisgl_server.metrics.endpoint import Families, collect_local
+from minisgl_server.metrics.engine_metrics import prepare_metrics
 from minisgl_server.options import ServerOptions
 from minisgl_server.router.cache_events import VARIABLE as ROUTER_EVENTS_VARIABLE
 
@@ -70,6 +72,7 @@ class Engine:
         prepare_process("engine", options)
         registry = Registry.from_environment()
         self._endpoints = IpcAddresses.create()
+        prepare_metrics(self._endpoints.directory, options.metrics, options.served_model_name)
         if registry.load("router", options.router).uses_events:
             os.environ[ROUTER_EVENTS_VARIABLE] = self._endpoints.router_events
         self._supervisor = Supervisor(self._endpoints.directory, options.log_level, options.log_format)
@@ -106,6 +109,10 @@ class Engine:
     async def describe(self) -> bytes:
         """Return the engine's encoded `EngineInfo`."""
         return self._info
+
+    async def metrics(self, *, replica_id: str) -> tuple[str, Families]:
+        """Return the id of this replica and its metrics. The callers' router sends the call to `replica_id`."""
+        return serve.get_replica_context().replica_id.unique_id, await collect_local()
 
     async def generate(self, *, request_id: str, submit: bytes, address: str, engine: int = -1) -> None:
         """Run a request, and return once all its output has been sent. Cancelling the call aborts the request.

@@ -19,10 +19,19 @@ from minisgl_core.protocol.messages import CacheEvents, EngineInfo, Submit
 
 table: RoutingTable | None = None
 """Table of this process; None where requests need no policy."""
+replica_ids: list[str] = []
+"""Ids of the running replicas."""
 
 
 class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no types
-    """Asks the `RoutingTable` of this process for the replica of each request."""
+    """Asks the `RoutingTable` of this process for the replica of each request. Other calls name their replica."""
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Store the ids of the running replicas; Serve calls this when they change."""
+        from minisgl_server.ray import request_router  # not this class's copy, see `choose_replicas`
+
+        super().update_replicas(replicas)
+        request_router.replica_ids = [each.replica_id.unique_id for each in replicas]
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -31,7 +40,13 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
         # Serve pickles this class with a copy of its module's globals; the table is in the module itself.
         from minisgl_server.ray.request_router import table
 
-        if pending_request is None or table is None or "request_id" not in pending_request.kwargs:
+        if pending_request is None:
+            return [candidate_replicas]
+        if named := [
+            each for each in candidate_replicas if each.replica_id.unique_id == pending_request.kwargs.get("replica_id")
+        ]:
+            return [named]
+        if table is None or "request_id" not in pending_request.kwargs:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         able = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
@@ -45,7 +60,7 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineSlot:
     """Engine and its load; a `minisgl_core.contracts.router.ReplicaView`.
 
     Attributes:
@@ -73,9 +88,9 @@ class RoutingTable:
 
     def __init__(self, router: Router, info: EngineInfo) -> None:
         self._router, self._block_size = router, block_size_for(info.page_size)
-        self._engines = [Engine(slot, slot) for slot in range(router.spec.num_replicas)]
+        self._engines = [EngineSlot(slot, slot) for slot in range(router.spec.num_replicas)]
         self._submits: dict[str, Submit] = {}
-        self._routed: dict[str, tuple[Engine, int]] = {}
+        self._routed: dict[str, tuple[EngineSlot, int]] = {}
         """Engine of each request, and the number that the engine had then."""
         self._lock = threading.Lock()
 
@@ -91,8 +106,8 @@ class RoutingTable:
             self._unroute(request_id)
             self._submits.pop(request_id, None)
 
-    def choose(self, request_id: str, able: Sequence[str], live: Sequence[str]) -> Engine | None:
-        """Return the engine for a request, whose load it becomes; None if no replica has room or the request has ended.
+    def choose(self, request_id: str, able: Sequence[str], live: Sequence[str]) -> EngineSlot | None:
+        """Select an engine for a request and count the request as its load; None if none has room or the request has ended.
 
         Args:
             request_id: id of the request.
@@ -117,10 +132,14 @@ class RoutingTable:
             return chosen
 
     def lose(self, request_id: str) -> tuple[int, list[Submit]]:
-        """Note that the engine of a request is lost, and return its number and its requests; -1 if that was noted before."""
+        """Note that the engine of a request is lost, and return its number and its requests.
+
+        The number is -1 if no engine was chosen for the request, which is returned alone, or if the loss was noted before."""
         with self._lock:
             engine, number = self._routed.get(request_id, (None, -1))
-            if engine is None or engine.number != number:
+            if engine is None:
+                return -1, [self._submits[request_id]]
+            if engine.number != number:
                 return -1, []
             lost = [self._submits[name] for name, routed in self._routed.items() if routed == (engine, number)]
             self._renew(engine)
@@ -134,8 +153,8 @@ class RoutingTable:
                     self._router.evicted(engine.replica, events.evicted)
                     self._router.inserted(engine.replica, events.inserted)
 
-    def _occupy(self, replica_id: str, live: Sequence[str]) -> Engine | None:
-        """Give a new replica a slot of none, or of one that has ended; None if all slots are in use."""
+    def _occupy(self, replica_id: str, live: Sequence[str]) -> EngineSlot | None:
+        """Assign a new replica a free slot, or that of an ended replica; return None if all slots are in use."""
         free = (each for each in self._engines if each.replica_id not in live and not each.num_requests)
         engine = next(free, None)
         if engine is not None:
@@ -144,7 +163,7 @@ class RoutingTable:
             engine.replica_id = replica_id
         return engine
 
-    def _renew(self, engine: Engine) -> None:
+    def _renew(self, engine: EngineSlot) -> None:
         """Give a slot a new number, for a replica whose prefix cache is unknown."""
         engine.number += len(self._engines)
         self._router.lost(engine.replica)
