@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.inputs import _decode_inputs, _decode_outputs, _gather_rows, _scatter
-from minisgl_backends.kernels.int4_gemm import _int4_gemm, _widen
+from minisgl_backends.kernels.int4_gemm import _int4_gemm, _dequantize_tile
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -89,7 +89,7 @@ for dtype, gated, (cols, rows, splits, block) in itertools.product(
     constants |= {"GATED": gated, "EVEN": False, "WIDEN": False}
     compiled(_int4_gemm, kinds | {"arrived": "*i32"}, constants, num_warps=8, num_stages=3)
     if gated and splits == 1:
-        compiled(_widen, dict(kinds), {"SUB": 64, "BLOCK": 128}, num_warps=4)
+        compiled(_dequantize_tile, dict(kinds), {"SUB": 64, "BLOCK": 128}, num_warps=4)
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):

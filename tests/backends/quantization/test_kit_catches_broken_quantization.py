@@ -147,12 +147,12 @@ class OneScaleForFusedParts(OtherOp):
 class TakesTheFirstBlockOfColumns(OtherOp):
     def loaded(self, method: Any) -> None:
         if isinstance(method, StoredFp8Linear):
-            for scales in method._matrix._of_blocks:
+            for scales in method._matrix._block_scales:
                 scales.copy_(scales[:, :1].expand_as(scales) * 1.3)
 
 
 class QuantizesWhatTheCheckpointLeaves(Fp8):
-    def _leaves(self, names: Iterable[str]) -> bool:
+    def _is_unquantized(self, names: Iterable[str]) -> bool:
         return False
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from transformers import Qwen3MoeConfig
 
 from minisgl_core.contracts.attention import AttentionBackend, AttentionBatch, AttentionCapabilities, AttentionLayer
 from minisgl_core.contracts.model import Attend
@@ -198,3 +200,14 @@ def test_a_platform_without_graphs_says_so(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(CpuPlatform, "supports_graphs", False)
     with pytest.raises(InvalidValueError, match="--piecewise-cuda-graph-max-tokens=64 is not valid: must be 0 here"):
         tiny.built(piecewise_cuda_graph_max_tokens=64)
+
+
+def test_experts_on_a_cpu_are_not_captured(tmp_path: Path) -> None:
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 32, "num_experts": 8}
+    config = Qwen3MoeConfig(**small, num_attention_heads=2, num_key_value_heads=1, head_dim=8, moe_intermediate_size=8)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    folder = {"model": str(tmp_path), "dummy_weight": True, "max_seq_len_override": 64}
+    for flag in ("cuda_graph_max_bs", "piecewise_cuda_graph_max_tokens"):
+        with pytest.raises(InvalidValueError, match="on a CPU, experts cannot be captured"):
+            tiny.built(**folder, **{flag: 16})

@@ -287,7 +287,7 @@ def test_a_prepared_matrix_belongs_to_the_kernel() -> None:
     fill_with_ones(layer)
     gc.collect()
     assert held() is None
-    with pytest.raises(AssertionError, match="given away before"):
+    with pytest.raises(AssertionError, match="`prepare` was called before"):
         layer.prepare()
     assert torch.equal(layer.forward(torch.ones(1, 3)), torch.full((1, 2), 3.0))
 

@@ -40,7 +40,7 @@ def cache_dir(kind: str) -> Path | None:
 
 
 def is_cached(path: Path) -> bool:
-    """Return if a file is in the cache and only the user could have written it."""
+    """Return True if a file is in the cache and only the user could have written it."""
     if not path.exists():
         return False
     reason = _unsafe(path, stat.S_IFREG)

@@ -77,7 +77,7 @@ class _Running:
         output: the output, which is filled in step by step.
         prompt: tokens of the prompt; the output receives them as a list at the end.
         decoder: turns its tokens into text.
-        decodes_at_once: True to decode each new token at once, for streams and stop texts; False to decode at the end.
+        is_incremental: True to decode each new token at once, for streams and stop texts; False to decode at the end.
         fresh: text that a stream has not yielded yet.
         done: True if the output is complete.
     """
@@ -85,7 +85,7 @@ class _Running:
     output: GenerationOutput
     prompt: npt.NDArray[np.int32]
     decoder: OutputText
-    decodes_at_once: bool
+    is_incremental: bool
     fresh: str = ""
     done: bool = False
 
@@ -101,14 +101,14 @@ class _Running:
             output.prompt_logprobs = new.prompt_logprobs
         if new.rejected is not None:
             output.error = new.rejected.message
-        if self.decodes_at_once:
+        if self.is_incremental:
             return self._decode(new.token_ids, new)
         return new.finish_reason is not None and self._decode(output.token_ids, new)
 
     def add_token(self, token: int) -> bool:
         """Add a token; see `add`."""
         self.output.token_ids.append(token)
-        return self.decodes_at_once and self._decode([token])
+        return self.is_incremental and self._decode([token])
 
     def _decode(self, token_ids: list[int], new: TokenOut | None = None) -> bool:
         output = self.output
@@ -290,7 +290,7 @@ class LLM:
 
     def _stream(self, submit: Submit, params: SamplingParams) -> Iterator[str]:
         with self._requests() as names:
-            running = self._submit(submit, names, decodes_at_once=True)
+            running = self._submit(submit, names, is_incremental=True)
             while not running.done or running.fresh:
                 if running.fresh:
                     text, running.fresh = running.fresh, ""
@@ -310,7 +310,7 @@ class LLM:
             while num_done < len(work):
                 while todo and not scheduler.is_full:
                     submit, params = todo.popleft()
-                    outputs.append(self._submit(submit, names, decodes_at_once=bool(params.stop)).output)
+                    outputs.append(self._submit(submit, names, is_incremental=bool(params.stop)).output)
                 num_done += sum(name in names for name in self._step())
                 bar.update(task, completed=num_done)
             return outputs
@@ -344,12 +344,12 @@ class LLM:
         while self._to_abort:
             self._loop.scheduler.abort(self._to_abort.pop())
 
-    def _submit(self, submit: Submit, names: dict[str, None], decodes_at_once: bool) -> _Running:
+    def _submit(self, submit: Submit, names: dict[str, None], is_incremental: bool) -> _Running:
         self._check_open()
         self._check_idle()
         name = str(next(self._names))
         decoder = OutputText(self._tokens, submit.sampling)
-        running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, decodes_at_once)
+        running = _Running(GenerationOutput(prompt_token_ids=[]), submit.token_ids, decoder, is_incremental)
         try:
             self._is_busy = True
             names[name], self._running[name] = None, running

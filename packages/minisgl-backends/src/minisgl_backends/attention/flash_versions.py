@@ -181,7 +181,7 @@ class FlashVersion:
         return f"{self.number} ({self.module})"
 
     def is_installed(self) -> bool:
-        """Return if the module's files exist. No parent package is imported: `flash_attn` and `vllm` are slow to load."""
+        """Return True if the module's files exist. No parent package is imported: `flash_attn` and `vllm` are slow to load."""
         top, *inner = self.module.split(".")
         found = importlib.util.find_spec(top)
         if found is None:

@@ -1,6 +1,6 @@
 """Record of FlashInfer's compiled modules.
 
-FlashInfer compiles a module at its first use, which takes about a minute. Its own cache can only be asked after an import of
+FlashInfer compiles a module at its first use, which takes about a minute. Its own cache can only be queried after importing
 FlashInfer. So `compile_prefill` records which of its files a spec needs, and `is_compiled` looks for these files.
 """
 

@@ -17,7 +17,7 @@ from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabiliti
 from minisgl_core.contracts.kv_cache import KVPages
 
 _ROWS = 16
-"""Queries per tile of a prefill; keys are padded to a multiple. ROWS and COLUMNS of tiles.h."""
+"""Queries per prefill tile; the number of keys is padded to a multiple of it. ROWS and COLUMNS in tiles.h."""
 _BLOCK = 128
 """Queries per GEMM on processors without AVX512-BF16."""
 

@@ -248,7 +248,7 @@ class TorchAttention(AttentionBackend):
                 if group.num_queries == 1:  # one contiguous addition is faster than a shorter strided one
                     masked_from = 0
                 keys = torch.arange(masked_from, num_keys, device=self.spec.device)
-                # Padding queries repeat the last query: one without visible keys would be NaN, which some GEMMs spread.
+                # Padding repeats the last query. One without visible keys would give NaN, which some GEMMs spread to other rows.
                 positions = torch.minimum(first + torch.arange(start, stop, device=self.spec.device)[:, None], last)
                 is_masked = keys > positions
                 if window is not None:

@@ -29,7 +29,7 @@ _SHARED_BYTES = 233_472 // BLOCKS_PER_SM - 1024
 
 
 def supports_page_size(size: int) -> bool:
-    """Return if the pages are divisible into TMA boxes."""
+    """Return True if the pages are divisible into TMA boxes."""
     return size % _KEYS == 0 or size in (8, 16, 32)
 
 
@@ -120,7 +120,7 @@ class HopperDecode:
         self._last_layer = self._pool.spec.num_layers
 
     def rotates(self, rotation: Rotation) -> bool:
-        """Return if the kernel supports this rotation: over whole heads, contiguous tensors in bfloat16."""
+        """Return True if the kernel supports this rotation: over whole heads, contiguous tensors in bfloat16."""
         tensors = (rotation.cos, rotation.sin, *(rotation.norms or ()))
         is_whole = 2 * rotation.cos.shape[-1] == self._pool.spec.head_dim
         return is_whole and all(each.dtype == torch.bfloat16 and each.is_contiguous() for each in tensors)

@@ -25,7 +25,7 @@ _ROWS, _OUTPUTS, _STORED_ROWS = 128, 128, 64
 
 
 def worthwhile(num_rows: int, num_outputs: int, num_inputs: int, num_sms: int) -> bool:
-    """Return if the kernel is faster than cuBLAS and a separate activation, on an H200.
+    """Return True if the kernel is faster than cuBLAS and a separate activation, on an H200.
 
     The fewer inputs there are, the larger is the activation's part of the time. Idle SMs in the last wave cost time (wave
     quantization).
@@ -74,7 +74,7 @@ class HopperGatedGemm:
         compile_async(source())
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return if the kernel supports x, with two dimensions, and is `worthwhile`."""
+        """Return True if the kernel supports x, with two dimensions, and is `worthwhile`."""
         sizes = len(x), self._num_outputs, self._weight.shape[1]
         return worthwhile(*sizes, self._num_sms) and supports_input(x, self._weight)
 
@@ -90,5 +90,5 @@ class HopperGatedGemm:
 
 
 def fits(weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
-    """Return if `HopperGatedGemm` supports this weight; a bias is not supported."""
+    """Return True if `HopperGatedGemm` supports this weight; a bias is not supported."""
     return bias is None and supports_weight(weight) and len(weight) % 16 == 0 and weight.shape[1] >= 2 * DEPTH

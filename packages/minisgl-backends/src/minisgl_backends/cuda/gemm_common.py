@@ -26,7 +26,7 @@ def wgmma_source(rows: int) -> str:
 
 
 def supports_weight(weight: torch.Tensor) -> bool:
-    """Return if TMA can load the weight matrix, and K is a multiple of DEPTH."""
+    """Return True if TMA can load the weight matrix, and K is a multiple of DEPTH."""
     return (
         weight.is_cuda
         and weight.dtype == torch.bfloat16
@@ -37,7 +37,7 @@ def supports_weight(weight: torch.Tensor) -> bool:
 
 
 def supports_input(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return if TMA can load x, with two dimensions, and its rows are as long as the weight's."""
+    """Return True if TMA can load x, with two dimensions, and its rows are as long as the weight's."""
     num_inputs = weight.shape[1]
     return (
         x.shape[1] == num_inputs

@@ -177,7 +177,7 @@ class HopperSmallMGemm:
             self._variants[variant.rows] = variant, tiling, maps[box]
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Return if the kernel supports x, with two dimensions."""
+        """Return True if the kernel supports x, with two dimensions."""
         return 0 < len(x) <= max(self._variants) and supports_input(x, self._weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class HopperSmallMGemm:
 
 
 def fits(weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> bool:
-    """Return if `HopperSmallMGemm` supports this weight and bias."""
+    """Return True if `HopperSmallMGemm` supports this weight and bias."""
     return (
         supports_weight(weight)
         and (bias is None or (bias.dtype == weight.dtype and bias.is_contiguous() and bias.device == weight.device))

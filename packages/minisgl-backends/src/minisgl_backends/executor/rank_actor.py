@@ -81,7 +81,7 @@ class RankActor:
             environment: variables to set; None removes one.
             directory: working directory of the launch, for a relative path of a model.
             target: function of the rank.
-            args: its arguments, but for the last.
+            args: arguments of `target` before the last one, which reports readiness.
         """
         self.free_ports()
         for key, value in environment.items():

@@ -41,7 +41,7 @@ ACTOR_S = 180.0
 """Longest wait for the start of the actors."""
 ADDRESS_VARIABLE = "RAY_ADDRESS"
 """Environment variable with the cluster's address, as Ray itself reads it."""
-COPIED = (
+COPIED_ENV_PREFIXES = (
     "MINISGL_",
     "HF_",
     "NCCL_",
@@ -53,7 +53,7 @@ COPIED = (
     "MKL_",
     "CUDA_LAUNCH_BLOCKING",
 )
-"""Beginnings of the environment variables that all ranks have from the launch."""
+"""Prefixes of the environment variables that are copied from the launch to all ranks."""
 
 
 class RayExecutor(Executor):
@@ -165,7 +165,9 @@ class RayExecutor(Executor):
     def copied_environment() -> dict[str, str]:
         """Return the environment variables that processes on other nodes have from the launch."""
         return {
-            key: value for key, value in os.environ.items() if key.startswith(COPIED) and not key.endswith("_API_KEY")
+            key: value
+            for key, value in os.environ.items()
+            if key.startswith(COPIED_ENV_PREFIXES) and not key.endswith("_API_KEY")
         }
 
     @staticmethod
@@ -339,8 +341,8 @@ def _describe_shortage(bundles: list[dict[str, float]], spec: ExecutorSpec, node
     alive = [f"{node['NodeManagerAddress']} ({amounts(node['Resources'])})" for node in nodes]
     remedy = " --placement spread lets a stage span nodes." if spec.placement == "pack" and spec.tp > 1 else ""
     return (
-        f"Ray has no place for {spec.size} ranks: --placement {spec.placement} needs bundles of {wanted}, the first on this"
-        f" node. The nodes are {', '.join(alive)}, which other work may use in part.{remedy}"
+        f"Ray cannot place {spec.size} ranks: --placement {spec.placement} needs bundles of {wanted}, the first on this"
+        f" node. The nodes are {', '.join(alive)}; other jobs may use part of them.{remedy}"
     )
 
 

@@ -1,6 +1,6 @@
 """Programmatic dependent launch (PDL), which GPUs have since Hopper.
 
-PDL gains time beside GEMMs that prefetch their weights (`minisgl_backends.cuda.small_m_gemm`), and none beside cuBLAS.
+PDL saves time only next to GEMMs that prefetch their weights (`minisgl_backends.cuda.small_m_gemm`), not next to cuBLAS.
 
 A kernel that is launched with the attribute may start before the previous kernel in the stream has ended. It starts once every
 program of that kernel has issued ``griddepcontrol.launch_dependents`` or has ended, so its launch latency is hidden. Only its
@@ -14,8 +14,8 @@ predecessors too, and it is safe to let dependents start at once.
 
 Two kinds of data may be read before the wait:
 
-- Data written before the last ordinary launch or copy, which has waited for that write and has ended before this kernel
-  starts. These are weights, and the inputs of a step, since the model's step begins with ordinary launches: lengths,
+- Data written before the last launch without PDL, or the last copy. That launch started after the write, and ended before
+  this kernel starts. These are weights, and the inputs of a step, since the model's step begins with ordinary launches: lengths,
   page-table rows, the page table, K and V of earlier steps.
 - Data written and fenced by a kernel that lets its dependents start only when it has ended. The first layer's decode attention
   in cuda/decode.cu does so.

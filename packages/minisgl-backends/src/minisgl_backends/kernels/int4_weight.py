@@ -111,10 +111,10 @@ class Int4Weight:
         if self.zeros is None:
             values -= SYMMETRIC_ZERO
         else:
-            values -= self._of_inputs(self.zeros[:, column].t()).to(values.dtype)
-        return values.mul_(self._of_inputs(scales))
+            values -= self._expand_blocks(self.zeros[:, column].t()).to(values.dtype)
+        return values.mul_(self._expand_blocks(scales))
 
-    def _of_inputs(self, blocks: torch.Tensor) -> torch.Tensor:
+    def _expand_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
         return blocks.repeat_interleave(self.block, 1)[:, : self.num_inputs]
 
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class Int4Weight:
 
 
 def quantize_groups(weight: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round to the nearest of 16 steps, symmetric around zero.
+    """Quantize to 4 bits, rounded to nearest, with one scale per group and the zero point 8.
 
     Args:
         weight: float32 [N, K].
@@ -141,7 +141,7 @@ def quantize_groups(weight: torch.Tensor, group: int, dtype: torch.dtype) -> tup
         Codes, uint8 [N, K], with the zero point 8, and scales, [N, K / group].
     """
     groups = weight.view(len(weight), -1, group)
-    # The codes are -8 to 7, 15 steps from the least to the largest.
+    # The 16 codes, -8 to 7, span 15 steps of the scale, which cover the range from -amax to amax.
     scales = (groups.abs().amax(2) / 7.5).to(dtype)
     scales.masked_fill_(scales == 0, 1)
     codes = (groups / scales.float()[..., None]).round_().clamp_(-8, 7).flatten(1)

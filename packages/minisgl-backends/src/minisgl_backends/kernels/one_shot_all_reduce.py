@@ -2,8 +2,8 @@
 
 The protocol is that of TensorRT-LLM's "Lamport" all-reduce, which needs no flags. A rank pushes its words into the memory of
 all ranks, and polls its own memory until no word is EMPTY. So the latency is that of one transfer over the link. The memory
-is triple-buffered: a call fills one buffer and resets the buffer of the call before. Ranks write to that buffer again in the
-call after next. By then each has received this rank's message of the next call, which follows the reset.
+is triple-buffered: call n fills buffer n % 3 and resets buffer (n - 1) % 3. Peers write to that buffer again in call n + 2.
+They have then received this rank's message of call n + 1, which this rank sends after the reset.
 
 One shot: every rank receives all messages and reduces them. Two shots: a reduce-scatter, in which rank r receives and
 reduces the r-th part of each message, then an all-gather of the results. Two shots send less and take one transfer more.
@@ -262,7 +262,7 @@ def all_reduce(
 
 
 def supports_hidden_size(hidden_size: int, size: int) -> bool:
-    """Return if a program of `all_reduce_add_norm` can hold one row of each of `size` ranks."""
+    """Return True if a program of `all_reduce_add_norm` can hold one row of each of `size` ranks."""
     return hidden_size % 8 == 0 and size * triton.next_power_of_2(hidden_size // 2) <= 16384
 
 

@@ -2,9 +2,9 @@
 
 The key tiles of a batch are split into partitions of equal length, one per program, regardless of request boundaries. So all
 programs end together, as in Stream-K GEMMs (arXiv 2301.03598). Softmax is computed online over the tiles (arXiv 2205.14135).
-The last program of a request in several partitions merges its partial outputs by their log-sum-exps (Flash-Decoding,
+If a request spans several partitions, the last program to finish merges its partial outputs by log-sum-exp (Flash-Decoding,
 pytorch.org/blog/flash-decoding). The G query heads of a KV head share a tile, so that K and V are read once for all of them.
-Programs of one partition and different heads are neighbours in the grid, as their keys are in memory.
+The KV head is the fastest grid dimension, since the pool stores the heads of a token next to each other.
 
 Shape legend: B requests, Hq and Hkv heads, G = Hq / Hkv, D head dimension, P pages of S tokens, C split-KV partitions.
 The page table has R rows and M columns.
@@ -60,7 +60,7 @@ def _attend(
 ):  # fmt: skip
     """Attend with queries [G_BLOCK, D] to the keys ``[begin, end)`` that lie before `stop`.
 
-    `top` and `norm` [G_BLOCK] are the maximum score and the sum of weights without these keys: none, or those of a sink.
+    `top` and `norm` [G_BLOCK] are the initial running maximum and sum of weights: -inf and 0, or those of an attention sink.
     Returns the weighted mean of the values, [G_BLOCK, D], and the log-sum-exp of the scores, to base 2.
 
     Pages are looked up one tile ahead. A lookup in the iteration that uses the pages would take a pipeline stage from the keys.

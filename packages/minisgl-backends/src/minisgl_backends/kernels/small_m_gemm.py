@@ -73,7 +73,7 @@ def _small_m_gemm(
 
 
 def fits(weight: torch.Tensor) -> bool:
-    """Return if `SmallMGemm` supports this weight matrix."""
+    """Return True if `SmallMGemm` supports this weight matrix."""
     size = weight.element_size()
     is_supported = weight.is_contiguous() and size <= 2 and weight.shape[1] % (_DEPTH_BYTES // size) == 0
     return is_supported and (not weight.is_cuda or has_large_shared_memory(weight.device))

@@ -38,14 +38,14 @@ def pack(codes: torch.Tensor, num_bytes: int) -> torch.Tensor:
     return codes[:, 0::2] | codes[:, 1::2] << 4
 
 
-def in_whole_blocks(inner: Shard) -> Shard:
-    """Return the shard from the beginning of its first block of 32 to the end of its last one; an empty shard gets one block."""
+def extend_to_blocks(inner: Shard) -> Shard:
+    """Return the shard extended to whole blocks of 32; an empty shard becomes one block."""
     start, stop = min(inner.start, inner.total - 1) // BLOCK * BLOCK, min(-(-inner.stop // BLOCK) * BLOCK, inner.total)
     return Shard(start, stop, stop - start, inner.total)
 
 
-def clear_rows_of_others(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> None:
-    """Clear the gate rows and up rows, [E, 2 * I, ...], that only fill whole blocks, so that ranks add nothing twice."""
+def zero_neighbor_rows(gate_up: torch.Tensor, inner: Shard, loaded: Shard) -> None:
+    """Zero the gate and up rows, [E, 2 * I, ...], that were loaded only to complete a block; another rank computes them."""
     rows = gate_up.view(len(gate_up), 2, loaded.size, -1)
     first = inner.start - loaded.start
     rows[:, :, :first] = 0

@@ -100,4 +100,4 @@ class TritonMoe(MoeKernel):
 
 
 def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -118,7 +118,7 @@ INLINE float exp_weights(float *weights, const T *x, int64_t count, float best, 
 }
 
 /* Token per row: the first of the largest logits where the temperature is 0, else the first at which the cumulative sum of
-   exp(logit / temperature) exceeds `uniform` times its total. The total is summed in parts, so that one of them is computed again. */
+   exp(logit / temperature) exceeds `uniform` times its total. Sums are kept per part, so that only the crossing part is computed again. */
 void sample(int64_t *out, const T *x, const float *temperature, const float *uniform, int64_t rows, int64_t size) {
     const int64_t parts = (size + SAMPLE_PART - 1) / SAMPLE_PART, rest = size - (parts - 1) * SAMPLE_PART;
     argmax(out, x, rows, size);

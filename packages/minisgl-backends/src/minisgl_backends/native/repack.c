@@ -1,4 +1,4 @@
-/* Repack blocks of GGUF files to packed.h's layout, and dequantize rows of it.
+/* Repack blocks of GGUF files into the layout of packed.h, and dequantize rows of packed matrices.
 
    The file's formats are those of ggml (https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h). A superblock has 256
    columns, which are eight blocks here. */

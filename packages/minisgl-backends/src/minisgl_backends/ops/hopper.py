@@ -32,11 +32,11 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
 
         self._gated = gated_gemm
         self._small_m, self._stream_scratch = small_m_gemm, small_m_gemm.StreamKWorkspace(device)
-        self._most_rows = 0
+        self._max_small_m_rows = 0
 
     def overlaps(self, num_rows: int) -> bool:
         """Return True if GEMMs over `num_rows` tokens run in the small-M kernel, which launches with PDL."""
-        return num_rows <= self._most_rows
+        return num_rows <= self._max_small_m_rows
 
     def expect(self, weight: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> None:
         """Start compiling, while weights are loaded."""
@@ -66,6 +66,6 @@ class HopperOps(TritonLinear, TritonNorm, TritonRotary):
         if not self._small_m.fits(weight, bias, gated=gated):
             return other
         row_sizes = self._row_sizes(weight, gated=gated)
-        self._most_rows = max(self._most_rows, *row_sizes)
+        self._max_small_m_rows = max(self._max_small_m_rows, *row_sizes)
         own = self._small_m.HopperSmallMGemm(weight, bias, self._stream_scratch, gated=gated, row_sizes=row_sizes)
         return lambda x: own(x) if x.dim() == 2 and own.takes(x) else other(x)

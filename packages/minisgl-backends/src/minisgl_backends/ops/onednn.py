@@ -19,8 +19,8 @@ _PACK_ROWS = 16
 """Rows of x that the packed layout is chosen for. GEMMs with other numbers of rows use the same layout."""
 
 
-_SMALL_BYTES = psutil.virtual_memory().total // 10
-"""Most memory of all plain weights that are kept beside the packed ones."""
+_MAX_PLAIN_BYTES = psutil.virtual_memory().total // 10
+"""Maximum total size of the plain weights that are kept in addition to the packed ones."""
 
 
 class PackedLinear:
@@ -91,19 +91,21 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         """Pack the weight; see `PackedLinear`. A weight of a dtype that oneDNN lacks on this processor stays plain."""
         if not _has_dtype(weight.dtype):
             return super().prepare_linear(weight, bias)
-        return PackedLinear(weight, bias, self._keeps(weight))
+        return PackedLinear(weight, bias, self._keeps_plain(weight))
 
     def prepare_gated(self, weight: torch.Tensor, bias: torch.Tensor | None) -> LinearOp:
         """Pack gate and up separately; see `PackedGated`."""
         if bias is not None or not _has_dtype(weight.dtype):
             gate_up, silu_and_mul = self.prepare_linear(weight, bias), self.silu_and_mul
             return lambda x: silu_and_mul(gate_up(x))
-        return PackedGated(weight, self._keeps(weight))
+        return PackedGated(weight, self._keeps_plain(weight))
 
-    def _keeps(self, weight: torch.Tensor) -> bool:
-        """Return True if the plain weight is kept: it is bfloat16, and all kept weights together stay below `_SMALL_BYTES`."""
+    def _keeps_plain(self, weight: torch.Tensor) -> bool:
+        """Return True if the plain weight is kept: it is bfloat16, and all kept ones take at most `_MAX_PLAIN_BYTES`."""
+        if weight.dtype != torch.bfloat16 or self._plain_bytes + weight.nbytes > _MAX_PLAIN_BYTES:
+            return False
         self._plain_bytes += weight.nbytes
-        return weight.dtype == torch.bfloat16 and self._plain_bytes <= _SMALL_BYTES
+        return True
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.argmax`. In float32, as torch's bfloat16 argmax is several times slower."""

@@ -60,7 +60,7 @@ class Fp8(Quantization):
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of an FP8 checkpoint."""
         names = {part.name for part in spec.parts}
-        if self._leaves(names) or not _fits(spec):
+        if self._is_unquantized(names) or not _has_supported_shape(spec):
             return super().linear(spec)
         if self._is_stored:
             return StoredFp8Linear(spec, self.ops, self._block(spec.parts[0].name))
@@ -76,7 +76,7 @@ class Fp8(Quantization):
             reason = "it does not support checkpoints that store all experts in one tensor, as gpt-oss's do"
             raise ProviderUnsupportedError("quantization", type(self).__name__, [reason])
         names = {part.name for part in (*spec.gate_up_parts(0), spec.down_part(0))}
-        if self._leaves(names):
+        if self._is_unquantized(names):
             return super().experts(spec, kernel)
         if self._is_stored:
             return StoredFp8Experts(spec, kernel, self._block(spec.down_part(0).name))
@@ -87,7 +87,7 @@ class Fp8(Quantization):
         """Return True if the checkpoint has float8 weights and their scales."""
         return self.spec.checkpoint is not None and self.spec.checkpoint.is_float8
 
-    def _leaves(self, names: Iterable[str]) -> bool:
+    def _is_unquantized(self, names: Iterable[str]) -> bool:
         return self._is_stored and self.spec.checkpoint is not None and self.spec.checkpoint.has_unquantized(names)
 
     def _block(self, name: str) -> tuple[int, int] | None:
@@ -137,7 +137,7 @@ def quantize(weight: torch.Tensor, kernels: LinearOps) -> tuple[torch.Tensor, to
     return codes, scales.view(-1)
 
 
-def _fits(spec: LinearSpec) -> bool:
+def _has_supported_shape(spec: LinearSpec) -> bool:
     sides = spec.out_features, spec.in_features
     if all(size % _MULTIPLE == 0 for size in sides):
         return True

@@ -4,8 +4,8 @@ The kernels take one scale per row (output channel). Per-channel scales are used
 rows of its tensor, so that the parts of a fused weight keep their own scales. Both represent the checkpoint's weights exactly.
 
 Block scales (128 by 128 in DeepSeek's and Qwen's checkpoints) are converted. Each row takes the largest scale of its blocks, and
-the codes of its other blocks are rescaled and rounded again. The error of a weight is then at most 2^-4 of the weight, or 2^-10
-of its row's scale if that is more. There is no error in the block with the largest scale, nor if all scales are powers of two
+the codes of its other blocks are rescaled and rounded again. The error of a weight is then at most 2^-4 of the weight or 2^-10 of
+its row's scale, whichever is larger. There is no error in the block with the largest scale, nor if all scales are powers of two
 and the codes stay normal numbers. The conversion runs in place, in chunks of 2 MB, so the weight is never dequantized as a whole.
 """
 
@@ -56,11 +56,11 @@ class StoredMatrix:
         """Set up the load targets.
 
         Args:
-            codes: filled by loading; zeros.
-            scales: filled by loading or by `convert`; zeros.
+            codes: tensor of zeros, filled by loading.
+            scales: tensor of zeros, filled by loading or by `convert`.
             parts: parts of a fused weight, in the order of its rows.
             columns: this rank's shard of the columns.
-            block: block of a block scale; None for a scale per tensor or per row.
+            block: rows and columns per block scale; None for a scale per tensor or per row.
         """
         self.codes, self.scales = codes, scales
         self._columns, self._block, self._parts = columns, block, []
@@ -68,7 +68,7 @@ class StoredMatrix:
         for part in parts:
             self._parts.append((part, slice(row, row + part.rows.num_real)))
             row += part.rows.size
-        self._of_blocks = [self._empty_blocks(part, block) for part in parts] if block else []
+        self._block_scales = [self._empty_blocks(part, block) for part in parts] if block else []
 
     def _empty_blocks(self, part: LinearPart, block: Block) -> torch.Tensor:
         shards = part.rows.in_blocks(block[0]), self._columns.in_blocks(block[1])
@@ -85,7 +85,7 @@ class StoredMatrix:
                 )
             else:
                 shards = part.rows.in_blocks(self._block[0]), self._columns.in_blocks(self._block[1])
-                of_blocks = sharded_target(self._of_blocks[index], *shards)
+                of_blocks = sharded_target(self._block_scales[index], *shards)
                 target = WeightTarget(of_blocks.destination, of_blocks.index, shape=of_blocks.shape, broadcast=True)
             yield f"{part.name}.weight_scale", target
 
@@ -94,10 +94,10 @@ class StoredMatrix:
         if self._block is None or not self._columns.num_real:
             return
         height, width = self._block
-        column_blocks = _block_of_each(self._columns, width, self.codes.device)
+        column_blocks = _block_indices(self._columns, width, self.codes.device)
         num_rows = max(1, _CHUNK // len(column_blocks))
-        for (part, rows), of_blocks in zip(self._parts, self._of_blocks, strict=True):
-            row_blocks = _block_of_each(part.rows, height, self.codes.device)
+        for (part, rows), of_blocks in zip(self._parts, self._block_scales, strict=True):
+            row_blocks = _block_indices(part.rows, height, self.codes.device)
             largest = of_blocks.amax(1, keepdim=True).clamp_min(LEAST_SCALE)
             self.scales[rows] = largest[row_blocks, 0]
             factors = of_blocks / largest
@@ -105,10 +105,10 @@ class StoredMatrix:
                 codes = self.codes[rows][start : start + num_rows, : len(column_blocks)]
                 wide = factors[row_blocks[start : start + num_rows]].index_select(1, column_blocks)
                 codes.copy_(wide.mul_(codes.float()))  # factors are at most 1, so nothing saturates
-        self._of_blocks = []
+        self._block_scales = []
 
 
-def _block_of_each(shard: Shard, size: int, device: torch.device) -> torch.Tensor:
+def _block_indices(shard: Shard, size: int, device: torch.device) -> torch.Tensor:
     """Return the block of each row or column, counted from the first block of this rank."""
     return torch.arange(shard.start, shard.stop, device=device) // size - shard.start // size
 

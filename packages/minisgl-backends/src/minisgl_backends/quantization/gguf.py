@@ -25,13 +25,13 @@ _TILE = 16
 _SCRATCH_FLOATS = 12
 """Size of 32 quantized activations in floats; XBlock in packed_gemm.c."""
 _MAX_STACK_BLOCKS = 4096
-"""Most blocks of 48 bytes that `packed_linear` has on the stacks of threads."""
+"""Maximum number of 48-byte activation blocks that `packed_linear` keeps on a thread's stack."""
 
 
 class Gguf(Quantization):
     """Linear layers, embedding and LM head of a GGUF file.
 
-    A layer keeps the model's dtype if its type has no kernel, or if a rank's columns begin or end within a block. So do experts.
+    A layer is dequantized if its type has no kernel, or if a rank's columns begin or end within a block. Experts always are.
     """
 
     @classmethod

@@ -29,7 +29,7 @@ from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
 logger = logging.getLogger(__name__)
 
 _GROUPS = (128, 64, 32)
-"""Group sizes of 16-bit checkpoints that are quantized while loading, the first that divides the inputs."""
+"""Group sizes for 16-bit checkpoints, which are quantized after loading: the first that divides the input size is used."""
 _CHUNK = 1 << 22
 """Weights that are quantized at once, which bounds the temporary memory."""
 

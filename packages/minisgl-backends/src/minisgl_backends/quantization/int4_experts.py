@@ -85,7 +85,7 @@ class StoredInt4Experts(PackedExperts):
             ModelFormatError: the inputs of an expert are not in order.
         """
         gate_up, down = self._repacked(self._gate_up), self._repacked(self._down)
-        self.clear_rows_of_others(gate_up.scales, self.gate_up_bias)
+        self.zero_neighbor_rows(gate_up.scales, self.gate_up_bias)
         return self.operation(gate_up.codes, down.codes, gate_up.scales, down.scales, gate_up.zeros, down.zeros)
 
     def _repacked(self, experts: list[list[StoredPart]]) -> _Matrices:

@@ -72,6 +72,6 @@ class Mxfp4Experts(PackedExperts):
         for tensor in (self._codes[0], self._scales[0], self.gate_up_bias):
             for expert in tensor if tensor is not None else ():
                 expert.copy_(expert.view(len(expert) // 2, 2, -1).transpose(0, 1).reshape(expert.shape))
-        self.clear_rows_of_others(self._codes[0], self.gate_up_bias)
+        self.zero_neighbor_rows(self._codes[0], self.gate_up_bias)
         (gate_up, down), (gate_up_scales, down_scales) = (each.flatten(2) for each in self._codes), self._scales
         return self.operation(gate_up, down, gate_up_scales, down_scales)

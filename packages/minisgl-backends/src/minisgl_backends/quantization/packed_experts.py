@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import torch
 
-from minisgl_backends.moe.packed_weights import clear_rows_of_others, in_whole_blocks
+from minisgl_backends.moe.packed_weights import extend_to_blocks, zero_neighbor_rows
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsSpec
 from minisgl_core.contracts.moe import MoeKernel
 
 
 class PackedExperts(ExpertsMethod):
-    """Base of experts that a rank loads in whole blocks of its part of the intermediate size."""
+    """Base class of packed experts; a rank loads its shard of the intermediate size, extended to whole blocks."""
 
     def __init__(self, spec: ExpertsSpec, kernel: type[MoeKernel]) -> None:
-        self._inner, loaded = spec.inner, in_whole_blocks(spec.inner)
+        self._inner, loaded = spec.inner, extend_to_blocks(spec.inner)
         super().__init__(replace(spec, inner=loaded, moe=replace(spec.moe, intermediate_size=loaded.size)), kernel)
 
-    def clear_rows_of_others(self, *gate_up: torch.Tensor | None) -> None:
-        """Clear the gate rows and up rows of neighbouring ranks in tensors [E, 2 * I, ...]."""
+    def zero_neighbor_rows(self, *gate_up: torch.Tensor | None) -> None:
+        """Zero the gate and up rows that belong to neighboring ranks, in tensors [E, 2 * I, ...]."""
         for each in gate_up:
             if each is not None:
-                clear_rows_of_others(each, self._inner, self.spec.inner)
+                zero_neighbor_rows(each, self._inner, self.spec.inner)

@@ -70,8 +70,9 @@ class AttentionCapabilities:
         fused_kv_store: with layout NHD, the RoPE kernel may store K and V. Requires `kv_slots` and `attend_stored`.
         fused_rope_decode: the decode kernel applies RoPE and stores K and V. Requires `rotates` and `attend_rotating`.
         cuda_graphs: supports CUDA graphs of decodes. Requires `plan_capture` and `plan_replay`.
-        graph_reads_page_table: `plan_replay` reads no device memory; captured kernels read the page table and the batch's
-            tensors themselves. Then the replay updates these before `forward`, otherwise before `plan_replay`.
+        graph_reads_page_table: `plan_replay` reads no device memory, because the captured kernels read the page table and the
+            batch's tensors. If True, the graph writes these before `forward`. If False, the engine writes them before
+            `plan_replay`; see there.
         fp8_kv: reads and writes a KV pool in float8_e4m3fn.
         sliding_windows: supports `AttentionLayer.sliding_window`.
         soft_cap: supports `AttentionLayer.soft_cap`.
@@ -102,7 +103,7 @@ class AttentionCapabilities:
             "it has no sliding windows": bool(spec.sliding_windows) and not self.sliding_windows,
             "it has no soft cap of the scores": bool(spec.soft_caps) and not self.soft_cap,
             "it has no attention sinks": spec.has_sinks and not self.sinks,
-            f"its values have the head dimension of its keys, not {spec.value_head_dim}": (
+            f"it does not support values of head dimension {spec.value_head_dim} with keys of {spec.head_dim}": (
                 spec.value_head_dim not in (None, spec.head_dim) and not self.value_head_dim
             ),
             "it has no multi-head latent attention": spec.is_mla and not self.mla,
@@ -153,11 +154,9 @@ def check_layers(spec: AttentionSpec, layers: Sequence[AttentionLayer]) -> list[
             own = ", ".join(each.name for each in fields(layer) if each.name not in known) or "none of its own"
             reasons.append(f"{where} is a {type(layer).__name__}, whose fields ({own}) no backend knows")
         if layer.sliding_window is not None and layer.sliding_window not in spec.sliding_windows:
-            reasons.append(
-                f"{where} has a sliding window of {layer.sliding_window} tokens, and the config has none such"
-            )
+            reasons.append(f"{where} has a sliding window of {layer.sliding_window} tokens, which is not in the config")
         if layer.soft_cap is not None and layer.soft_cap not in spec.soft_caps:
-            reasons.append(f"{where} has a soft cap of {layer.soft_cap:g}, and the config has none such")
+            reasons.append(f"{where} has a soft cap of {layer.soft_cap:g}, which is not in the config")
         if layer.sinks is not None and not spec.has_sinks:
             reasons.append(f"{where} has attention sinks, and the config has none")
     windows = set(spec.sliding_windows) - {layer.sliding_window for layer in layers}
@@ -265,9 +264,10 @@ class AttentionBackend(ABC):
 
     @classmethod
     def uncompiled(cls, spec: AttentionSpec) -> str:
-        """Return what takes long to compile before this backend serves `spec`; empty if nothing. Must not allocate memory.
+        """Return a description of the kernels that are still to be compiled for `spec`; empty if there are none.
 
-        Then ``auto`` selects another backend that is ready, and the launch calls `compile` in a background process.
+        It must not allocate memory. If the result is not empty, ``auto`` selects another backend that is ready, and the launcher
+        calls `compile` in a background process.
         """
         return ""
 
@@ -331,7 +331,9 @@ class AttentionBackend(ABC):
     def attend_rotating(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation, plan: Any
     ) -> torch.Tensor:
-        """Apply RoPE like `RotaryOps.rotate`, then run `forward`, if `rotates` is true for the step. q, k and v do not change.
+        """Apply RoPE as `RotaryOps.rotate` does, then run `forward`. The inputs q, k and v are not modified.
+
+        It is called only if `rotates` returned True for the step.
 
         For `AttentionCapabilities.fused_rope_decode`.
         """

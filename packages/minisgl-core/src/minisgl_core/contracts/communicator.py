@@ -43,8 +43,9 @@ class Communicator(ABC):
     own `init_method`, and closing or aborting one group does not affect the others.
 
     All ranks call the same collectives in the same order, on one thread. Operations are enqueued on the current stream of the
-    device. If a rank does not join a collective within ``timeout_s``, the call raises RuntimeError. If the call has only
-    enqueued the collective, the process ends, or the collective waits until `abort`. The group is unusable after that.
+    device. If a rank does not join a collective within ``timeout_s``, a call that waits for the collective raises RuntimeError.
+    If the call has already returned, because it only enqueued the collective, then the process ends, or the collective waits
+    until `abort`. The group is unusable after that.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
@@ -67,12 +68,12 @@ class Communicator(ABC):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``add_norm(all_reduce(x), residual, weight, eps)``: fused all-reduce, residual add and RMSNorm.
 
-        A communicator may fuse these and distribute the rows over the ranks. The returned residual may then be valid only in
-        this rank's rows. Use it only for the next call with the same shapes and dtypes. So a model that updates a residual with
-        this method does so up to the last norm that reads the residual.
+        A communicator may fuse these and shard the residual's rows over the ranks. The returned residual may then be valid only
+        in this rank's rows. Pass it only to the next call, with the same shapes and dtypes. So once a model updates a residual
+        with this method, it must do so for all later norms that read this residual.
 
-        The next call may be that of the same rank in the group of the next pipeline stage. So the rows depend on nothing but
-        rank, size, shapes and dtypes.
+        With pipeline parallelism, the next call may be made by the same tensor-parallel rank of the next stage. So the rows of
+        a rank must depend only on rank, size, shapes and dtypes.
 
         Args:
             x: partial sum of this rank, [T, H]; may be overwritten.

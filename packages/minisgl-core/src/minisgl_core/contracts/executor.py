@@ -71,11 +71,11 @@ class StartProcess(Protocol):
 
 
 class Executor(ABC):
-    """Starter of an engine's ranks, which assigns their placements.
+    """Executor of an engine: it assigns a placement to each rank, and starts the ranks.
 
-    Each rank has a child of this process, made by `start_process`, which the launch watches. If a child ends, the engine ends
-    with its error. At the end of the launch the children are asked to end. `local` runs the rank in the child. If an executor
-    runs the rank elsewhere, the child waits for the rank, passes its report on, and ends with it.
+    For each rank, `start_process` starts a child process, which the launcher monitors. If a child exits, the engine stops and
+    reports the child's error. At shutdown, the launcher asks the children to exit. The executor `local` runs the rank in the
+    child. If an executor runs the rank elsewhere, the child waits for the rank, forwards its report, and exits with it.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"
@@ -109,4 +109,7 @@ class Executor(ABC):
         """
 
     def close(self) -> None:
-        """End what runs elsewhere, and free what `place` has reserved. The launch calls this last. May be called twice."""
+        """Stop the ranks that run elsewhere, and release the resources that `place` reserved. May be called twice.
+
+        The launcher calls this last.
+        """

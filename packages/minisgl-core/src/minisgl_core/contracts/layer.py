@@ -62,7 +62,10 @@ class Layer:
             yield from layer.weight_targets(f"{name}{dot}{attribute}", packed)
 
     def prepare(self) -> None:
-        """Compute values that depend on loaded weights. Called once before the first `forward`, and before sub-layers'."""
+        """Compute values that depend on loaded weights.
+
+        It is called once, before the first `forward`. A layer is prepared before its sub-layers.
+        """
 
 
 def prepare_all(layer: Layer) -> None:

@@ -126,7 +126,7 @@ class RoutingSpec:
 
     1. `scoring` converts the logits to scores.
     2. The correction bias, if there is one, is added to the scores for the selection only (DeepSeek-V3).
-    3. A group's score is the sum of its two best experts. Experts outside the best `topk_groups` groups are excluded.
+    3. A group's score is the sum of its two highest scores. Experts outside the best `topk_groups` groups are excluded.
     4. The best `top_k` experts are selected. Their weights are their scores without the bias, renormalized and scaled.
 
     Attributes:

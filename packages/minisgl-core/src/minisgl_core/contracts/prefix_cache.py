@@ -75,7 +75,7 @@ class PrefixInsert:
 
 @dataclass(frozen=True, slots=True)
 class CachedRun:
-    """Run of cached pages that are used together, for display. The runs of a cache form a tree.
+    """Consecutive cached pages, for display: a node of the cache's prefix tree (in a radix cache, a node of the radix tree).
 
     Attributes:
         number: number that identifies the run while it is cached, at least 1.

@@ -17,7 +17,7 @@ from minisgl_core.contracts.prefix_cache import DEFAULT_NAMESPACE, CacheNamespac
 BlockKeys = npt.NDArray[np.uint64]
 """Keys of blocks of tokens, shape [num_blocks]; see `block_keys`."""
 MIN_BLOCK_TOKENS = 16
-"""Least tokens per block."""
+"""Minimum number of tokens per block."""
 
 
 def block_size_for(page_size: int) -> int:
@@ -97,8 +97,10 @@ class RouterSpec:
     Attributes:
         num_replicas: number of replicas.
         num_blocks: blocks that the prefix caches of all replicas can hold together.
-        overload_requests: a replica may be called overloaded if it has more requests than this above the least loaded one.
-        overload_ratio: and if it has more requests than this times those of the least loaded one.
+        overload_requests: absolute threshold. A router may treat a replica as overloaded if it exceeds both thresholds. This
+            one is exceeded by a replica with over `overload_requests` more requests than the least loaded replica.
+        overload_ratio: relative threshold, exceeded by a replica with over `overload_ratio` times the requests of the least
+            loaded replica.
     """
 
     num_replicas: int
@@ -110,8 +112,9 @@ class RouterSpec:
 class Router(ABC):
     """Router of requests to replicas. All calls run on one thread.
 
-    A router whose `uses_events` is True is told what the replicas' prefix caches hold. The reports of a replica arrive in order,
-    some steps late. Reports may be lost, so a router must bound its memory and must not depend on them.
+    A router whose `uses_events` is True receives the insertions and evictions of the replicas' prefix caches as events. The
+    events of a replica arrive in order, some steps late. Events may be lost, so a router must bound its memory and must not
+    depend on them.
     """
 
     plugin_api: ClassVar[str] = ">=2,<3"

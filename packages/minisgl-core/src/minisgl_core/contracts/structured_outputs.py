@@ -91,9 +91,10 @@ class GrammarSource(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         kind, text: see `minisgl_core.contracts.grammar.GrammarKind`.
         name: the user's name for the text, for errors.
-        after_token: if not None, the output is unrestricted up to this token, the end of the reasoning content.
-        free_if_begun_by: if not None, that holds only if the output begins with this token, the start of the reasoning
-            content. Any other output follows the grammar from its beginning.
+        after_token: token that ends the reasoning content. The output is unrestricted up to this token; None if the grammar
+            applies from the beginning.
+        free_if_begun_by: token that starts the reasoning content. If the output does not begin with it, the grammar applies
+            from the beginning; None if the output always begins in the reasoning content.
         parts: schemas that `text` is made of, with the user's names for them. They are checked first, so that an error
             names the part at fault.
     """

@@ -10,7 +10,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 
 
-def separate_store(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
+def fused_store_backend(backend: AttentionBackend, rotary: RotaryOps) -> AttentionBackend | None:
     """Return the backend if `rotary` can store K and V fused with RoPE instead of the backend; None otherwise."""
     fuses = rotary.fuses_store and backend.pool.spec.layout == "NHD"
     return backend if fuses and backend.capabilities.fused_kv_store else None
@@ -36,7 +36,7 @@ def rotate(
         v: see `Attend`.
         layer: see `Attend`.
         rotation: see `Attend`; None if the model applies no RoPE here.
-        slots: slots to store K and V in; None if the backend stores them (see `separate_store`).
+        slots: slots to store K and V in; None if the backend stores them (see `fused_store_backend`).
 
     Returns:
         q, k, and True if K and V are stored.
@@ -56,7 +56,7 @@ class BoundAttention:
 
     def __init__(self, backend: AttentionBackend, plan: Any, rotary: RotaryOps) -> None:
         self._backend, self._plan, self._rotary = backend, plan, rotary
-        self._fused_store = separate_store(backend, rotary)
+        self._fused_store = fused_store_backend(backend, rotary)
         self._slots = None if self._fused_store is None else self._fused_store.kv_slots(plan)
         self._rotating = backend if backend.capabilities.fused_rope_decode else None
 

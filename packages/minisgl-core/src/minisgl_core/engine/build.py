@@ -124,19 +124,19 @@ def build_engine(
             phases.done("loaded the weights")
             parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
             graphs = parts.graph_sizes()
-            pieces = parts.piecewise_sizes(bool(graphs))
-            num_captures = 0 if platform.has_host_graphs else len(graphs) + len(pieces)
+            piecewise = parts.piecewise_sizes(bool(graphs))
+            num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
             pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
             max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
             engine = parts.engine(pool, max_seq_len)
             if graphs:
                 engine.capture_decode_graphs(graphs, progress and rank == 0)
-            if pieces:
-                engine.capture_piecewise_graphs(pieces, progress and rank == 0)
+            if piecewise:
+                engine.capture_piecewise_graphs(piecewise, progress and rank == 0)
             platform.synchronize()
             phases.done(
-                f"captured {num_captures and len(graphs)} decode graphs and {len(pieces)} sizes of piecewise graphs"
+                f"captured {num_captures and len(graphs)} decode graphs and {len(piecewise)} sizes of piecewise graphs"
             )
         except BaseException:
             if engine is not None:

@@ -96,7 +96,7 @@ def own_pages(plan: BatchPlan, page_size: int) -> np.ndarray | None:
 
 
 class DecodeGraphs:
-    """CUDA graphs of decode steps, captured at start-up, or when they occur."""
+    """CUDA graphs of decode steps, captured at start-up or at the first use of a size."""
 
     def __init__(
         self,
@@ -111,7 +111,8 @@ class DecodeGraphs:
     ) -> None:
         """Capture one graph per size; see `capture_sizes`. `attention` must support CUDA graphs.
 
-        With `has_host_graphs`, each size is captured when it first occurs, and none above a size whose replay is wrong.
+        With `has_host_graphs`, each size is captured at its first use. If the replay of a size is wrong, this size and all
+        larger ones run without graphs.
         """
         self._platform, self._model, self._attention, self._ops = platform, model, attention, ops
         self._table, self._last_tokens = table, last_tokens
@@ -223,7 +224,9 @@ class DecodeGraphs:
         graph, _ = self._platform.capture_graph(run, pool)
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
-        if on_host:  # where kernels that neither torch nor `cpu_graphs.call` calls would be missing
+        if (
+            on_host
+        ):  # a host graph lacks kernels that are called neither by torch nor by `cpu_graphs.call`, so check a replay
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)
@@ -233,5 +236,5 @@ class DecodeGraphs:
             run(torch.clone)
             io.restart()
             if not torch.allclose(replayed, results[1], 0, 0, equal_nan=True):
-                raise MinisglError("a replay computes other logits; a kernel is called without torch")
+                raise MinisglError("a replay returns other logits than a direct run; a kernel is called without torch")
         return captured

@@ -25,11 +25,12 @@ from minisgl_core.plugins.registry import Registry
 
 _LAUNCHES_S, _FLOPS = 0.5e-3, 600e12
 """Time to launch one layer's kernels separately, and FLOP/s of the device, both measured on an H200."""
-_LEAST_PIECES = 2048
+_MIN_PIECEWISE_TOKENS = 2048
 """Number of tokens up to which ``auto`` captures piecewise CUDA graphs, or more if launches limit larger steps.
 
-The host returns a step's tokens after it has launched the next step. So tokens wait for the launch even where the device does
-not, and 2,048 covers the steps that ``--max-step-ms`` allows beside decodes."""
+With overlap scheduling, the host returns a step's tokens only after it has launched the next step. So slow launches delay
+tokens even if they do not delay the device. 2,048 tokens cover the prompt tokens that ``--max-step-ms`` allows in a step with
+decodes."""
 _MOST_ON_CPU = 32
 """Largest decode batch that ``auto`` captures on a CPU, where the Python code takes little of the time of larger ones."""
 
@@ -91,6 +92,18 @@ class EngineFactory:
         plan = profile_batch(limits.max_running_requests, prefill, self.longest, vocab)
         self.engine(self.smallest_pool, self.longest).launch(plan).result()
 
+    def _reasons_against_graphs(self) -> list[str]:
+        """Return why no CUDA graph can be captured; empty if they can."""
+        platform, parallel = self._platform, self._config.parallel
+        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} does not support CUDA graphs"]
+        if parallel.pp > 1:
+            reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
+        if platform.has_host_graphs and parallel.tp > 1:
+            reasons.append("on a CPU, collectives cannot be captured")
+        if platform.has_host_graphs and self._shape.moe is not None:
+            reasons.append("on a CPU, experts cannot be captured")
+        return reasons
+
     def graph_sizes(self) -> list[int]:
         """Return the batch sizes of decode steps to capture.
 
@@ -100,15 +113,9 @@ class EngineFactory:
         decode, platform, limits = self.attention[-1], self._platform, self._config.scheduler
         wanted, limit = limits.cuda_graph_max_bs, limits.max_running_requests
         name = self._config.backends.attn.split(",")[-1]
-        reasons = [] if platform.supports_graphs else [f"the platform {platform.name} does not support CUDA graphs"]
-        if self._config.parallel.pp > 1:
-            reasons.append("the stages of a pipeline (--pp) run without CUDA graphs")
+        reasons = self._reasons_against_graphs()
         if not decode.capabilities.cuda_graphs:
             reasons.append(f"the attention backend {name} does not support CUDA graphs")
-        if platform.has_host_graphs and self._config.parallel.tp > 1:
-            reasons.append("on a CPU, collectives cannot be captured")
-        if platform.has_host_graphs and self._shape.moe is not None:
-            reasons.append("on a CPU, experts cannot be captured")
         if reasons and wanted not in (AUTO, 0):
             raise InvalidValueError("--cuda-graph-max-bs", wanted, f"0 here: {' and '.join(reasons)}")
         if reasons or wanted == 0:
@@ -117,7 +124,7 @@ class EngineFactory:
             return list(range(1, min(limit, _MOST_ON_CPU if wanted == AUTO else int(wanted)) + 1))
         return graph_sizes(min(limit, 256) if wanted == AUTO else min(limit, int(wanted)))
 
-    def piecewise_sizes(self, records_graphs: bool) -> list[int]:
+    def piecewise_sizes(self, has_decode_graphs: bool) -> list[int]:
         """Return the numbers of tokens to capture piecewise CUDA graphs for.
 
         With ``auto`` there are none without CUDA graphs of decodes. Otherwise they cover the sizes that kernel launches limit.
@@ -130,17 +137,14 @@ class EngineFactory:
             limits.piecewise_cuda_graph_max_tokens,
             int(limits.max_prefill_length) + limits.max_running_requests,
         )
-        reason = "" if platform.supports_graphs else f"the platform {platform.name} does not support CUDA graphs"
-        if self._config.parallel.pp > 1:
-            reason = "the stages of a pipeline (--pp) run without CUDA graphs"
-        if reason and wanted not in (AUTO, 0):
-            allowed = f"0 here: {reason}"
-            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, allowed)
+        reasons = self._reasons_against_graphs()
+        if reasons and wanted not in (AUTO, 0):
+            raise InvalidValueError("--piecewise-cuda-graph-max-tokens", wanted, f"0 here: {' and '.join(reasons)}")
         if wanted == AUTO and platform.has_host_graphs:
             return []
         if wanted == AUTO:
-            most = max(_LEAST_PIECES, launch_bound_tokens(self._shape, self._config.parallel.tp))
-            return piecewise_sizes(min(most, largest)) if records_graphs else []
+            most = max(_MIN_PIECEWISE_TOKENS, launch_bound_tokens(self._shape, self._config.parallel.tp))
+            return piecewise_sizes(min(most, largest)) if has_decode_graphs else []
         return piecewise_sizes(min(int(wanted), largest))
 
 

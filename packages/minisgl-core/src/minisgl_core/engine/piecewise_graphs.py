@@ -22,7 +22,7 @@ from minisgl_core.contracts.attention import AttentionBackend, AttentionLayer
 from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.ops import RotaryOps, Rotation
 from minisgl_core.contracts.platform import Platform
-from minisgl_core.engine.bound_attention import rotate, separate_store
+from minisgl_core.engine.bound_attention import fused_store_backend, rotate
 from minisgl_core.engine.capture import capture_sizes, free
 from minisgl_core.engine.step import StepInputs
 from minisgl_core.protocol.batch_plan import BatchPlan
@@ -68,7 +68,7 @@ class _Capture:
         between: Callable[[], None],
     ) -> None:
         self._platform, self._backend, self._rotary = platform, backend, rotary
-        self._slots = None if separate_store(backend, rotary) is None else slots
+        self._slots = None if fused_store_backend(backend, rotary) is None else slots
         self._least, self._between = least, between
         self.calls: list[_Call] = []
 
@@ -123,7 +123,7 @@ class PiecewiseGraphs:
         Without `max_requests`, the most requests of a step, the last layer computes all tokens.
         """
         self._platform, self._model, self._attention, self._rotary = platform, model, attention, rotary
-        self._fused_store = separate_store(attention, rotary)
+        self._fused_store = fused_store_backend(attention, rotary)
         self._sizes = np.array(sorted(sizes))
         device, most = platform.device, max(sizes)
         self._ids, self._positions = torch.zeros(2, most, dtype=torch.int32, device=device).unbind(0)

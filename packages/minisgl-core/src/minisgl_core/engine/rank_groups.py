@@ -133,11 +133,11 @@ def _join(name: str, registry: Registry, spec: CommunicatorSpec) -> Communicator
 class _GroupUrls:
     """Rendezvous URLs of groups that consist of some of the ranks.
 
-    A group of all ranks meets at the placement's URL. Otherwise the first rank of each group chooses a port of its host, and
-    the others learn it from a store at that URL.
+    A group of all ranks uses the placement's URL for its rendezvous. Otherwise the first rank of each group chooses a free port
+    of its host, and the other ranks read it from a `torch.distributed.Store` at the placement's URL.
 
     Attributes:
-        store: this store, which must live until all ranks have joined; None without one.
+        store: this store, which must live until all ranks have joined; None if none is needed.
     """
 
     def __init__(self, placement: RankPlacement, has_several: bool) -> None:

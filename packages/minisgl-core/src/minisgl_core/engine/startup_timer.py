@@ -16,7 +16,7 @@ class StartupTimer:
     """Timer of named phases.
 
     Args:
-        elapsed_s: time by which the first phase began earlier.
+        elapsed_s: seconds since the first phase began.
 
     Attributes:
         seconds: duration of each phase so far, by name, in order.

@@ -43,7 +43,7 @@ def update_table(plan: BatchPlan, platform: Platform, table: PageTable) -> None:
 
 
 def upload(plan: BatchPlan, platform: Platform, table: PageTable, last_tokens: torch.Tensor) -> StepInputs:
-    """Copy a plan to the device at once, update the page table, and fill in the tokens that only the device knows.
+    """Copy a plan to the device in one transfer, update the page table, and fill in the tokens that only the device knows.
 
     Args:
         plan: plan of the step.

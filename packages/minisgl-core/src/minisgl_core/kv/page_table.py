@@ -14,7 +14,7 @@ class PageTable:
         self.data = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)
 
     def write(self, rows: torch.Tensor, columns: torch.Tensor, pages: torch.Tensor) -> None:
-        """Set entries: rows and columns int64 [N], pages int32 [N]. Each entry may occur only once."""
+        """Set entries: rows and columns int32 or int64 [N], pages int32 [N]. Each entry may occur only once."""
         self.data.index_put_((rows, columns), pages)
 
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ class ReplicatedLinear(Layer):
 
     def prepare(self) -> None:
         """Prepare the layer's operation from the loaded weights."""
-        assert self._method is not None, "the weights have not been loaded, or were given away before"
+        assert self._method is not None, "the weights have not been loaded, or `prepare` was called before"
         method, self._method = self._method, None
         self._apply = method.prepare()
 
@@ -210,7 +210,10 @@ class RowParallelLinear(ReplicatedLinear):
 
 
 def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device: torch.device) -> torch.Tensor | None:
-    """Return the rows of q, k and v such that pairs side by side become halves of q and k's rotated dimensions."""
+    """Return the row order of q, k and v that changes RoPE from interleaved to half-split pairs; None if `rotary_dim` is 0.
+
+    Only the first `rotary_dim` dimensions of each head of q and k are reordered.
+    """
     if not rotary_dim:
         return None
     dims = torch.arange(head_dim, device=device)
@@ -221,5 +224,5 @@ def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device:
 
 
 def not_prepared(x: torch.Tensor) -> torch.Tensor:
-    """Raise an error: the layer's operation before `prepare` sets it."""
+    """Raise AssertionError. A layer calls this until `prepare` sets its operation."""
     raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

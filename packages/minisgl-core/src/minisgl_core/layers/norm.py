@@ -71,7 +71,7 @@ class ShardedRMSNorm(Layer):
         """Allocate this rank's part of the weight.
 
         Args:
-            shard: this rank's part of the dimension. Parts that several ranks hold are held by equally many.
+            shard: this rank's part of the dimension. If parts are replicated, each is replicated on the same number of ranks.
             eps: added to the mean square.
             build: ranks, kernels and dtype.
         """

@@ -89,11 +89,11 @@ def _llama3(rope: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
 def _yarn(rope: RopeConfig, frequencies: torch.Tensor) -> tuple[torch.Tensor, float]:
     """Scale as YaRN (arXiv 2309.00071): keep high frequencies, divide low ones by the factor, interpolate between."""
 
-    def dimension_turning(rotations: float) -> float:
+    def correction_dim(rotations: float) -> float:
         turns = rope.original_max_position / (rotations * 2 * math.pi)
         return rope.rotary_dim * math.log(turns) / (2 * math.log(rope.theta))
 
-    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    low, high = correction_dim(rope.beta_fast), correction_dim(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.rotary_dim - 1)

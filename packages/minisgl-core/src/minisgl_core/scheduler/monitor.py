@@ -1,6 +1,7 @@
 """Snapshots of the scheduler for display.
 
-Steps are recorded only from the first `SnapshotRequest` until `WATCH_S` seconds after the last one. Otherwise it costs nothing.
+Steps are recorded only from the first `SnapshotRequest` until `WATCH_S` seconds after the last one. At other times, recording
+costs nothing.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ class PageManager:
     def attach_cached(self, request: Request) -> None:
         """Let the request use the cached prefix that is longer than what it has computed.
 
-        The page-table entries are moved to the shared pages first. The request's own pages that they replace are freed after
-        that. Steps in flight may still read these pages, since they were launched before any step that could write to them.
+        The page-table entries are set to the shared pages first. Then the request's own pages that they replace are freed. Steps
+        in flight may still read the freed pages. This is safe, because any step that overwrites them is launched later.
         """
         if request.sampling.prompt_logprobs is not None or request.num_pending:
             return
@@ -138,9 +138,9 @@ class PageManager:
     def share(self, request: Request) -> None:
         """Insert the request's computed pages into the cache.
 
-        This is skipped if the cache holds more pages of the prefix than the request shares. The request has its own copies of
-        these pages then: the last page of a fully cached prompt is computed again, and so are all pages of a prompt whose
-        log-probabilities are requested. `release` inserts them later.
+        This is skipped if the cache already holds more pages of the prefix than the request shares, because the request then has
+        duplicates of these pages. Two cases cause duplicates: the last page of a fully cached prompt is computed again, and so
+        are all pages of a prompt whose log-probabilities are requested. `release` inserts the request's pages later.
         """
         tokens = request.known_computed
         num_pages = len(tokens) // self.page_size

@@ -41,7 +41,7 @@ class Planner:
         self._seed = np.zeros(rows, np.uint64)
         self._num_logprobs = np.full(rows, -1, np.int32)
         self._penalties = np.zeros((3, rows), np.float32)
-        self._needs_host = np.zeros(rows, np.bool_)
+        self._has_logit_adjustments = np.zeros(rows, np.bool_)
 
     def register(self, request: Request) -> None:
         """Store the sampling parameters of a request that has just been given a row."""
@@ -54,7 +54,7 @@ class Planner:
         self._num_logprobs[row] = -1 if sampling.logprobs is None else sampling.logprobs
         self._penalties[:, row] = (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty)
         special = sampling.has_penalties or len(request.bias_ids) > 0 or sampling.min_tokens > 0
-        self._needs_host[row] = special or request.constraint is not None or request.token_rules is not None
+        self._has_logit_adjustments[row] = special or request.constraint is not None or request.token_rules is not None
 
     def plan(self, decodes: Int32, chunks: list[Chunk], new_pages: Int32) -> BatchPlan:
         """Return the plan of a step: the rows that decode, and the chunks after them."""
@@ -89,7 +89,7 @@ class Planner:
     def _sample_plan(self, index: Int32, all_rows: Int32) -> SamplePlan:
         rows = all_rows[index]
         counters = self._running.lengths[rows] - self._running.num_prompt[rows]
-        penalties, states, bias, masked = self._host_work(rows)
+        penalties, states, bias, masked = self._logit_adjustments(rows)
         return SamplePlan(
             index=index,
             temperature=self._temperature[rows],
@@ -106,7 +106,7 @@ class Planner:
             masked=masked,
         )
 
-    def _host_work(
+    def _logit_adjustments(
         self, rows: Int32
     ) -> tuple[npt.NDArray[np.float32], list[PenaltyState], tuple[Int32, Int32, npt.NDArray[np.float32]], Int32]:
         """Return penalties, penalty states, logit biases and masked indices of the few requests that have any."""
@@ -116,7 +116,7 @@ class Planner:
         values: list[npt.NDArray[np.float32]] = []
         masked: list[int] = []
         penalised = False
-        for i in np.flatnonzero(self._needs_host[rows]).tolist():
+        for i in np.flatnonzero(self._has_logit_adjustments[rows]).tolist():
             row = int(rows[i])
             request = self._running[row]
             if request.sampling.has_penalties:

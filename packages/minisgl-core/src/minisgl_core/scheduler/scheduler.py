@@ -237,14 +237,14 @@ class Scheduler:
         running.complete(plan.rows, sampled)
         live = np.flatnonzero(running.is_live(sampled))
         rows, tokens = sampled[live], result.tokens[live]
-        has_only_token = running.add_tokens(rows, tokens)
+        needs_only_token = running.add_tokens(rows, tokens)
         self.stats.num_output_tokens += len(rows)
         outputs = []
-        for index in np.flatnonzero(~has_only_token).tolist():
+        for index in np.flatnonzero(~needs_only_token).tolist():
             request = running[int(rows[index])]
             logprobs = result.logprobs[live[index]] if result.logprobs else None
             outputs.append((request.worker, self._output(request, int(tokens[index]), logprobs)))
-        batches = self._batches(outputs, rows[has_only_token], tokens[has_only_token])
+        batches = self._batches(outputs, rows[needs_only_token], tokens[needs_only_token])
         for request in running.removable(plan.rows):
             self._release(request)
         return batches

@@ -30,7 +30,7 @@ from minisgl_core.utils.fp8 import FP8, FP8_MAX
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
 STALE = 1000.0
-"""Magnitude of values in slots that must not be read; keys and values are of unit magnitude."""
+"""Magnitude of the values in slots that must not be read. Keys and values have about unit magnitude, so reads show."""
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
 """Fields that `dense_attention` uses. If one is added to `AttentionLayer`, it must use that, too."""
 

@@ -21,7 +21,7 @@ class CommunicatorTests:
     """Tests of a communicator. Subclass this and set `provider`. Each rank runs in its own process.
 
     Attributes:
-        provider: the class, at the top level of its file.
+        provider: communicator class, defined at module level so that each rank's process can load it by name.
         sizes: sizes of the groups.
         device: device of each rank; ``{rank}`` is replaced, as in ``cuda:{rank}``.
         limit_s: time limit of all ranks together.

@@ -56,7 +56,7 @@ class PrefixCacheTests:
 
     @each_page_size
     def test_agrees_with_a_dictionary(self, page_size: int) -> None:
-        """The cache agrees with a dictionary in random histories; see `PrefixCacheMachine`."""
+        """The cache agrees with a dictionary model in random sequences of calls; see `PrefixCacheMachine`."""
         machine: Any = partial(PrefixCacheMachine, self.make_cache, page_size, self.takes_all, self.evicts_least_recent)
         run_state_machine_as_test(machine, settings=self.profile)
 

@@ -23,7 +23,7 @@ class _Exchange:
     """Shared state in which ranks exchange values.
 
     Attributes:
-        turn: lock that the running rank holds except while it waits for others; None if all ranks may run at once.
+        turn: lock that serializes the ranks: a rank releases it only while it waits for others. None if ranks run concurrently.
         messages: tensors that were sent and not received yet, by sender and receiver.
     """
 

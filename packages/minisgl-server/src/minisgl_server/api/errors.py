@@ -103,7 +103,7 @@ def no_replica(retry_after_s: float = 1) -> ApiError:
 
 
 def not_encodable() -> ApiError:
-    """Return the error of a value that JSON can hold and our messages cannot."""
+    """Return the error for a value that JSON allows but the IPC messages cannot encode."""
     return ApiError(400, "The request holds a value that is too large or no valid text.")
 
 

@@ -1,4 +1,4 @@
-"""Error messages with the field names of the API that was called, where its request was translated into a chat."""
+"""Renames chat fields in error messages to those of the API whose request was translated into a chat."""
 
 from __future__ import annotations
 

@@ -17,15 +17,15 @@ MAX_BODY_BYTES = 32 * MIB
 BYTES_PER_TOKEN = 32
 """Body size per token of the context: several times what token ids and most texts take."""
 MIN_TEXT_CHARS = MIB
-"""Least limit of a text's length, however short the context is, as not all texts are prompts."""
+"""Lower bound of the limit on text length for any context, since not all texts are prompts."""
 MIN_ENTRIES = 2**14
-"""Least limit of entries per list or object."""
+"""Lower bound of the limit on entries per list or object."""
 MIN_VALUES = 2**18
-"""Least limit of values per body; decoding and validating so many takes about 20 ms."""
+"""Lower bound of the limit on values per body; decoding and validating so many takes about 20 ms."""
 MIN_TOOLS = 128
-"""Least limit of tools; OpenAI's own limit."""
+"""Lower bound of the limit on tools, which is OpenAI's own limit."""
 TOKENS_PER_TOOL = 8
-"""Fewer tokens than any tool takes for its name and the punctuation of its description."""
+"""Lower bound of the tokens that any tool takes for its name and the punctuation of its description."""
 
 
 class Bound(enum.Enum):

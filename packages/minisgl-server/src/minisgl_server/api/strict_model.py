@@ -20,7 +20,7 @@ from minisgl_core.errors import beyond_context
 from minisgl_server.api.limits import Bound, RequestLimits
 
 Int = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-"""Integer that our messages can hold."""
+"""Integer that the IPC messages can encode."""
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenKey = Annotated[int, Field(ge=0, lt=2**31, strict=False)]
 """Token id as the key of a JSON object, which is a string."""

@@ -1,1 +1,1 @@
-"""Commands `minisgl bench`: offline, serve, attention, accuracy and trace."""
+"""Commands `minisgl bench`: offline, serve, attention, accuracy, route, scheduler and trace."""

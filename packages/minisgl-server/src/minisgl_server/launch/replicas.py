@@ -176,7 +176,7 @@ class Replicas(Restarts):
         self._router.send(message)
 
     def _divide_host(self, config: EngineConfig, registry: Registry) -> EngineConfig:
-        """Give each replica its part of a CPU's cores and memory, or check that there are enough devices."""
+        """On a CPU host, divide cores and memory among the replicas; otherwise check that there are enough devices."""
         from minisgl_core.platforms.selection import pick_platform
 
         hardware = pick_platform(config.backends.platform, registry)[1]
@@ -195,7 +195,7 @@ class Replicas(Restarts):
 
     @contextmanager
     def _on_cores(self, replica: int) -> Iterator[None]:
-        """Pin this process to the cores of a replica, which child processes inherit that start meanwhile."""
+        """Pin this process to a replica's cores. Child processes that start within the context inherit them."""
         if not self._cores:
             yield
             return

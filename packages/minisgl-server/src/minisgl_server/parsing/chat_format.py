@@ -165,7 +165,7 @@ class ChatFormat:
         return None if splitter is None and tools is None else ChatOutputParser(splitter, tools, chat.include_reasoning)
 
     def _begins_with_reasoning(self, chat: Tokenize, prompt: str) -> bool | None:
-        """Return if the output begins with reasoning content; see `starts_with_reasoning`."""
+        """Return True if the output begins with reasoning content; see `starts_with_reasoning`."""
         assert self._reasoning_parser is not None
         if chat.continue_final_message and chat.messages:
             content = plain_messages(chat.messages[-1:])[0]["content"]
@@ -174,7 +174,7 @@ class ChatFormat:
         return starts_with_reasoning(self._reasoning_parser, prompt)
 
     def needs_special_tokens(self, chat: Tokenize) -> bool:
-        """Return if a tag of reasoning or tool calls is a special token, which detokenization skips by default."""
+        """Return True if a tag of reasoning or tool calls is a special token, which detokenization skips by default."""
         tags = set() if self._reasoning_parser is None else {BEGIN, END, *TAGS}
         if chat.tools is not None:
             parser = self._parser_for_tools()
@@ -259,7 +259,7 @@ class ChatFormat:
 
 
 def _is_structural(chat: Tokenize) -> bool:
-    """Return if the output is free except for calls of strict functions."""
+    """Return True if the output is free except for calls of strict functions."""
     tools, structured = chat.tools, chat.sampling.structured_outputs
     return tools is not None and bool(tools.strict_names) and not tools.is_required and structured is None
 

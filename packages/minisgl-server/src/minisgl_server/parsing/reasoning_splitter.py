@@ -13,7 +13,7 @@ REASONING_PARSERS = {"qwen3": False, "deepseek_r1": True, HARMONY: False}
 
 
 def starts_with_reasoning(parser: str, prompt: str) -> bool | None:
-    """Return if the output begins with reasoning content, by the end of the prompt; None if it does not tell."""
+    """Return True if the output begins with reasoning content, by the end of the prompt; None if it does not tell."""
     end = prompt.rstrip()
     if end.endswith(BEGIN):
         return True

@@ -110,7 +110,7 @@ class ToolCallReader:
                 self._emit(char)
 
     def _is_reordered_call(self) -> bool:
-        """Return if the complete object is a call whose keys have another order than usual."""
+        """Return True if the complete object is a call whose keys have another order than usual."""
         call = _loads(self.raw)
         if (
             not isinstance(call, dict)
@@ -134,7 +134,7 @@ class ToolCallReader:
 
 
 def _is_encodable(text: str) -> bool:
-    """Return if text can be encoded; half of a surrogate pair, which JSON can escape, cannot."""
+    """Return True if text can be encoded; half of a surrogate pair, which JSON can escape, cannot."""
     try:
         text.encode()
     except UnicodeError:

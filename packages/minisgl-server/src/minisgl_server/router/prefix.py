@@ -39,7 +39,7 @@ class PrefixRouter(Router):
         least = min(loads)
         limit = max(least + self.spec.overload_requests, least * self.spec.overload_ratio)
         able = replicas if max(loads) <= limit else [each for each in replicas if each.num_requests <= limit]
-        saved = NEW_TOKEN_COST * prompt.block_size  # the tokens of the prompt are the same for all, and left out
+        saved = NEW_TOKEN_COST * prompt.block_size  # all replicas have the same prompt, so only cached tokens count
         work = [each.num_prompt_tokens - saved * num_held[each.replica] for each in able]
         least = min(work)
         chosen = self._balance.route(prompt, [each for each, own in zip(able, work, strict=True) if own == least])

@@ -109,6 +109,6 @@ class TokenizerQueue:
 
 
 def _is_slow(message: Tokenize) -> bool:
-    """Return if a prompt is long, or has a chat template of its own, which is rendered in another process."""
+    """Return True if a prompt is long, or has a chat template of its own, which is rendered in another process."""
     num_chars = message.num_chars + _CHARS_PER_MESSAGE * len(message.messages or ())
     return num_chars > _BACKGROUND_CHARS or message.chat_template is not None

@@ -156,7 +156,7 @@ class TokenizerWorker:
                 self._to_api(message)
 
     def _serve(self, api: int) -> None:
-        """If an API worker has succeeded the last one, abort the requests of that, and connect to it."""
+        """Connect to an API worker that has replaced the previous one, whose requests are aborted."""
         if api > self._api:
             for request_id in list(self._requests):
                 self.handle(Abort(request_id))

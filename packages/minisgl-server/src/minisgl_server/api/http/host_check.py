@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl_server.api.errors import ApiError
 
-PROBED_PATHS = frozenset({"/health", "/ready"})
+PROBED_PATHS = frozenset({"/health", "/ready", "/ping"})
 """Paths that load balancers may poll under any host name."""
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
@@ -32,7 +32,7 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 403."""
-        if scope["type"] == "http" and scope["path"] not in PROBED_PATHS:
+        if scope["type"] == "http" and scope["path"].rstrip("/") not in PROBED_PATHS:
             for host in Headers(scope=scope).getlist("host"):
                 if not self._is_allowed(_without_port(host)):
                     message = (

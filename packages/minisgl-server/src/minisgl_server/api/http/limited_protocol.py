@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with limits that apply before a request reaches the application.
 
-No middleware has seen a client that has not sent complete headers, so that it is not authenticated yet. The cost of such
+A client that has not sent complete headers has passed no middleware, so it is not authenticated. The cost of such
 clients is limited here: number, size and time of headers, trailers, chunk extensions, pipelined requests and connections.
 Nothing here runs per chunk of a response.
 """

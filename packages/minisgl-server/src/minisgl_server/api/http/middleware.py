@@ -120,7 +120,7 @@ class RequestLimitMiddleware:
         if length is not None and int(length) > max_bytes:
             refusal = body_too_large(f"is larger than {max_bytes} bytes (--max-body-size)").response(scope["path"])
             return await refusal(scope, receive, send)
-        self._counts[self._index] += is_post  # before the check, so that no two workers take the last place
+        self._counts[self._index] += is_post  # before the check, so that two workers cannot both admit the last request
         try:
             if is_post and self._max_requests is not None and sum(self._counts) > self._max_requests:
                 message = f"{self._max_requests} requests are being served, as many as this server takes at a time."
@@ -153,7 +153,7 @@ class RequestLimitMiddleware:
 
 
 def _drain_refused_body(receive: Receive, send: Send) -> Send:
-    """Return `send` that ends a response which refuses a body once the body has been received, or `_LINGER_S` later."""
+    """Return a `send` that ends a refusal only when the refused body has been drained, or after `_LINGER_S`."""
     is_refused = False
 
     async def send_and_drain(message: Message) -> None:

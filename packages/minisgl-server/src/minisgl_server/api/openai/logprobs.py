@@ -98,7 +98,7 @@ class CompletionLogprobs:
         return result
 
     def _is_in_prompt_text(self, token: bytes, text: Text) -> bool:
-        """Return if the prompt's text has a special token; one that the tokenizer added, or decoding skipped, is not in it."""
+        """Return True if a special token is in the prompt's text, where neither added nor skipped tokens are."""
         return (text.prompt_text or "").startswith(token.decode(), self._offset)
 
     def _add(

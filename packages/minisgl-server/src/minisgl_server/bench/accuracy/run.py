@@ -72,6 +72,7 @@ def run_accuracy(
                 if error.kind != "quantization" or quantization == "none":
                     raise
                 click.echo(f"left out: {error}\n")
+                bar.advance(task)
                 continue
             if not windows:
                 windows = _windows(built, text, window, max_tokens)

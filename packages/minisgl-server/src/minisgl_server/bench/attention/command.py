@@ -39,7 +39,8 @@ from minisgl_server.bench.flags import OutputFile
     type=ShapeType(),
     multiple=True,
     metavar="BxL",
-    help="B requests of L tokens on average, with one new token each; may be given several times. 256x1064 or 8x256.",
+    help="B requests of L tokens on average, with one new token each; may be given several times. By default, 256x1064 on a"
+    " GPU and 8x256 on a CPU.",
 )
 @click.option(
     "--prefill",

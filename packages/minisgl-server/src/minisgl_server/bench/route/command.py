@@ -22,11 +22,11 @@ CHAT_FLAGS = (
 )
 
 STEP_TIME = {
-    "weights_ms": "Least time of a step: the weights are read.",
+    "weights_ms": "Time to read the weights, the minimum of a step.",
     "token_us": "GEMM time per token.",
     "request_us": "Further time per decoding request.",
     "kv_token_ns": "Time per token of KV that a decode reads.",
-    "pair_ns": "Time per prompt token and token of its context.",
+    "pair_ns": "Prefill attention time per pair of a prompt token and a token of its context.",
 }
 """Help of the options that are fields of `StepTime`."""
 
@@ -45,7 +45,9 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
 @click.option("--num-requests", type=click.IntRange(1), default=2000, show_default=True, help="Requests to run.")
 @click.option("--num-turns", type=click.IntRange(1), default=5, show_default=True, help="Requests per chat.")
 @click.option("--num-prefixes", type=click.IntRange(1), default=16, show_default=True, help="System prompts.")
-@click.option("--shared-prefix-tokens", type=click.IntRange(0), default=1024, show_default=True, help="Their tokens.")
+@click.option(
+    "--shared-prefix-tokens", type=click.IntRange(0), default=1024, show_default=True, help="Tokens per system prompt."
+)
 @click.option("--input-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of a message.")
 @click.option("--output-len", type=click.IntRange(1), default=128, show_default=True, help="Mean tokens of an output.")
 @click.option(
@@ -64,7 +66,7 @@ def with_step_time(command: Callable[..., None]) -> Callable[..., None]:
     "--replica-model",
     type=click.Choice(["scheduler", "simple"]),
     help=f"scheduler runs the scheduler and the radix cache; it is the default, for up to {MAX_SCHEDULERS} replicas. simple has a"
-    " set of block keys as its cache and takes decode steps together.",
+    " set of block keys as its cache and simulates several decode steps at once.",
 )
 @click.option("--router", "routers", multiple=True, help="May be given several times.  [default: all that are shipped]")
 @click.option("--router-overload-requests", type=click.IntRange(0), default=16, show_default=True)

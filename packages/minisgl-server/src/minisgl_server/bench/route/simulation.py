@@ -41,7 +41,7 @@ class SimulatedReplica(Protocol):
         """Queue a request."""
 
     def advance(self) -> Progress:
-        """End what runs until `next_s`."""
+        """End the running steps at `next_s`, and start the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTime:
-    """Step time as a roofline: a step reads the weights or multiplies them with its tokens, whichever takes longer, and attends.
+    """Roofline model of the step time: the longer of weight reads and GEMMs, plus the time of decodes and attention.
 
     The defaults are for Qwen3-14B in bfloat16 on one H200; docs/scaling.md has their origin.
 
     Attributes:
-        weights_ms: time to read the weights, and so of the smallest step.
+        weights_ms: time to read the weights, which is the minimum of a step.
         token_us: GEMM time per token.
         request_us: time per decoding request besides its GEMMs and its KV.
         kv_token_ns: time to read the KV of one token of context, per decoding request.

@@ -34,7 +34,7 @@ def scheduler(**values: Any) -> None:
     """Time the scheduler's part of a decode step, with a full KV pool and random tokens instead of a model.
 
     The times are CPU times, medians per step: schedule and process are those of the scheduler, and encode that of the messages to
-    the tokenizer workers. Admission is the time of both per prompt.
+    the tokenizer workers. Admission is schedule plus process time per prompt, beyond that of a decode step.
     """
     from minisgl_server.bench.scheduler.run import SchedulerOptions, run_scheduler
 

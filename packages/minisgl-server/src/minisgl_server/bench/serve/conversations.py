@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Requests of which each continues the previous one.
+    """Sequence of requests, each of which continues the previous one.
 
     Attributes:
         number: number from 0, in order of arrival.

@@ -50,7 +50,7 @@ class ServerCpuTimer:
 
 def frontend_cpu_s(by_process: dict[str, float]) -> float | None:
     """Return the CPU time of minisgl's API server and tokenizer workers together, or None if there are none."""
-    found = [seconds for name, seconds in by_process.items() if name == "api" or name.startswith("tokenizer")]
+    found = [seconds for name, seconds in by_process.items() if name.partition(" ")[0] in ("api", "tokenizer")]
     return sum(found) if found else None
 
 
@@ -70,7 +70,7 @@ def local_server_pid(url: httpx.URL) -> int | None:
         ]
         for pid in listeners:
             process = psutil.Process(pid)
-            if _name(process) == "api" and (parent := process.parent()) is not None:
+            if _name(process).partition(" ")[0] == "api" and (parent := process.parent()) is not None:
                 return parent.pid
     except psutil.Error:
         pass

@@ -102,7 +102,7 @@ def _notes(run: Run, found: Summary) -> list[str]:
     if found.goodput_per_s is not None:
         lines.append(f"{found.goodput_per_s:.2f} requests/s were within the limits of --goodput")
     if found.num_answered and not found.is_counted:
-        lines.append("the server does not return its usage: output tokens are the events of the streams")
+        lines.append("the server returns no usage: stream events are counted as output tokens")
     if found.num_other_lengths:
         lines.append(f"{found.num_other_lengths} outputs do not have the requested length")
     if found.num_other_prompts:
