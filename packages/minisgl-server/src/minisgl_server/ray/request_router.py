@@ -42,13 +42,13 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
 
         if pending_request is None:
             return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True  # or Serve would call this again without a pause
         if named := [
             each for each in candidate_replicas if each.replica_id.unique_id == pending_request.kwargs.get("replica_id")
         ]:
             return [named]
         if table is None or "request_id" not in pending_request.kwargs:
             return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
         able = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
         live = [each.unique_id for each in self.curr_replicas]
         chosen = table.choose(pending_request.kwargs["request_id"], list(able), live)
