@@ -621,7 +621,7 @@ class TiltedLayer(AttentionLayer):
     [
         (TiltedLayer(0, 0.1), r"TiltedLayer, whose fields \(tilt\) no backend knows"),
         (AttentionLayer(0, 0.1, soft_cap=5.0), "soft cap of 5, which is not in the config"),
-        (AttentionLayer(0, 0.1, sliding_window=3), "sliding window of 3 tokens, and the config"),
+        (AttentionLayer(0, 0.1, sliding_window=3), "sliding window of 3 tokens, which is not in the config"),
         (AttentionLayer(0, 0.1, sinks=torch.zeros(4)), "attention sinks, and the config has none"),
     ],
 )

@@ -69,7 +69,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str, list[type[AttentionBackend]]]] = {
     "window": ({"sliding_windows": (8,)}, "no sliding windows", BACKENDS),
     "soft cap": ({"soft_caps": (30.0,)}, "no soft cap", [FlashInferAttention, TritonAttention]),
     "sinks": ({"has_sinks": True}, "no attention sinks", [TritonAttention]),
-    "value head": ({"value_head_dim": 32}, "not 32", []),
+    "value head": ({"value_head_dim": 32}, "values of head dimension 32", []),
 }
 """Change of a spec, the reason against it, and the backends that support it."""
 
