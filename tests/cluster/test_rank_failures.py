@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryFile
 from typing import Any
 
 import httpx
@@ -19,51 +15,22 @@ import psutil
 import pytest
 import tiny_folder
 from hosts import Hosts
+from launched import DEADLINE_S, Launched
 from ray_node import RayNode
 
 pytest.importorskip("ray", reason="ray is not installed")
 
 NUM_REQUESTS = 4
-DEADLINE_S = 90.0
 
 
-class Launch:
-    """A ``minisgl launch`` on the first host, with a pipeline stage on each."""
+class Launch(Launched):
+    """A launch on the first host, with a pipeline stage on each."""
 
     def __init__(self, node: RayNode) -> None:
-        minisgl = [
-            *node.prefix,
-            sys.executable,
-            "-c",
-            "from minisgl_core.cli.main import main; main()",
-            "launch",
-            "--model",
-            tiny_folder.llama(),
-        ]
-        flags = (
-            "--executor ray --pp 2 --placement strict-spread --port 0 --platform cpu --dtype float32 --num-pages 20000"
-        )
-        environ = {**os.environ, "RAY_ADDRESS": node.head, "OMP_NUM_THREADS": "1"}
-        self.errors = TemporaryFile("w+")  # noqa: SIM115  # closed with the launch
-        self.process = subprocess.Popen(
-            [*minisgl, *flags.split(), "--host", node.address],
-            env=environ,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-        )
-        self.banner = ""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.banner += line
-            if line.startswith("curl "):
-                break
-        assert "Serving at" in self.banner, (self.process.wait(), self.stderr())
+        flags = "--pp 2 --placement strict-spread --num-pages 20000"
+        super().__init__(node, *flags.split(), "--host", node.address, "--model", tiny_folder.llama())
+        self.read_banner("curl ")
         self.url = re.search(r"Serving at (\S+)", self.banner)[1]  # type: ignore[index]
-
-    def stderr(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read()
 
     def stream(self, started: threading.Semaphore) -> list[str]:
         """Events of one long request."""
@@ -76,13 +43,6 @@ class Launch:
                         started.release()
                     events.append(line.removeprefix("data: "))
         return events
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait(DEADLINE_S)
-        self.process.stdout.close()  # type: ignore[union-attr]
-        self.errors.close()
 
 
 @pytest.fixture

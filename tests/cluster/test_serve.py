@@ -13,8 +13,9 @@ import httpx
 import psutil
 import pytest
 import tiny_folder
+from launched import DEADLINE_S
 from ray_node import RayNode
-from serve_launch import DEADLINE_S, Launch
+from serve_launch import Launch
 
 pytest.importorskip("ray", reason="ray is not installed")
 

@@ -238,7 +238,9 @@ class Int4Gemm:
         self._halves, self._words = 1 + weight.gated, scale_words(weight)
         weight.scales, weight.zeros = weight.scales.new_empty(0), None
         self._num_outputs = weight.num_outputs // self._halves
-        self._tilings = {rows: tiling or choose_tiling(rows, self._num_outputs, weight) for rows in (16, 32, MAX_ROWS)}
+        self._tilings = {
+            rows: tiling or choose_tiling(rows, self._num_outputs, weight) for rows in (16, 32, 64, 128, 256, 512, 1024)
+        }
         for rows, each in self._tilings.items():
             if each.splits > 1:
                 num_blocks = triton.cdiv(rows, each.rows) * triton.cdiv(self._num_outputs, each.cols)

@@ -224,9 +224,8 @@ class DecodeGraphs:
         graph, _ = self._platform.capture_graph(run, pool)
         io.restart()
         captured = _Captured(io, inputs, batch, attend, [graph], *results)
-        if (
-            on_host
-        ):  # a host graph lacks kernels that are called neither by torch nor by `cpu_graphs.call`, so check a replay
+        if on_host:
+            # The graph lacks kernels that neither torch nor `cpu_graphs.call` calls, so check a replay.
             first[1:3], first[4], batch.seq_lens_host[:] = 1, 2, 2
             self._platform.fill(inputs, first)
             self._attention.plan_replay(batch)

@@ -138,7 +138,7 @@ class PageManager:
     def share(self, request: Request) -> None:
         """Insert the request's computed pages into the cache.
 
-        This is skipped if the cache already holds more pages of the prefix than the request shares, because the request then has
+        This is skipped if the cache already holds more pages of the prefix than the request shares. The request then has
         duplicates of these pages. Two cases cause duplicates: the last page of a fully cached prompt is computed again, and so
         are all pages of a prompt whose log-probabilities are requested. `release` inserts the request's pages later.
         """

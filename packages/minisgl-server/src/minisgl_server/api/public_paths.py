@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+PROBED_PATHS = frozenset({"/health", "/ready", "/ping"})
+"""Paths that load balancers may poll, without an API key and under any host name."""
+
 
 class PublicPaths:
     """Set of paths that `ApiKeyMiddleware` lets pass; `app.state.public_paths` of the API server.
@@ -11,7 +14,7 @@ class PublicPaths:
     """
 
     def __init__(self) -> None:
-        self._paths = {"/health", "/ready", "/ping"}
+        self._paths = set(PROBED_PATHS)
         self._prefixes: tuple[str, ...] = ()
 
     def add(self, path: str) -> None:

@@ -119,12 +119,13 @@ class API:
         """Return the metrics of all engines that answer in time."""
 
         async def ask(replica_id: str) -> tuple[str, Families]:
-            answer: tuple[str, Families] = await self._engines.metrics.remote(replica_id=replica_id)
+            async with asyncio.timeout(METRICS_S):
+                answer: tuple[str, Families] = await self._engines.metrics.remote(replica_id=replica_id)
             return answer
 
         # Calls with the context of one HTTP request would have one id, by which Serve finds the call to route.
         asked = [asyncio.create_task(ask(each), context=Context()) for each in request_router.replica_ids]
-        answers = await asyncio.gather(*(asyncio.wait_for(each, METRICS_S) for each in asked), return_exceptions=True)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         return merge(sorted({each[0]: each[1] for each in answers if not isinstance(each, BaseException)}.items()))
 
     async def _take_requests(self) -> None:

@@ -43,10 +43,8 @@ class PolicyRequestRouter(RequestRouter):  # type: ignore[misc]  # Ray has no ty
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # or Serve would call this again without a pause
-        if named := [
-            each for each in candidate_replicas if each.replica_id.unique_id == pending_request.kwargs.get("replica_id")
-        ]:
-            return [named]
+        if (wanted := pending_request.kwargs.get("replica_id")) is not None:
+            return [[each for each in candidate_replicas if each.replica_id.unique_id == wanted] or candidate_replicas]
         if table is None or "request_id" not in pending_request.kwargs:
             return [candidate_replicas]
         able = {each.replica_id.unique_id: each for each in self.select_available_replicas(candidate_replicas)}
@@ -134,7 +132,8 @@ class RoutingTable:
     def lose(self, request_id: str) -> tuple[int, list[Submit]]:
         """Note that the engine of a request is lost, and return its number and its requests.
 
-        The number is -1 if no engine was chosen for the request, which is returned alone, or if the loss was noted before."""
+        The number is -1 if no engine was chosen for the request, which is returned alone, or if the loss was noted before.
+        """
         with self._lock:
             engine, number = self._routed.get(request_id, (None, -1))
             if engine is None:

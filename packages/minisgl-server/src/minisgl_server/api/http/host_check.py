@@ -8,9 +8,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl_server.api.errors import ApiError
+from minisgl_server.api.public_paths import PROBED_PATHS
 
-PROBED_PATHS = frozenset({"/health", "/ready", "/ping"})
-"""Paths that load balancers may poll under any host name."""
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 

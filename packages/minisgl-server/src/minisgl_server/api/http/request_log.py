@@ -13,13 +13,14 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_core.utils.logs import REQUEST_ID
+from minisgl_server.api.public_paths import PROBED_PATHS
 
 logger = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(rb"[!-~]{1,128}")
 """Ids that a client may choose: printable, as they are returned in a header and written to the log."""
 _KEY = "minisgl.access"
-_POLLED_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics", "/engine/state"})
+_POLLED_PATHS = PROBED_PATHS | {"/metrics", "/engine/state"}
 """Paths that programs or the page poll; logged at debug level."""
 
 
