@@ -127,6 +127,26 @@ def test_a_soft_cap_reaches_a_backend_that_has_it(tmp_path: Path) -> None:
     assert tuple(ids[len(prompt) :]) != tiny.greedy(prompt, 8), "the cap changes nothing"
 
 
+class ClaimsWiderValues(TorchAttention):
+    capabilities = replace(TorchAttention.capabilities, value_head_dim=True)
+
+
+class HasWiderValues(LlamaForCausalLM):
+    @classmethod
+    def unsupported(cls, config: ModelConfig) -> list[str]:
+        return []
+
+
+def test_values_of_another_head_dimension_are_refused(tmp_path: Path) -> None:
+    config = with_config(tmp_path, architectures=["Wider"], v_head_dim=16).with_flat(attn="wider", num_pages=50)
+    shipped = tiny.registry()
+    entries = [entry for kind in KINDS for entry in shipped.entries(kind)]
+    entries.append(Entry("attention", "wider", f"{__name__}:ClaimsWiderValues", "own", "1"))
+    registry = Registry([*entries, Entry("models", "Wider", f"{__name__}:HasWiderValues", "own", "1")])
+    with pytest.raises(ModelFormatError, match="stores keys and values of one head dimension"):
+        build_engine(config, registry, Hooks(), progress=False)
+
+
 class LaidOutTheOtherWay(TorchAttention):
     """A backend whose pool is laid out the other way."""
 

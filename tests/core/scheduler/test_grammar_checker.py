@@ -60,6 +60,16 @@ def test_close_ends_the_process() -> None:
     assert not process.is_running()
 
 
+def test_a_process_that_is_killed_is_not_called_slow() -> None:
+    checker = GrammarChecker("llguidance")
+    checker.check("regex", "a", "it")
+    psutil.Process(checker._process.pid).kill()
+    with pytest.raises(InvalidValueError, match="killed by SIGKILL"):
+        checker.check("regex", "a", "it")
+    assert checker.check("regex", "a", "it") > 0
+    checker.close()
+
+
 def test_it_ends_with_a_parent_that_is_killed() -> None:
     code = (
         "import time; from minisgl_core.scheduler.grammar_checker import GrammarChecker; checker = GrammarChecker('llguidance');"

@@ -69,7 +69,10 @@ class EngineFactory:
         self.longest = int(config.model.max_seq_len_override or 0)
         page_size, layers = int(config.cache.page_size), model.attention_layers()
         spec = attention_spec(config, shape, self.longest, page_size, ops.dtype, platform.device)
-        if reasons := check_layers(spec, layers):
+        reasons = check_layers(spec, layers)
+        if spec.value_head_dim not in (None, spec.head_dim):
+            reasons.append("the KV pool stores keys and values of one head dimension")
+        if reasons:
             raise ModelFormatError(f"the model {shape.architecture} is not supported: {'; '.join(reasons)}")
         group = KVGroup(len(layers), page_size, spec.num_kv_heads, spec.head_dim, spec.value_head_dim)
         layout = common_layout(config.backends.attn, registry)

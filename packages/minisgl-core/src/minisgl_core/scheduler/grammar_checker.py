@@ -143,8 +143,9 @@ class GrammarChecker:
             status = process.wait(1)
         except subprocess.TimeoutExpired:
             process.kill()
-            status = process.wait()
-        if status in (-signal.SIGPROF, -signal.SIGKILL):
+            process.wait()
+            status = -signal.SIGPROF
+        if status == -signal.SIGPROF:
             return f"compiled within {CPU_LIMIT_S:g} s of processor time"
         if status in (-signal.SIGABRT, -signal.SIGSEGV):
             return f"compiled within {MEMORY_LIMIT_BYTES // 1024**2} MiB of memory"

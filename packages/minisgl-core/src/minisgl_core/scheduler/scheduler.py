@@ -343,7 +343,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         for row in rows.tolist():
             if budget > 0:
-                budget -= self._add_chunk(self._running[row], budget, chunks)
+                request = self._running[row]
+                self.pages.attach_cached(request)
+                budget -= self._add_chunk(request, budget, chunks)
         if self._waiting and budget > unused and self.rows.num_free > 0:
             self._admit(budget, unused, chunks)
         return chunks
@@ -395,7 +397,6 @@ class Scheduler:
 
     def _add_chunk(self, request: Request, budget: int, chunks: list[Chunk]) -> int:
         """Plan the request's next chunk. Return how many tokens of the budget it uses."""
-        self.pages.attach_cached(request)
         num_new = min(request.length - request.num_computed, budget)
         end = request.num_computed + num_new
         if self.pages.missing_pages(request, end) > self.pages.num_available:
