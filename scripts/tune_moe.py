@@ -50,9 +50,10 @@ def calls(given: dict, gate_up: torch.Tensor, down: torch.Tensor, experts: int, 
     """The two products as functions."""
     blocks = sort_into_blocks(given["ids"], experts, block_size)
     top_k = given["ids"].shape[1]
+    unscaled = None, None, None  # scales, zero points and bias
     return [
-        lambda: gate_up_activation(given["x"], None, gate_up, None, None, given["hidden"], blocks, top_k, tiles),
-        lambda: weighted_down(given["hidden"], None, down, None, None, given["weights"], given["rows"], blocks, tiles),
+        lambda: gate_up_activation(given["x"], None, gate_up, *unscaled, given["hidden"], blocks, top_k, tiles),
+        lambda: weighted_down(given["hidden"], None, down, *unscaled, given["weights"], given["rows"], blocks, tiles),
     ]
 
 
