@@ -12,16 +12,26 @@ SHARED_BYTES = 232_448 - 1024
 """Dynamic shared memory of a thread block on Hopper, without its mbarriers."""
 
 
-def wgmma_source(rows: int) -> str:
-    """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs."""
+def wgmma_source(rows: int, *, from_registers: bool = False) -> str:
+    """Return the source that gemm_common.cuh includes as WGMMA: a wgmma of 64 rows of a, `rows` of b and 16 inputs.
+
+    With `from_registers`, the rows of a are in registers, ``const u32 (&a)[4]`` instead of a descriptor.
+    """
     count = rows // 2
     sums = ", ".join(f"%{i}" for i in range(count))
     outputs = ", ".join(f'"+f"(sums[{i}])' for i in range(count))
+    if from_registers:
+        parameter, values, transposes = "const u32 (&a)[4]", ", ".join(f'"r"(a[{i}])' for i in range(4)), "0"
+        operand, next_operand = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}", count + 4
+    else:
+        parameter, values, transposes = "u64 a", '"l"(a)', "0, 0"
+        operand, next_operand = f"%{count}", count + 1
+    instruction = f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16"
     return (
-        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], u64 a, u64 b, int keep) {{\n"
-        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"\n'
-        f'    " wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{sums}}}, %{count}, %{count + 1}, p, 1, 1, 0, 0; }}"\n'
-        f'    : {outputs} : "l"(a), "l"(b), "r"(keep));\n}}'
+        f"__device__ __forceinline__ void wgmma(float (&sums)[{count}], {parameter}, u64 b, int keep) {{\n"
+        f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{next_operand + 1}, 0;"\n'
+        f'    " {instruction} {{{sums}}}, {operand}, %{next_operand}, p, 1, 1, {transposes}; }}"\n'
+        f'    : {outputs} : {values}, "l"(b), "r"(keep));\n}}'
     )
 
 

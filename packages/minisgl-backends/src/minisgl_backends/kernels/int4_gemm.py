@@ -16,47 +16,19 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from minisgl_backends.cuda import int4_gemm as hopper_int4_gemm
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS as HOPPER_MAX_ROWS
+from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
-from minisgl_backends.kernels.fp8 import INTERPRETED
-from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
+from minisgl_backends.kernels.int4_dequantize import dequantize
+from minisgl_backends.kernels.int4_stages import dequantize_stages, pack_stages
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight
 
-_SHIFTS = tl.constexpr(("0", "4", "8", "12"))
 _PANEL = 1 << 25
 """Weights that are dequantized at once for many rows."""
-
-
-@triton.jit
-def _dequantize(codes, words, PART: tl.constexpr, dtype: tl.constexpr):
-    """Return ``(code - zero) * scale`` of the codes in bits 4 * PART to 4 * PART + 3, in `dtype`; see `scale_words`.
-
-    A code in the last bits of a 16-bit float's mantissa is 128 + code in bfloat16, and 1024 + code in float16. Two codes are
-    converted by four instructions. GPUs before Hopper have only the fused multiply-add in bfloat16.
-    """
-    scale = words.to(tl.int16).to(dtype, bitcast=True)[:, None]
-    offset = (words >> 16).to(tl.int16).to(dtype, bitcast=True)[:, None]
-    if INTERPRETED:
-        code = ((codes.to(tl.int32) >> (4 * PART)) & 15).to(tl.float32)
-        code += offset.to(tl.float32) + (128.0 if dtype == tl.bfloat16 else 1024.0)
-        out = (code * scale.to(tl.float32)).to(dtype)
-    elif dtype == tl.bfloat16:
-        out = tl.inline_asm_elementwise(
-            "{ .reg .b32 t, one, nil; mov.b32 one, 0x3F803F80; mov.b32 nil, 0x80008000; shr.b32 t, $1, "
-            + _SHIFTS[PART]
-            + "; lop3.b32 t, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 t, t, one, $3;"
-            " fma.rn.bf16x2 $0, t, $2, nil; }",
-            "=r,r,r,r", [codes, scale, offset], dtype=tl.bfloat16, is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
-        out = tl.inline_asm_elementwise(
-            "{ .reg .b32 t; shr.b32 t, $1, "
-            + _SHIFTS[PART]
-            + "; lop3.b32 t, t, 0x000F000F, 0x64006400, 0xEA; add.rn.f16x2 t, t, $3; mul.rn.f16x2 $0, t, $2; }",
-            "=r,r,r,r", [codes, scale, offset], dtype=tl.float16, is_pure=True, pack=2,
-        )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -95,9 +67,9 @@ def _int4_gemm(
             if not EVEN:
                 mask = mask & (part + depth < K)[:, None]
             inputs = tl.load(rows + part, mask=mask, other=0.0)
-            total = add_dot(total, _dequantize(packed, word, i, dtype), inputs, WIDEN)
+            total = add_dot(total, dequantize(packed, word, i, dtype), inputs, WIDEN)
             if GATED:
-                gated = add_dot(gated, _dequantize(packed2, word2, i, dtype), inputs, WIDEN)
+                gated = add_dot(gated, dequantize(packed2, word2, i, dtype), inputs, WIDEN)
     to = row[None, :].to(tl.int64) * N + col[:, None]
     mask = row_mask[None, :] & col_mask[:, None]
     if SPLITS > 1:
@@ -137,7 +109,7 @@ def _dequantize_tile(codes, words, out, K, chunks, words_stride, SUB: tl.constex
         part = chunk * 4 * SUB + i * SUB
         word = tl.load(words + part // BLOCK * words_stride + tile * 64 + line)
         to = (tile.to(tl.int64) * 64 + line)[:, None] * K + part + depth[None, :]
-        tl.store(out + to, _dequantize(packed, word, i, out.dtype.element_ty), mask=(part + depth < K)[None, :])
+        tl.store(out + to, dequantize(packed, word, i, out.dtype.element_ty), mask=(part + depth < K)[None, :])
 
 
 def scale_words(weight: Int4Weight) -> torch.Tensor:
@@ -172,7 +144,7 @@ class Int4Tiling:
 
 
 MAX_ROWS = 64
-"""Rows up to which the fused kernel is used.
+"""Rows up to which the Triton kernel is used.
 
 For 256 rows and the weights of Qwen3-14B on an H200, the fused kernel's first tiling took 31 ms. cuBLAS took 10 ms in bfloat16.
 Dequantizing panels adds the time to write the weights.
@@ -224,6 +196,7 @@ class Int4Gemm:
         *,
         overlap: bool = False,
         tiling: Int4Tiling | None = None,
+        hopper: StreamKWorkspace | None = None,
     ) -> None:
         """Prepare a weight.
 
@@ -233,18 +206,32 @@ class Int4Gemm:
             workspace: shared by the GEMMs of a model.
             overlap: launch with PDL, see `dependent_launch`.
             tiling: tiling for any number of rows; None to choose one.
+            hopper: workspace of the kernel in CUDA C++, which replaces the Triton kernel for weights that it supports.
         """
         self._weight, self._bias, self._workspace, self._overlap = weight, bias, workspace, overlap
         self._halves, self._words = 1 + weight.gated, scale_words(weight)
-        weight.scales, weight.zeros = weight.scales.new_empty(0), None
         self._num_outputs = weight.num_outputs // self._halves
+        self._num_tiles, self._num_chunks, _, self._sub = weight.codes.shape
+        self._small_m, self._max_rows = self._fused, MAX_ROWS
+        self._stages: torch.Tensor | None = None
+        if hopper is not None and hopper_int4_gemm.fits(weight):
+            self._stages = pack_stages(weight, self._words)
+            self._small_m = hopper_int4_gemm.HopperInt4Gemm(weight, self._stages, bias, hopper)
+            self._max_rows = HOPPER_MAX_ROWS
+            weight.codes, self._words = weight.codes.new_empty(0), self._words.new_empty(0)
+        else:
+            self._choose_tilings(tiling)
+        weight.scales, weight.zeros = weight.scales.new_empty(0), None
+
+    def _choose_tilings(self, tiling: Int4Tiling | None) -> None:
         self._tilings = {
-            rows: tiling or choose_tiling(rows, self._num_outputs, weight) for rows in (16, 32, 64, 128, 256, 512, 1024)
+            rows: tiling or choose_tiling(rows, self._num_outputs, self._weight)
+            for rows in (16, 32, 64, 128, 256, 512, 1024)
         }
         for rows, each in self._tilings.items():
             if each.splits > 1:
                 num_blocks = triton.cdiv(rows, each.rows) * triton.cdiv(self._num_outputs, each.cols)
-                workspace.reserve(each.splits * self._halves * rows * self._num_outputs, num_blocks)
+                self._workspace.reserve(each.splits * self._halves * rows * self._num_outputs, num_blocks)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., N] from x [..., in]."""
@@ -253,41 +240,47 @@ class Int4Gemm:
             return out.view(*x.shape[:-1], out.shape[-1])
         if self._weight.order is not None:
             x = x.index_select(1, self._weight.order)
-        return self._fused(x) if len(x) <= MAX_ROWS else self._dequantize_and_matmul(x)
+        return self._small_m(x) if len(x) <= self._max_rows else self._dequantize_and_matmul(x)
 
     def _fused(self, x: torch.Tensor) -> torch.Tensor:
         weight, size, workspace = self._weight, self._num_outputs, self._workspace
         tiling = self._tilings[next(rows for rows in self._tilings if len(x) <= rows)]
-        tiles, chunks, _, sub = weight.codes.shape
         out = torch.empty(len(x), size, dtype=x.dtype, device=x.device)
         if not len(x):
             return out
         grid = triton.cdiv(size, tiling.cols), tiling.splits, triton.cdiv(len(x), tiling.rows)
         _int4_gemm[grid](
             x, weight.codes, self._words, out if self._bias is None else self._bias, out, workspace.parts,
-            workspace.arrived, len(x), size, weight.num_inputs, tiles // self._halves * 64, chunks, self._words.stride(0),
-            x.stride(0), COLS=tiling.cols, ROWS=tiling.rows, SUB=sub, BLOCK=weight.block, SPLITS=tiling.splits,
-            HAS_BIAS=self._bias is not None, GATED=weight.gated, EVEN=weight.num_inputs == chunks * 4 * sub,
-            WIDEN=not x.is_cuda, num_warps=tiling.warps, num_stages=tiling.stages, **launch_options(self._overlap),
+            workspace.arrived, len(x), size, weight.num_inputs, self._num_tiles // self._halves * 64, self._num_chunks,
+            self._words.stride(0), x.stride(0), COLS=tiling.cols, ROWS=tiling.rows, SUB=self._sub, BLOCK=weight.block,
+            SPLITS=tiling.splits, HAS_BIAS=self._bias is not None, GATED=weight.gated,
+            EVEN=weight.num_inputs == self._num_chunks * 4 * self._sub, WIDEN=not x.is_cuda, num_warps=tiling.warps,
+            num_stages=tiling.stages, **launch_options(self._overlap),
         )  # fmt: skip
         return out
 
     def _dequantize_and_matmul(self, x: torch.Tensor) -> torch.Tensor:
         """Dequantize panels of the weight to the model's dtype, and multiply by them."""
-        weight = self._weight
-        tiles, chunks, _, sub = weight.codes.shape
+        weight, tiles = self._weight, self._num_tiles
         x = x[:, : weight.num_inputs]
-        step = max(1, _PANEL // (64 * chunks * 4 * sub))
-        panel = torch.empty(min(step, tiles) * 64, weight.num_inputs, dtype=x.dtype, device=x.device)
-        stored = torch.empty(len(x), tiles * 64, dtype=x.dtype, device=x.device)
+        step = max(1, _PANEL // (TILE * weight.num_inputs))
+        panel = torch.empty(min(step, tiles) * TILE, weight.num_inputs, dtype=x.dtype, device=x.device)
+        stored = torch.empty(len(x), tiles * TILE, dtype=x.dtype, device=x.device)
         for start in range(0, tiles, step):
-            count = min(step, tiles - start)
-            _dequantize_tile[(count, chunks)](
-                weight.codes[start:], self._words[:, start * 64 :], panel, weight.num_inputs, chunks,
-                self._words.stride(0), SUB=sub, BLOCK=weight.block, num_warps=4,
-            )  # fmt: skip
-            rows = slice(start * 64, (start + count) * 64)
-            stored[:, rows] = F.linear(x, panel[: count * 64])
+            rows = panel[: min(step, tiles - start) * TILE]
+            self._dequantize_tiles(start, rows)
+            stored[:, start * TILE : start * TILE + len(rows)] = F.linear(x, rows)
         out = weight.outputs(stored)
         out = out if self._bias is None else out + self._bias
         return silu_and_mul(out) if weight.gated else out
+
+    def _dequantize_tiles(self, start: int, out: torch.Tensor) -> None:
+        """Dequantize the tiles from `start` on to `out`, [tiles * 64, K]."""
+        weight = self._weight
+        if self._stages is not None:
+            dequantize_stages(self._stages, start, out, gated=weight.gated)
+            return
+        _dequantize_tile[(len(out) // TILE, self._num_chunks)](
+            weight.codes[start:], self._words[:, start * TILE :], out, weight.num_inputs, self._num_chunks,
+            self._words.stride(0), SUB=self._sub, BLOCK=weight.block, num_warps=4,
+        )  # fmt: skip

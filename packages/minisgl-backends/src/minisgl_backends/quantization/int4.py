@@ -37,7 +37,8 @@ _CHUNK = 1 << 22
 class Int4(Quantization):
     """Loads AWQ, GPTQ and compressed-tensors checkpoints packed, and quantizes 16-bit ones after loading (round to nearest).
 
-    On a GPU, Triton kernels dequantize in registers. Otherwise each GEMM dequantizes panels of its weight.
+    On a GPU, kernels dequantize in registers: CUDA C++ on Hopper, Triton otherwise. On a CPU, each GEMM dequantizes panels of its
+    weight.
     """
 
     @classmethod
@@ -64,11 +65,13 @@ class Int4(Quantization):
         super().__init__(spec, ops)
         self._prepare: Prepare = torch_int4_linear
         if spec.device.type == "cuda":
+            from minisgl_backends.cuda.requirements import hopper_missing
+            from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
             from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Workspace
 
-            workspace = Int4Workspace(spec.device)
             overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-            self._prepare = partial(Int4Gemm, workspace=workspace, overlap=overlap)
+            hopper = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
+            self._prepare = partial(Int4Gemm, workspace=Int4Workspace(spec.device), overlap=overlap, hopper=hopper)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.

@@ -1,0 +1,221 @@
+// Small-M GEMM for Hopper with 4-bit weights (W4A16): out = x @ weight.T + bias, for decodes of up to 256 requests.
+//
+// The design is that of small_m_gemm.cu: a producer warp fills a ring of stages, two consumer warpgroups multiply, and K is split
+// by clusters or Stream-K. The difference is operand A of wgmma, the weights. A stage has the packed codes of 128 inputs. Each
+// warpgroup loads those of its 64 outputs into registers, dequantizes them there, and multiplies from registers. While the tensor
+// cores multiply one half of a stage, the other half is dequantized, as in Marlin (arXiv 2408.11743).
+//
+// A stage's codes and scales are contiguous in memory (`pack_stages` in kernels/int4_stages.py), so that the producer, which is a
+// single warp, copies them with one instruction. The codes are in the order of wgmma's fragments of A, so that a thread loads its
+// codes of half a stage with one instruction. Word j of them holds the fragment's register j for four steps of 16 inputs: bits
+// 4 * i to 4 * i + 3 of the low and of the high half are two neighbouring inputs of step i.
+//
+// PDL: codes and scales are prefetched before the previous kernel has ended, everything else is read after that.
+//
+// In a cluster of ROW_PARTS * CLUSTER thread blocks, ROW_PARTS consecutive ones have the same tile and share its codes by multicast.
+// The CLUSTER thread blocks with the same rows of x share these.
+//
+// Macros: ROWS (up to 128, for registers), CLUSTER (1, 2 or 4), SPLITS (1: Stream-K), ROW_PARTS (1 or 2), STAGES, GATED and HAS_BIAS
+// as in small_m_gemm.cu; SCALES (scales per output and stage) and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).
+
+#define OUTPUTS 128
+#include "gemm_common.cuh"
+
+constexpr int GROUPS_AT_ONCE = 4;
+#include "small_m_epilogue.cuh"
+
+constexpr int INPUTS = 128;                          // per stage: two boxes of x, whose rows have 128 bytes each
+constexpr int CODE_BYTES = 64 * INPUTS / 2;          // of a warpgroup's 64 outputs
+constexpr int SCALE_BYTES = 64 * 4;                  // of 64 outputs, for inputs that share a scale
+constexpr int PACKED_BYTES = CODE_BYTES + SCALES * SCALE_BYTES;
+constexpr int BOX_BYTES = ROWS * 128;
+constexpr int STAGE_BYTES = 2 * BOX_BYTES + (2 * PACKED_BYTES + 1023) / 1024 * 1024;
+constexpr int FETCHED_ROWS = CLUSTER == 4 ? (ROWS / 2 + 7) / 8 * 8 : ROWS;  // of a box, by one thread block; two of them may overlap
+constexpr int STAGE_TX_BYTES = 2 * PACKED_BYTES + (CLUSTER == 4 ? 4 : 2) * FETCHED_ROWS * 128;
+
+// These are executed by all threads of a warp, and take effect in the one with `leader`: so the addresses stay in uniform registers.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes, u32 leader) {
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %2, 0; @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1; }" ::"r"(barrier), "r"(bytes), "r"(leader) : "memory");
+}
+// Copy weights, which are read once, to the thread blocks of a mask.
+__device__ __forceinline__ void copy_weights(u32 to, const void* from, u32 bytes, u32 barrier, short blocks, u32 leader) {
+    if (ROW_PARTS == 1)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %5, 0; @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4; }"
+                     ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(EVICT_FIRST), "r"(leader) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0; @p cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint [%0], [%1], %2, [%3], %4, %5; }"
+                     ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "h"(blocks), "l"(EVICT_FIRST), "r"(leader) : "memory");
+}
+// Fetch a box of x, which all thread blocks read.
+__device__ __forceinline__ void fetch_box(u32 to, const TensorMap* map, int column, int row, u32 barrier, short blocks, u32 leader) {
+    if (CLUSTER == 1)
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %6, 0; @p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+                     " [%0], [%1, {%2, %3}], [%4], %5; }"
+                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(EVICT_LAST), "r"(leader) : "memory");
+    else
+        asm volatile("{ .reg .pred p; setp.ne.b32 p, %7, 0; @p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint"
+                     " [%0], [%1, {%2, %3}], [%4], %5, %6; }"
+                     ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks), "l"(EVICT_LAST), "r"(leader) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared(u32 at) {
+    uint4 words;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "r"(at) : "memory");
+    return words;
+}
+// A scale, and -(128 + zero point), each twice.
+struct Scale { u32 factor, offset; };
+__device__ __forceinline__ Scale load_scale(u32 at) {
+    u32 word;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(at) : "memory");
+    return Scale{__byte_perm(word, word, 0x1010), __byte_perm(word, word, 0x3232)};
+}
+// Return (code - zero point) * scale of the two codes at bits 4 * step of the halves of `word`, in bfloat16. A code in the last
+// mantissa bits of 128 is 128 + code, so the sum with the offset is exact.
+__device__ __forceinline__ u32 dequantize(u32 word, int step, const Scale& scale) {
+    u32 both;
+    asm("lop3.b32 %0, %1, 0x000F000F, 0x43004300, 0xEA;" : "=r"(both) : "r"(word >> 4 * step));
+    asm("add.rn.bf16x2 %0, %0, %1;" : "+r"(both) : "r"(scale.offset));
+    asm("mul.rn.bf16x2 %0, %0, %1;" : "+r"(both) : "r"(scale.factor));
+    return both;
+}
+
+// weights: [blocks of 2 * 64 outputs, depth, 2, PACKED_BYTES], with 64 gate and 64 up outputs per block if GATED; x: [M, K]; out: [M, N];
+// bias: one value per output. partials, arrived and thread blocks: as in small_m_gemm.cu.
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
+int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out, const bf16* __restrict__ bias,
+          float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_blocks, int depth) {
+    extern __shared__ char memory[];
+    __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
+    const u32 ring = (shared_address(memory) + 1023) & ~1023u, staging = ring + STAGES * STAGE_BYTES;
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES, reduce_barrier = empty + 8 * STAGES;
+    const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
+    u32 rank = 0;
+    if (SHARING_BLOCKS * SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const int cluster = blockIdx.x / (SHARING_BLOCKS * SPLITS), num_clusters = gridDim.x / (SHARING_BLOCKS * SPLITS);
+    const u32 sharing_rank = SHARING_BLOCKS > 1 ? rank % SHARING_BLOCKS : 0, split = rank / SHARING_BLOCKS, first_sharing_rank = rank - sharing_rank;
+    const int row_part = ROW_PARTS > 1 ? sharing_rank % ROW_PARTS : 0, tile_part = CLUSTER > 1 ? sharing_rank / ROW_PARTS : 0, first_row = row_part * ROWS;
+    const int total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * depth;
+    int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
+    if (SPLITS > 1) {
+        begin = cluster * depth + depth * split / SPLITS;
+        end = cluster * depth + depth * (split + 1) / SPLITS;
+    }
+    auto column_of = [&](int tile) { return (tile * CLUSTER + tile_part) * COLUMNS; };
+
+    if (thread == CONSUMERS) prefetch_map(&x_map);
+    if (thread == 0) {
+        for (int s = 0; s < STAGES; s++) {
+            barrier_init(full + 8 * s, 1);
+            barrier_init(empty + 8 * s, CONSUMERS / 32 * SHARING_BLOCKS);
+        }
+        barrier_init(reduce_barrier, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        if (SPLITS > 1) barrier_expect(reduce_barrier, SPLITS * (first_row_group(split + 1) - first_row_group(split)) * CONSUMERS * 16);
+    }
+    __syncthreads();
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+
+    if (warp == CONSUMERS / 32) {
+        const u32 leader = lane == 0;
+        short x_mask = 0;
+        for (int i = 0; i < CLUSTER; i++) x_mask |= 1 << (first_sharing_rank + i * ROW_PARTS + row_part);
+        const short weight_mask = ((1 << ROW_PARTS) - 1) << (first_sharing_rank + tile_part * ROW_PARTS);
+        auto fetch_weights = [&](int tile, int k, int s) {
+            const u32 barrier = full + 8 * s;
+            // With ROW_PARTS == 2, each thread block copies the weights of one warpgroup. Past the last tile, the result is not stored.
+            const long long block = min(tile * CLUSTER + tile_part, num_blocks - 1);
+            const int offset = row_part * PACKED_BYTES;
+            expect(barrier, STAGE_TX_BYTES, leader);
+            copy_weights(ring + s * STAGE_BYTES + 2 * BOX_BYTES + offset, weights + (block * depth + k) * 2 * PACKED_BYTES + offset,
+                         2 * PACKED_BYTES / ROW_PARTS, barrier, weight_mask, leader);
+        };
+        auto fetch_x = [&](int k, int s) {
+            const u32 to = ring + s * STAGE_BYTES, barrier = full + 8 * s;
+            if (CLUSTER == 1) {
+                fetch_box(to, &x_map, k * INPUTS, first_row, barrier, 0, leader);
+                fetch_box(to + BOX_BYTES, &x_map, k * INPUTS + 64, first_row, barrier, 0, leader);
+            } else {
+                const int box = tile_part % 2, row = tile_part / 2 * (ROWS - FETCHED_ROWS);
+                fetch_box(to + box * BOX_BYTES + row * 128, &x_map, k * INPUTS + box * 64, first_row + row, barrier, x_mask, leader);
+            }
+        };
+        const int ahead = min(STAGES, end - begin);
+        int tile = begin / depth, k = begin % depth, x_k = k;
+        if (ROW_PARTS > 1) cluster_sync();  // the other blocks' barriers are initialized
+        for (int s = 0; s < ahead; s++) {
+            fetch_weights(tile, k, s);
+            if (++k == depth) { k = 0; tile++; }
+        }
+        if (CLUSTER > 1 && ROW_PARTS == 1) cluster_sync();
+        previous_kernel_wait();
+        for (int s = 0; s < ahead; s++) {
+            fetch_x(x_k, s);
+            if (++x_k == depth) x_k = 0;
+        }
+        int s = 0, parity = 0;
+        for (int step = begin + ahead; step < end; step++) {
+            barrier_wait(empty + 8 * s, parity);
+            fetch_weights(tile, k, s);
+            fetch_x(k, s);
+            if (++k == depth) { k = 0; tile++; }
+            if (++s == STAGES) { s = 0; parity ^= 1; }
+        }
+        __syncwarp();
+        if (SPLITS > 1) cluster_sync();  // matches the one in reduce_and_store
+    } else {
+        if (SHARING_BLOCKS > 1) cluster_sync();
+        const int warpgroup = warp >> 2;
+        const u32 own_weights = ring + 2 * BOX_BYTES + warpgroup * PACKED_BYTES;
+        const u32 own_codes = own_weights + (thread & 127) * 16, own_scales = own_weights + CODE_BYTES + ((warp & 3) * 16 + lane / 4) * 4;
+        int s = 0, parity = 0, released = begin;
+        auto release_last = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
+            const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
+            if (released++ < end - STAGES && lane < SHARING_BLOCKS) SHARING_BLOCKS == 1 ? barrier_arrive(last) : barrier_arrive(last, first_sharing_rank + lane);
+        };
+        float sums[SUMS];
+        u32 fragments[2][4][4];  // A of the halves of a stage: wgmma may still read one while the other is written
+        for (int step = begin; step < end;) {
+            const int tile = step / depth, first = step % depth, last = min(depth, first + end - step);
+            step += last - first;
+            for (int k = first; k < last; k++) {
+                barrier_wait(full + 8 * s, parity);
+                const u32 x_at = ring + s * STAGE_BYTES;
+                Scale scales[2];  // of the thread's rows of A: r and r + 8
+                #pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const uint4 packed = load_shared(own_codes + s * STAGE_BYTES + half * CODE_BYTES / 2);
+                    u32 (&a)[4][4] = fragments[half];
+                    #pragma unroll
+                    for (int step = 0; step < 4; step++) {
+                        const int scale = step * SCALES / 4;
+                        if (half == 0 && step == 0 || scale != (step + 3) % 4 * SCALES / 4)
+                            for (int row = 0; row < 2; row++) scales[row] = load_scale(own_scales + s * STAGE_BYTES + scale * SCALE_BYTES + row * 8 * 4);
+                        a[step][0] = dequantize(packed.x, step, scales[0]);
+                        a[step][1] = dequantize(packed.y, step, scales[1]);
+                        a[step][2] = dequantize(packed.z, step, scales[0]);
+                        a[step][3] = dequantize(packed.w, step, scales[1]);
+                    }
+                    #pragma unroll
+                    for (int i = 0; i < SUMS; i++) asm volatile("" : "+f"(sums[i])::"memory");
+                    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+                    #pragma unroll
+                    for (int step = 0; step < 4; step++)  // inputs 32 * step + 16 * half
+                        wgmma(sums, a[step], descriptor(x_at + step / 2 * BOX_BYTES) + 2 * (step % 2 * 2 + half), k > first || half > 0 || step > 0);
+                    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+                    wgmma_wait<1>();
+                    if (half == 0 && k > first) release_last();  // its wgmmas have completed
+                }
+                if (++s == STAGES) { s = 0; parity ^= 1; }
+            }
+            wgmma_wait_all(sums);
+            release_last();
+            previous_kernel_wait();
+            if (SPLITS > 1) {
+                reduce_and_store(sums, ring, reduce_barrier, out, bias, first_row, column_of(tile), split, row_part, M, N);
+                break;
+            }
+#include "finish_tile.cuh"
+        }
+    }
+    if (SHARING_BLOCKS > 1 && SPLITS == 1) cluster_sync();  // no block exits before its multicast loads have arrived in the others
+}

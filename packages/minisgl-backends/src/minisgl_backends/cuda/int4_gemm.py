@@ -1,0 +1,189 @@
+"""Variants and launch of int4_gemm.cu, a small-M GEMM with 4-bit weights for Hopper.
+
+Shape legend: M rows of x, N outputs, K inputs; T tiles and C chunks as `minisgl_backends.kernels.int4_weight` describes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from minisgl_backends.cuda.compiler import compile_async, program
+from minisgl_backends.cuda.driver import Kernel, TensorMap
+from minisgl_backends.cuda.gemm_common import SHARED_BYTES, THREADS, wgmma_source
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
+from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
+from minisgl_backends.kernels import int4_stages
+from minisgl_backends.kernels.int4_stages import CODE_BYTES, INPUTS
+from minisgl_backends.kernels.int4_weight import TILE, Int4Weight
+
+ROW_SIZES = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_ROWS)
+"""Numbers of rows with a kernel of their own; other numbers of rows are padded."""
+_OUTPUTS = 2 * TILE
+_MAX_BLOCK_ROWS = 128
+"""Rows per thread block whose sums and dequantized weights fit into registers."""
+_MAX_STAGES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """Compile-time parameters of int4_gemm.cu.
+
+    Attributes:
+        rows: largest number of rows of x.
+        cluster: see `GemmTiling`.
+        splits: likewise.
+        row_parts: likewise.
+        scales: scales per output and stage, 1, 2 or 4.
+        gated: fuse the gated MLP's activation.
+        has_bias: add a bias.
+    """
+
+    rows: int
+    cluster: int
+    splits: int
+    row_parts: int
+    scales: int
+    gated: bool
+    has_bias: bool
+
+    @property
+    def block_rows(self) -> int:
+        """Return the rows per thread block."""
+        return self.rows // self.row_parts
+
+    @property
+    def box_rows(self) -> int:
+        """Return the rows of a box of x, FETCHED_ROWS of int4_gemm.cu."""
+        return -(-self.block_rows // 16) * 8 if self.cluster == 4 else self.block_rows
+
+    @property
+    def cluster_blocks(self) -> int:
+        """Return the thread blocks per cluster."""
+        return self.cluster * self.splits * self.row_parts
+
+    @property
+    def stages(self) -> int:
+        """Return the pipeline stages: as many as fit into shared memory."""
+        packed = -(-2 * (CODE_BYTES + self.scales * TILE * 4) // 1024) * 1024
+        stage = self.block_rows * INPUTS * 2 + packed
+        staged = 32 * (2 * _OUTPUTS + 16)
+        return int(min(_MAX_STAGES, (SHARED_BYTES - 1024 - staged) // stage))
+
+    def source(self) -> str:
+        """Return the program's source."""
+        macros = {
+            "ROWS": self.block_rows,
+            "CLUSTER": self.cluster,
+            "SPLITS": self.splits,
+            "ROW_PARTS": self.row_parts,
+            "STAGES": self.stages,
+            "SCALES": self.scales,
+            "GATED": int(self.gated),
+            "HAS_BIAS": int(self.has_bias),
+        }
+        return program("int4_gemm.cu", macros).replace(
+            "#include WGMMA", wgmma_source(self.block_rows, from_registers=True)
+        )
+
+
+def choose_tiling(num_rows: int, num_blocks: int, num_sms: int) -> GemmTiling:
+    """Return the tiling of a GEMM: Stream-K, which was faster on an H200 than a split of K over a cluster.
+
+    Args:
+        num_rows: M.
+        num_blocks: blocks of 128 outputs, or of 64 gate and 64 up outputs of a gated MLP.
+        num_sms: SMs of the device.
+    """
+    if num_rows <= _MAX_BLOCK_ROWS:
+        return GemmTiling(_OUTPUTS, cluster=2)
+    return GemmTiling(_OUTPUTS, cluster=1 if num_blocks >= num_sms else 4, row_parts=2)
+
+
+@cache
+def _cubin(variant: Variant) -> Future[bytes]:
+    return compile_async(variant.source())
+
+
+@cache
+def _kernel(variant: Variant, device: torch.device) -> tuple[Kernel, int]:
+    """Return the kernel and the number of thread blocks that the device holds."""
+    with torch.cuda.device(device):
+        cubin = _cubin(variant).result()
+        sizes = {"shared_bytes": SHARED_BYTES, "cluster": variant.cluster_blocks}
+        kernel = Kernel(cubin, "int4_gemm", num_threads=THREADS, **sizes)
+        return kernel, kernel.max_resident_blocks()
+
+
+class HopperInt4Gemm:
+    """``x @ weight.T + bias`` of few rows; for a gated MLP, ``silu(gate) * up`` of the result's halves.
+
+    Weights have the values that `Int4Weight.dequantize` returns. Results are rounded where torch rounds.
+    """
+
+    def __init__(
+        self,
+        weight: Int4Weight,
+        stages: torch.Tensor,
+        bias: torch.Tensor | None,
+        workspace: StreamKWorkspace,
+        *,
+        choose: Callable[[int, int, int], GemmTiling] = choose_tiling,
+    ) -> None:
+        """Prepare a weight that `fits`, and start compiling.
+
+        Args:
+            weight: the weight, whose codes and scales are not read.
+            stages: the weight's codes and scales, packed by `pack_stages`.
+            bias: one value per output, or None.
+            workspace: the CUDA stream's workspace.
+            choose: selects the tiling, with the arguments of `choose_tiling`.
+        """
+        self._weight, self._stages, self._bias, self._workspace = weight, stages, bias, workspace
+        self._num_outputs = weight.num_outputs // (1 + weight.gated)
+        self._num_blocks, self._num_chunks, _, size = stages.shape
+        num_sms = torch.cuda.get_device_properties(stages.device).multi_processor_count
+        self._variants: dict[int, Variant] = {}
+        for rows in ROW_SIZES:
+            tiling = choose(rows, self._num_blocks, num_sms)
+            scales = (size - CODE_BYTES) // (4 * TILE)
+            shape = tiling.cluster, tiling.splits, tiling.row_parts, scales
+            self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
+            _cubin(self._variants[rows])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [M, N] from x, [M, K or more], with M up to MAX_ROWS."""
+        if not len(x):
+            return x.new_empty(0, self._num_outputs)
+        x = x[:, : self._weight.num_inputs]
+        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA cannot load it
+            x = x.contiguous()
+        variant = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
+        kernel, max_blocks = _kernel(variant, x.device)
+        tiles, group = -(-self._num_blocks // variant.cluster), variant.cluster_blocks
+        if variant.splits > 1:
+            num_blocks = tiles * group
+        else:
+            num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
+        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
+        x_map = TensorMap(x, (variant.box_rows, 64))
+        bias = out if self._bias is None else self._bias
+        workspace = self._workspace.parts, self._workspace.arrived
+        sizes = len(x), self._num_outputs, self._num_blocks, self._num_chunks
+        kernel.launch(num_blocks, (self._stages, x_map, out, bias, *workspace, *sizes))
+        return out
+
+
+def fits(weight: Int4Weight) -> bool:
+    """Return True if `HopperInt4Gemm` supports this weight."""
+    return (
+        weight.codes.is_cuda
+        and weight.scales.dtype == torch.bfloat16
+        and int4_stages.supports(weight)
+        and weight.num_outputs % (8 * (1 + weight.gated)) == 0
+        and weight.num_inputs % 8 == 0
+    )
