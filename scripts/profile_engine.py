@@ -33,7 +33,7 @@ KINDS = {
     "GEMM": r"gemm|cutlass|nvjet|cublas|sm90_xmma|splitK|wgmma",
     "norm": r"rms_norm",
     "rotary, store": r"rotary|store_kv",
-    "activation": r"silu",
+    "activation": r"_activation_and_mul|silu|gelu",
     "sampling": r"^_reduce|^_find|argmax|softmax|log_softmax",
     "copies": r"Memcpy|Memset|memcpy|memset",
 }

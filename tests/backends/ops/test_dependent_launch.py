@@ -21,7 +21,7 @@ import json
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels.activation import _silu_and_mul
+from minisgl_backends.kernels.activation import _activation_and_mul
 from minisgl_backends.kernels.norm import _add_rms_norm, _rms_norm
 from minisgl_backends.kernels.one_shot_all_reduce import _all_reduce_add_norm, _one_shot_all_reduce, _two_shot_all_reduce
 from minisgl_backends.kernels.rotary import _rotary
@@ -42,7 +42,9 @@ compiled("rms_norm", _rms_norm, rows, {"N": 1000, "BLOCK": 1024, "ROWS": 1})
 compiled("without", _rms_norm, rows, {"N": 1000, "BLOCK": 1024, "ROWS": 1}, pdl=False)
 compiled("head_norm", _rms_norm, rows, {"N": 128, "BLOCK": 128, "ROWS": 8})
 compiled("add_rms_norm", _add_rms_norm, rows, {"N": 4096, "BLOCK": 4096}, num_warps=8)
-compiled("silu_and_mul", _silu_and_mul, rows, {"BLOCK": 2048}, num_warps=8)
+for activation in ("silu", "gelu_tanh"):
+    constants = {"ACTIVATION": activation, "BLOCK": 2048}
+    compiled(f"{activation}_and_mul", _activation_and_mul, rows, constants, num_warps=8)
 
 heads = dict.fromkeys(("q", "k", "v", "cos", "sin", "q_weight", "k_weight", "k_pool", "v_pool"), "*bf16")
 heads |= dict.fromkeys(("k_scale", "v_scale"), "fp32") | {"slots": "*i64"}
@@ -66,6 +68,7 @@ READ_AHEAD = {
     "head_norm": {"weight"},
     "add_rms_norm": {"weight"},
     "silu_and_mul": set(),
+    "gelu_tanh_and_mul": set(),
     "rotary_True_True": set(),
     "rotary_False_False": set(),
     "one_shot": set(),
@@ -161,7 +164,7 @@ def test_the_launch_attribute_matches_the_kernels_wait(monkeypatch: pytest.Monke
     launched = {}
     for module, names in {
         norm: ("_rms_norm", "_add_rms_norm"),
-        activation: ("_silu_and_mul",),
+        activation: ("_activation_and_mul",),
         rotary: ("_rotary",),
         one_shot_all_reduce: ("_one_shot_all_reduce", "_two_shot_all_reduce", "_all_reduce_add_norm"),
     }.items():

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from minisgl_core.contracts.ops import (
     ROLES,
@@ -128,6 +129,29 @@ class Overflows(NormOps):
     def silu_and_mul(self, gate_up) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return gate * gate.exp() / (1 + gate.exp()) * up
+
+
+class ComputesExactGelu(NormOps):
+    def gelu_tanh_and_mul(self, gate_up) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate) * up
+
+
+class OverflowsInGelu(NormOps):
+    def gelu_tanh_and_mul(self, gate_up) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        power = (2 * (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).exp()
+        return gate * power / (1 + power) * up
+
+
+class ReadsGeluFlat(NormOps):
+    def gelu_tanh_and_mul(self, gate_up) -> torch.Tensor:
+        return super().gelu_tanh_and_mul(flat(gate_up))
+
+
+class HidesWhatIsNoNumberInGelu(NormOps):
+    def gelu_tanh_and_mul(self, gate_up) -> torch.Tensor:
+        return super().gelu_tanh_and_mul(gate_up).nan_to_num()
 
 
 class HidesWhatIsNoNumber(NormOps):

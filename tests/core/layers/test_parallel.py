@@ -35,6 +35,7 @@ from minisgl_core.layers import (
 from minisgl_core.layers.base import Shard, allowed_tp_sizes, check_tp_size
 from minisgl_core.testing.rank_threads import ThreadCommunicator, run_ranks
 from minisgl_core.testing.references import DenseAttention, NaiveMoe
+from minisgl_models.gemma3 import Gemma3ForCausalLM
 from minisgl_models.llama import LlamaForCausalLM
 from minisgl_models.qwen3 import Qwen3ForCausalLM
 from minisgl_models.qwen3_moe import Qwen3MoeForCausalLM
@@ -93,18 +94,20 @@ def test_every_rank_has_the_kv_heads_of_its_queries(num_kv_heads: int, group: in
                 assert held[local // local_group] == q // group
 
 
+RAW = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8,
+    "hidden_size": 24,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8,
+}
+
+
 def tiny_config(**changes: int) -> ModelConfig:
-    raw = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 8,
-        "hidden_size": 24,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-        "max_position_embeddings": 8,
-    }
-    return model_config(raw | changes)
+    return model_config(RAW | changes)
 
 
 def test_a_size_that_does_not_split_the_heads_is_refused() -> None:
@@ -229,7 +232,8 @@ class CountingOps(TorchOps):
 
     def __getattribute__(self, name: str) -> Any:
         found = super().__getattribute__(name)
-        kernels = ("gather_rows", "rms_norm", "add_rms_norm", "silu_and_mul", "rotary", "rotate", "route")
+        activations = ("silu_and_mul", "gelu_tanh_and_mul")
+        kernels = ("gather_rows", "rms_norm", "add_rms_norm", *activations, "rotary", "rotate", "route")
         return self.counted(name, getattr(TorchOps(self.device, self.dtype), name)) if name in kernels else found
 
 
@@ -247,6 +251,20 @@ def test_kernels_of_a_step(model_class: type[Model]) -> None:
     of_mlp = {"linear": 3 * 3 + 1, "route": 3} if has_experts else {"linear": 3 * 3 + 1, "gated": 3}
     assert isinstance(ops.norm, CountingOps)
     assert ops.norm.calls == {"gather_rows": 3, "rms_norm": 1, "add_rms_norm": 6, **of_mlp}
+
+
+def test_kernels_of_a_step_of_gemma() -> None:
+    """Two of a layer's four norms are fused with the residual addition, and GELU is fused with the multiplication."""
+    device = torch.device("cpu")
+    ops = Ops.of(device, torch.float32, CountingOps)
+    raw = RAW | {"architectures": ["Gemma3ForCausalLM"], "num_hidden_layers": 3, "head_dim": 2}
+    config = model_config(Gemma3ForCausalLM.standard_config(raw))
+    model = Gemma3ForCausalLM(config, replace(build_for(SingleRank()), ops=ops))
+    fill(model)
+    model.forward(torch.arange(1), torch.arange(1), DenseAttention())
+    assert isinstance(ops.norm, CountingOps)
+    norms = {"rms_norm": 1 + 2 * 3, "add_rms_norm": 2 * 3}
+    assert ops.norm.calls == {"gather_rows": 5, **norms, "linear": 4 * 3, "gelu_tanh_and_mul": 3}
 
 
 @pytest.mark.parametrize("model_class", [LlamaForCausalLM, Qwen3ForCausalLM])

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.model import Attend, BuildContext, Model
@@ -80,12 +79,12 @@ class Gemma2MLP(Layer):
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner, inner], build)
+        self._gelu_tanh_and_mul = build.ops.norm.gelu_tanh_and_mul
         self.down_proj = RowParallelLinear(inner, hidden, build)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [T, H] to [T, H]."""
-        gate, up = self.gate_up_proj.forward(x).chunk(2, dim=-1)
-        return self.down_proj.forward(F.gelu(gate, approximate="tanh") * up)
+        return self.down_proj.forward(self._gelu_tanh_and_mul(self.gate_up_proj.forward(x)))
 
 
 class Gemma2DecoderLayer(Layer):

@@ -17,6 +17,7 @@ from minisgl_backends.attention.requirements import (
     head_dim_unsupported,
     package_missing,
 )
+from minisgl_backends.kernels.decode_tile import decode_tile
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -79,7 +80,8 @@ class TritonAttention(FusedStoreAttention):
         from minisgl_backends.kernels import paged_decode, paged_prefill
 
         self._prefill_kernels, self._decode_kernels = paged_prefill, paged_decode
-        self._num_programs = paged_decode.num_programs(spec.device)
+        self._tile = decode_tile(spec.head_dim, spec.dtype, spec.kv_dtype, spec.device)
+        self._num_programs = self._tile.num_programs(spec.device)
 
     def plan(self, batch: AttentionBatch) -> StepPlan:
         """Allocate the decodes' workspace, and split the prefills' queries into tiles."""
@@ -131,4 +133,4 @@ class TritonAttention(FusedStoreAttention):
         assert plan.workspace is not None
         pages = self.pool.k(layer.index), self.pool.v(layer.index)
         metadata = self.page_table, plan.batch.rows, plan.batch.seq_lens
-        self._decode_kernels.decode(q, *pages, *metadata, out, plan.workspace, layer, self.spec.max_batch)
+        self._decode_kernels.decode(q, *pages, *metadata, out, plan.workspace, layer, self.spec.max_batch, self._tile)

@@ -1,4 +1,4 @@
-"""SiLU and multiply, the activation of gated MLPs."""
+"""Activations of gated MLPs: SiLU or GELU of the gate, multiplied by up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from minisgl_backends.kernels.dependent_launch import await_previous, launch_opt
 
 
 @triton.jit
-def _silu_and_mul(gate_up, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _activation_and_mul(gate_up, out, N, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Round the activation and the product to the dtype of `gate_up`, as torch does."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < N
@@ -20,17 +21,32 @@ def _silu_and_mul(gate_up, out, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * N + columns, mask=mask, other=0.0)
     up = tl.load(gate_up + row * 2 * N + N + columns, mask=mask, other=0.0)
     wide = gate.to(tl.float32)
-    silu = (wide / (1.0 + tl.exp(-wide))).to(gate.dtype)
-    tl.store(out + row * N + columns, silu.to(tl.float32) * up.to(tl.float32), mask=mask)
+    if ACTIVATION == "gelu_tanh":  # 1 + tanh(y) = 2 / (1 + exp(-2 * y)), y = sqrt(2 / pi) * (gate + 0.044715 * gate**3)
+        exponent = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)
+    else:
+        tl.static_assert(ACTIVATION == "silu")
+        exponent = wide
+    activated = (wide / (1.0 + tl.exp(-exponent))).to(gate.dtype)
+    tl.store(out + row * N + columns, activated.to(tl.float32) * up.to(tl.float32), mask=mask)
 
 
 def silu_and_mul(gate_up: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
     """Return ``silu(gate) * up`` of [..., gate | up]; `overlap` launches with PDL, see `dependent_launch`."""
+    return _launch(gate_up, "silu", overlap)
+
+
+def gelu_tanh_and_mul(gate_up: torch.Tensor, *, overlap: bool = False) -> torch.Tensor:
+    """Return ``gelu(gate) * up`` with the tanh approximation; see `silu_and_mul`."""
+    return _launch(gate_up, "gelu_tanh", overlap)
+
+
+def _launch(gate_up: torch.Tensor, activation: str, overlap: bool) -> torch.Tensor:
     gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
     out = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     num_rows = out.numel() // size
     if num_rows:
         block = min(triton.next_power_of_2(size), 2048)
         grid: Any = (num_rows, triton.cdiv(size, block))
-        _silu_and_mul[grid](gate_up, out, size, BLOCK=block, num_warps=8, **launch_options(overlap))
+        options = {"ACTIVATION": activation, "BLOCK": block, "num_warps": 8, **launch_options(overlap)}
+        _activation_and_mul[grid](gate_up, out, size, **options)
     return out

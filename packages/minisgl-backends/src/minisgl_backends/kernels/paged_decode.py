@@ -18,17 +18,13 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.decode_tile import DecodeTile
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.fp8 import as_multiplied, halves_of_pairs
 from minisgl_backends.kernels.paged_prefill import LOG2_E, LOG2_E_IN_KERNELS, soft_capped
 from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.utils.fp8 import FP8
 
-_TILE_BYTES = 16384
-"""Size of a tile's keys in the dtype of the dot product. Up to 64 KB of K and V are in flight per program."""
-_PROGRAMS_PER_SM = 3
-"""Programs that an SM with 200 KB of shared memory holds at once."""
 _MIN_TILES = 2
 """Smallest partition in tiles; for smaller ones the merge costs more than it gains."""
 
@@ -216,14 +212,6 @@ class SplitKVWorkspace:
         return cls(part, lse, torch.zeros(batch, num_kv_heads, dtype=torch.int32, device=device))
 
 
-def num_programs(device: torch.device) -> int:
-    """Return the number of programs that a GPU holds at once."""
-    if device.type != "cuda":
-        return 4
-    num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-    return int(num_sms) * (_PROGRAMS_PER_SM if has_large_shared_memory(device) else 1)
-
-
 def decode(
     q: torch.Tensor,
     k_pages: torch.Tensor,
@@ -235,6 +223,7 @@ def decode(
     workspace: SplitKVWorkspace,
     layer: AttentionLayer,
     max_requests: int,
+    tile: DecodeTile,
 ) -> None:
     """Attend with one query per request to all its tokens.
 
@@ -246,9 +235,10 @@ def decode(
         rows: int32 [B].
         seq_lens: int32 [B].
         out: [B, Hq, D], contiguous.
-        workspace: made for B requests.
+        workspace: made for B requests, and for the programs of `tile`.
         layer: scales, window, soft cap and sinks.
         max_requests: B of the largest batch, for which the kernel is compiled.
+        tile: see `decode_tile`.
     """
     num_requests, num_q_heads, dim = q.shape
     heads = k_pages.shape[2]
@@ -262,7 +252,6 @@ def decode(
         num_requests, heads,
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
         SOFT_CAP=(layer.soft_cap or 0.0) * LOG2_E, G_BLOCK=max(16, triton.next_power_of_2(group)),
-        KEYS=min(max(_TILE_BYTES // (dim * q.element_size()), 16), 128), R_BLOCK=triton.next_power_of_2(max_requests),
-        LEAST=_MIN_TILES, PAIRS=pairs, WIDEN=not q.is_cuda,
-        num_warps=4, num_stages=1 + 2 * q.element_size() // k_pages.element_size(),
+        KEYS=tile.keys, R_BLOCK=triton.next_power_of_2(max_requests), LEAST=_MIN_TILES, PAIRS=pairs,
+        WIDEN=not q.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
     )  # fmt: skip

@@ -62,7 +62,13 @@ INLINE int64_t key_offset(const int32_t *table, int64_t t, int64_t head, int64_t
     return ((table[t / page_size] * heads + head) * page_size + t % page_size) * dim;
 }
 
-INLINE float silu(float x) {
-    float e = exp_of_negative(-fabsf(x));
-    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+/* x * sigmoid(y) */
+INLINE float times_sigmoid(float x, float y) {
+    float e = exp_of_negative(-fabsf(y));
+    return x * (y < 0 ? e : 1.0f) / (1.0f + e);
 }
+
+INLINE float silu(float x) { return times_sigmoid(x, x); }
+
+/* x / 2 * (1 + tanh(y)), where 1 + tanh(y) = 2 * sigmoid(2 * y) and y = sqrt(2 / pi) * (x + 0.044715 * x^3) */
+INLINE float gelu_tanh(float x) { return times_sigmoid(x, 1.59576912f * (x + 0.044715f * x * x * x)); }

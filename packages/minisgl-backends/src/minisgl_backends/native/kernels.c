@@ -58,13 +58,29 @@ void rotate(T *q, int64_t q_stride, int64_t q_heads, T *k, int64_t k_stride, int
     }
 }
 
+INLINE void activate_row(T *out, const T *gate, const T *up, int64_t size, int is_gelu) {
+#pragma omp simd
+    for (int64_t i = 0; i < size; i++) {
+        float x = to_float(gate[i]);
+        out[i] = from_float((is_gelu ? gelu_tanh(x) : silu(x)) * to_float(up[i]));
+    }
+}
+
 /* out = silu(gate) * up, with rows [gate | up]. */
 void silu_and_mul(T *out, const T *x, int64_t rows, int64_t size) {
 #pragma omp parallel for if (rows * size > PARALLEL_MIN)
     for (int64_t row = 0; row < rows; row++) {
-        const T *gate = x + row * 2 * size, *up = gate + size;
-#pragma omp simd
-        for (int64_t i = 0; i < size; i++) out[row * size + i] = from_float(silu(to_float(gate[i])) * to_float(up[i]));
+        const T *gate = x + row * 2 * size;
+        activate_row(out + row * size, gate, gate + size, size, 0);
+    }
+}
+
+/* out = gelu_tanh(gate) * up, with rows [gate | up]. */
+void gelu_tanh_and_mul(T *out, const T *x, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > PARALLEL_MIN)
+    for (int64_t row = 0; row < rows; row++) {
+        const T *gate = x + row * 2 * size;
+        activate_row(out + row * size, gate, gate + size, size, 1);
     }
 }
 

@@ -32,6 +32,7 @@ _ARGUMENTS = {
     "add_rms_norm": "ppppiif",
     "rotate": "piipiippiiippf",
     "silu_and_mul": "ppii",
+    "gelu_tanh_and_mul": "ppii",
     "argmax": "ppii",
     "decode_inputs": "pppppppiiii",
     "decode_outputs": "pppppi",

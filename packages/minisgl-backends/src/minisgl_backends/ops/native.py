@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from minisgl_backends.native import library
@@ -110,10 +112,13 @@ class NativeOps(OneDnnOps, StepOps):
         """See `NormOps.silu_and_mul`."""
         if not self._owns(gate_up):
             return super().silu_and_mul(gate_up)
-        gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
-        out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
-        self._kernels.silu_and_mul(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
-        return out
+        return _activated(gate_up, self._kernels.silu_and_mul)
+
+    def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `NormOps.gelu_tanh_and_mul`."""
+        if not self._owns(gate_up):
+            return super().gelu_tanh_and_mul(gate_up)
+        return _activated(gate_up, self._kernels.gelu_tanh_and_mul)
 
     def argmax(self, logits: torch.Tensor) -> torch.Tensor:
         """See `SamplingOps.argmax`."""
@@ -184,6 +189,14 @@ class NativeOps(OneDnnOps, StepOps):
             cos.data_ptr(), sin.data_ptr(), q.shape[0], q.shape[2], cos.shape[-1], *norms, rotation.eps,
         )  # fmt: skip
         return q, k
+
+
+def _activated(gate_up: torch.Tensor, kernel: Callable[..., None]) -> torch.Tensor:
+    """Return a C kernel's activation of ``[..., gate | up]``, [..., 2 * I], as [..., I]."""
+    gate_up, size = gate_up.contiguous(), gate_up.shape[-1] // 2
+    out = torch.empty(*gate_up.shape[:-1], size, dtype=gate_up.dtype)
+    kernel(out.data_ptr(), gate_up.data_ptr(), out.numel() // size, size)
+    return out
 
 
 def _blocks(weight: torch.Tensor) -> torch.Tensor:

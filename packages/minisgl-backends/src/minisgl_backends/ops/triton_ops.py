@@ -11,7 +11,7 @@ from minisgl_core.contracts.ops import NormOps, RotaryOps, Rotation, RoutingOps,
 
 
 class TritonNorm(TritonProvider, NormOps):
-    """Norms with the residual add, and the activation, in one launch each."""
+    """Norms with the residual add, and the activations, in one launch each."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__(device, dtype)
@@ -28,6 +28,11 @@ class TritonNorm(TritonProvider, NormOps):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `NormOps.add_rms_norm`; in place."""
         return self._norm.add_rms_norm(x, residual, weight, eps, overlap=self.overlaps(len(x)))
+
+    def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """See `NormOps.gelu_tanh_and_mul`."""
+        out: torch.Tensor = self._activation.gelu_tanh_and_mul(gate_up, overlap=self.overlaps(len(gate_up)))
+        return out
 
 
 class TritonRotary(TritonProvider, RotaryOps):

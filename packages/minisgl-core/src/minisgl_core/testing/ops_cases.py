@@ -5,6 +5,7 @@ The shape legend is that of `minisgl_core.contracts.ops`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,6 +58,13 @@ def activated(gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``silu(gate) * up`` in float64."""
     gate, up = gate_up.double().chunk(2, dim=-1)
     return gate * gate.sigmoid() * up
+
+
+def gelu_activated(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return ``gelu(gate) * up`` in float64, with the tanh approximation."""
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    tanh = (math.sqrt(2 / math.pi) * (gate + 0.044715 * gate.pow(3))).tanh()
+    return gate / 2 * (1 + tanh) * up
 
 
 def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, RoutingOps
 from minisgl_core.testing import ops_cases
 from minisgl_core.testing.moe_cases import ROUTING_SPECS, expected_routing, routing_cases
-from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, normed, rotation_case, views
+from minisgl_core.testing.ops_cases import EPS, HeadShape, activated, gelu_activated, normed, rotation_case, views
 from minisgl_core.testing.ops_checks import OpsChecks, Shape, other_dtype
 from minisgl_core.utils.fp8 import FP8, FP8_MAX, LEAST_SCALE, to_fp8
 
@@ -127,19 +127,21 @@ class NormChecks(OpsChecks):
                     self.compare(added, total, ops.dtype, f"sums of {list(x.shape)}")
                     self.compare(norm, normed(total, weight), ops.dtype, f"norms of {list(x.shape)}", roundings=2)
 
-    def test_silu_and_mul(self) -> None:
+    def test_activations(self) -> None:
         """Inputs may have any number of dimensions, and values for which the exponential would overflow."""
         for ops in self.providers(NormOps):
             for size in self.sizes:
-                for x in views(2 * size, ops.dtype, self.device):
-                    for part in (x, x * 50):
-                        self.check(ops.silu_and_mul, activated, part, f"activations of {list(x.shape)}", roundings=2)
+                inputs = views(2 * size, ops.dtype, self.device)
+                for x in (*inputs, 50 * inputs[-1]):
+                    self.check(ops.silu_and_mul, activated, x, f"SiLU of {list(x.shape)}", roundings=2)
+                    self.check(ops.gelu_tanh_and_mul, gelu_activated, x, f"GELU of {list(x.shape)}", roundings=2)
 
     def test_norms_keep_nan(self) -> None:
         """NaN inputs give NaN outputs, so that an error does not stay hidden."""
         for ops in self.providers(NormOps):
             x = torch.full((1, 64), torch.nan, dtype=ops.dtype, device=self.device)
-            for output in (ops.rms_norm(x, self.random(64, dtype=ops.dtype), EPS), ops.silu_and_mul(x)):
+            norm = ops.rms_norm(x, self.random(64, dtype=ops.dtype), EPS)
+            for output in (norm, ops.silu_and_mul(x), ops.gelu_tanh_and_mul(x)):
                 assert output.isnan().all()
 
     def test_norms_with_weights_in_float32(self) -> None:
@@ -161,7 +163,8 @@ class NormChecks(OpsChecks):
             norm, added = ops.add_rms_norm(x.clone(), residual.clone(), weight, EPS)
             self.compare(added, total, dtype, "the sum")
             self.compare(norm, normed(total, weight), dtype, "the norm of the sum", roundings=2)
-            self.compare(ops.silu_and_mul(x), activated(x), dtype, "the activation", roundings=2)
+            self.compare(ops.silu_and_mul(x), activated(x), dtype, "SiLU", roundings=2)
+            self.compare(ops.gelu_tanh_and_mul(x), gelu_activated(x), dtype, "GELU", roundings=2)
 
 
 class RotaryChecks(OpsChecks):

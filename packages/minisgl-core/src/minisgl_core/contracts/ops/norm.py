@@ -22,7 +22,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 class NormOps(OpsProvider):
-    """RMSNorm, with and without the residual add, and the activation of gated MLPs."""
+    """RMSNorm, with and without the residual add, and the activations of gated MLPs."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Normalize by the root mean square (arXiv 1910.07467) over the last dimension, with statistics in float32.
@@ -57,3 +57,11 @@ class NormOps(OpsProvider):
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return ``silu(gate) * up``, [..., I], of ``[..., gate | up]``, [..., 2 * I]."""
         return silu_and_mul(gate_up)
+
+    def gelu_tanh_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return ``gelu(gate) * up``, [..., I], of ``[..., gate | up]``, [..., 2 * I].
+
+        GELU is the tanh approximation (arXiv 1606.08415): ``gelu(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3)))``.
+        """
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.gelu(gate, approximate="tanh") * up

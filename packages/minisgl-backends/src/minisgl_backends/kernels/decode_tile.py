@@ -1,0 +1,48 @@
+"""Tile sizes of `kernels.paged_decode`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backends.kernels.device import has_large_shared_memory
+
+_TILE_BYTES = 16384
+"""Size of a tile's keys in the dtype of the dot product."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """Tile of decode attention, and the grid.
+
+    Attributes:
+        keys: keys per tile (BLOCK_N); at least 16, since tensor cores multiply the weights with them.
+        num_warps: warps per program.
+        num_stages: stages of the software pipeline. One tile of K and V less is in flight.
+        programs_per_sm: programs per SM in the grid. If an SM holds fewer, by its registers or shared memory, the others run
+            after them, at lower occupancy.
+        max_registers: limit of registers per thread; None for none but the hardware's.
+    """
+
+    keys: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    max_registers: int | None = None
+
+    def num_programs(self, device: torch.device) -> int:
+        """Return the number of programs in the grid."""
+        if device.type != "cuda":
+            return 4
+        return int(torch.cuda.get_device_properties(device).multi_processor_count) * self.programs_per_sm
+
+
+def decode_tile(dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> DecodeTile:
+    """Return the tile for a head dimension and the dtypes of q and the KV pool.
+
+    Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs.
+    """
+    keys = min(max(_TILE_BYTES // (dim * dtype.itemsize), 16), 128)
+    num_stages = 1 + 2 * dtype.itemsize // kv_dtype.itemsize
+    return DecodeTile(keys, 4, num_stages, 3 if has_large_shared_memory(device) else 1)
