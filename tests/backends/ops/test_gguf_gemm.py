@@ -1,0 +1,95 @@
+"""The Triton kernels of GGUF's types, in Triton's interpreter or on a GPU, against the gguf package and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gguf_blocks import random_blocks
+
+pytest.importorskip("triton")
+from minisgl_backends.kernels import packed_gemm
+from minisgl_backends.kernels.packed_gemm import PackedGemm, PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_matrix import PackedMatrix
+from minisgl_backends.quantization.gguf_packing import pack
+from minisgl_backends.quantization.gguf_types import TYPES
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.float16
+ROWS = 72
+
+
+def packed(kind: str, *, gated: bool = False) -> tuple[PackedMatrix, torch.Tensor]:
+    """Return a random weight, whose last chunk is incomplete if the type allows it, and its values in float32."""
+    columns = 352 if TYPES[kind].columns == 32 else 512
+    blocks, known = random_blocks(kind, ROWS, columns)
+    matrix = PackedMatrix.empty(TYPES[kind].packing, ROWS, columns, DEVICE, gated=gated)
+    for row, part in ((0, blocks[: ROWS // 2]), (ROWS // 2, blocks[ROWS // 2 :])):
+        pack(matrix, row, TYPES[kind], part.to(DEVICE))
+    return matrix, known.to(DEVICE)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_rows_are_those_of_the_gguf_package(kind: str) -> None:
+    """The same floats, rounded to 16 bits; where a block has an offset, it is rounded once more on a GPU."""
+    matrix, known = packed(kind)
+    ids = torch.tensor([ROWS - 1, 0, 17, 17, 63, 64, ROWS, -1, 3], dtype=torch.int32, device=DEVICE)
+    found = PackedGemm(matrix, None, SplitKWorkspace(DEVICE), DTYPE).rows(ids)
+    is_row = (ids >= 0) & (ids < ROWS)
+    assert torch.equal(found.isnan().all(1), ~is_row)
+    wanted = known[ids[is_row].long()].to(DTYPE)
+    if matrix.packing.zero:
+        assert torch.equal(found[is_row], wanted)
+    else:
+        torch.testing.assert_close(found[is_row], wanted, rtol=2**-10, atol=1e-5 * float(known.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "tiling"),
+    [(kind, PackedTiling(128, 16, splits=2)) for kind in TYPES]
+    + [(kind, PackedTiling(64, 32)) for kind in ("Q5_1", "Q6_K", "Q8_0")],
+)
+def test_gemm(kind: str, tiling: PackedTiling) -> None:
+    """With split-K, and gated without; the outputs may be columns of a wider tensor."""
+    gated = tiling.splits == 1
+    matrix, known = packed(kind, gated=gated)
+    bias = torch.randn(ROWS, device=DEVICE, dtype=DTYPE) if gated else None
+    x = inputs(19, known)
+    gemm = PackedGemm(matrix, bias, SplitKWorkspace(DEVICE), DTYPE, tiling=tiling)
+    wanted = expected(x, known, bias, gated=gated)
+    check(gemm(x), wanted)
+    wide = torch.full((3, wanted.shape[1] + 5), 7.0, device=DEVICE, dtype=DTYPE)
+    gemm.write(x[:3], wide[:, 5:])
+    check(wide[:, 5:], wanted[:3])
+    assert (wide[:, :5] == 7).all()
+
+
+@pytest.mark.parametrize(("kind", "gated"), [("Q4_0", True), ("Q6_K", False)])
+def test_many_rows_are_multiplied_by_dequantized_panels(
+    kind: str, gated: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_gemm, "MAX_ROWS", 4)
+    monkeypatch.setattr(packed_gemm, "_PANEL", 1)  # one tile each
+    matrix, known = packed(kind, gated=gated)
+    x = inputs(7, known)
+    check(PackedGemm(matrix, None, SplitKWorkspace(DEVICE), DTYPE)(x), expected(x, known, None, gated=gated))
+
+
+def inputs(rows: int, known: torch.Tensor) -> torch.Tensor:
+    """Return rows of a wider tensor, for which the outputs are about 1."""
+    wide = torch.randn(rows, known.shape[1] + 8, device=DEVICE) / known.norm(dim=1).mean()
+    return wide.to(DTYPE)[:, : known.shape[1]]
+
+
+def expected(x: torch.Tensor, known: torch.Tensor, bias: torch.Tensor | None, *, gated: bool) -> torch.Tensor:
+    out = F.linear(x.double(), known.double(), None if bias is None else bias.double())
+    if not gated:
+        return out
+    gate, up = out.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def check(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert found.dtype == DTYPE
+    assert found.shape == wanted.shape
+    assert (found.double() - wanted).norm() < 2e-3 * wanted.norm()
