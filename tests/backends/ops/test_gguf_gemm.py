@@ -50,7 +50,7 @@ def test_rows_are_those_of_the_gguf_package(kind: str) -> None:
     + [(kind, PackedTiling(64, 32)) for kind in ("Q5_1", "Q6_K", "Q8_0")],
 )
 def test_gemm(kind: str, tiling: PackedTiling) -> None:
-    """With split-K, and gated without; the outputs may be columns of a wider tensor."""
+    """The kernel splits K, or computes the activation. The outputs may be columns of a wider tensor."""
     gated = tiling.splits == 1
     matrix, known = packed(kind, gated=gated)
     bias = torch.randn(ROWS, device=DEVICE, dtype=DTYPE) if gated else None

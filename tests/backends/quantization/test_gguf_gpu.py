@@ -14,17 +14,26 @@ from gguf_blocks import checkpoint, random_blocks
 
 pytest.importorskip("triton")
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
+from minisgl_backends.quantization import gguf_packing
 from minisgl_backends.quantization.gguf import Gguf
 from minisgl_backends.quantization.gguf_gpu import gpu_method
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_core import LLM, SamplingParams
+from minisgl_core.config.hf import model_config
+from minisgl_core.config.resolve import quantization_spec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+from minisgl_core.contracts.communicator import SingleRank
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import Shard
+from minisgl_core.testing.live_bytes import LiveBytes
 from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModule, fill
 from minisgl_core.testing.quantization_kit import PLAIN, QuantizationTests
+from minisgl_core.weights.loader import load_weights
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.weights.gguf_file import GgufWeights
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
@@ -136,6 +145,21 @@ def write_model(path: Path, kind: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def test_loading_needs_little_more_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding and the LM head stay packed, too; only the blocks of the layer that is repacked are in memory twice."""
+    monkeypatch.setattr(gguf_packing, "_CHUNK", 1 << 15)
+    path, dtype = write_model(tmp_path / "m.gguf", "MIXED"), torch.float16
+    source, size, ops = GgufWeights(path), path.stat().st_size, Ops.of(DEVICE, dtype)
+    config = model_config(source.config)
+    provider = (Gguf if HAS_GPU else Interpreted)(quantization_spec(config, dtype, DEVICE), ops)
+    with LiveBytes() as memory:
+        model = LlamaForCausalLM(config, BuildContext(SingleRank(), ops, DEVICE, dtype, quantization=provider))
+        load_weights(model, source, progress=False)
+        largest = INNER * HIDDEN * (8.5 + 4.5) / 8  # the gate and the up projection
+        assert memory.peak <= 1.06 * size + largest
+        assert memory.live <= 1.06 * size
 
 
 PROMPTS = [
