@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import struct
+from random import Random
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,6 +13,7 @@ from gguf_blocks import random_blocks
 
 pytest.importorskip("triton")
 from minisgl_backends.kernels import packed_gemm
+from minisgl_backends.kernels.dequantize import _unpacking
 from minisgl_backends.kernels.packed_gemm import PackedGemm, PackedTiling, SplitKWorkspace
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
 from minisgl_backends.quantization.gguf_packing import pack
@@ -73,6 +78,36 @@ def test_many_rows_are_multiplied_by_dequantized_panels(
     matrix, known = packed(kind, gated=gated)
     x = inputs(7, known)
     check(PackedGemm(matrix, None, SplitKWorkspace(DEVICE), DTYPE)(x), expected(x, known, None, gated=gated))
+
+
+def run_ptx(text: str, registers: dict[str, int]) -> dict[str, int]:
+    """Run instructions of 32-bit registers, which Triton's interpreter cannot."""
+    for operation, target, *operands in (re.split(r",? ", each) for each in text.strip("; ").split("; ")):
+        a, b, *more = [registers[each] if each in registers else int(each, 0) for each in operands]
+        if operation == "prmt.b32":
+            source = (b << 32 | a).to_bytes(8, "little")
+            result = int.from_bytes(bytes(source[more[0] >> shift & 7] for shift in (0, 4, 8, 12)), "little")
+        elif operation in ("shr.b32", "shl.b32"):
+            result = a >> b if operation == "shr.b32" else a << b
+        else:
+            assert operation == "and.b32" or more[1] == 0xEA, "the truth table of (a & b) | c"
+            result = a & b | (more or [0])[0]
+        registers[target] = result & 0xFFFFFFFF
+    return registers
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_ptx_converts_codes_to_floats(kind: str) -> None:
+    """Each part of two elements: 128 and the code, or 32768 and 8 bits."""
+    packing, random = TYPES[kind].packing, Random(kind)
+    for part in range(packing.parts):
+        low, high = random.getrandbits(32), random.getrandbits(32)
+        found = run_ptx(_unpacking(packing.low, packing.high, part), {"$1": low, "$2": high})
+        for register, shift in (("t", 0), ("u", 16)):
+            code = low >> shift + part * packing.low % 16 & (1 << packing.low) - 1
+            code |= (high >> shift + part * packing.high & (1 << packing.high) - 1) << packing.low
+            base = 32768 if packing.low == 8 else 128
+            assert struct.unpack("<f", found[register].to_bytes(4, "little"))[0] == base + code
 
 
 def inputs(rows: int, known: torch.Tensor) -> torch.Tensor:
