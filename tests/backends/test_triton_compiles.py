@@ -15,8 +15,10 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from minisgl_backends.kernels import int8_gemm, quantize
+from minisgl_backends.kernels import int8_gemm, packed_gemm, quantize
+from minisgl_backends.kernels.packed_matrix import Packing
 from minisgl_backends.moe import triton_grouped
+from minisgl_backends.quantization.gguf_types import TYPES
 
 def check(kernel, pointers, constants, instruction):
     types = {name: "*" + pointers[name] if name in pointers else "i32" for name in kernel.arg_names}
@@ -37,6 +39,18 @@ for scales, block, zeros in (("bf16", 64, True), ("u8", 32, False)):
     check(triton_grouped._weighted_down, pointers, constants, r"mma\\.sync.*bf16")
 pointers = {"x": "i8", "row_scales": "fp32", "weight": "i8", "scales": "fp32", "bias": "bf16", "out": "bf16"}
 check(int8_gemm._int8_gemm, pointers, {"ROWS": 16, "COLS": 64, "DEPTH": 128, "HAS_BIAS": True}, r"mma\\.sync.*s32\\.s8\\.s8")
+packings = [(Packing("int4", 4, 0, sub=32, block=128), dtype) for dtype in ("bf16", "fp16")]
+packings += [(TYPES[name].packing, "bf16") for name in ("Q8_0", "Q2_K", "Q4_K", "Q6_K")]
+packings += [(TYPES[name].packing, "fp16") for name in ("Q4_0", "Q5_1", "Q3_K")]
+for place, (packing, dtype) in enumerate(packings):
+    pointers = dict.fromkeys("words supers parts ids arrived".split(), "i32") | dict(codes="i16", high="i16", parts="fp32")
+    pointers |= dict.fromkeys("x bias out".split(), dtype)
+    sizes = dict(ROWS=16, **packed_gemm.constants(packing))
+    gemm = dict(COLS=64, SPLITS=1 + place % 2, HAS_BIAS=True, GATED=place % 3 == 0, EVEN=False, WIDEN=False, PDL=False)
+    unpacked = {8: "prmt.b32", 4: "0xf000f", 2: "0x30003"}[packing.low] if packing.kind != "int4" else "0x000F000F"
+    tensor_cores = r"mma.*\\.f32\\.%s" % dtype.replace("fp", "f")
+    check(packed_gemm._packed_gemm, pointers, sizes | gemm, rf"(?s){unpacked}.*{tensor_cores}")
+    check(packed_gemm._dequantize_rows, pointers, sizes | {"GATHER": place % 2 == 0}, unpacked)
 rounding = {"LARGEST": 127.0, "LEAST": 1e-12, "BLOCK": 1024}
 check(quantize._quantize_rows, {"x": "bf16", "codes": "i8", "scales": "fp32"}, rounding, r"st\\.global")
 """

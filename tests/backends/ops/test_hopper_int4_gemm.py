@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
 from minisgl_backends.cuda.int4_gemm import ROW_SIZES, HopperInt4Gemm, Variant, choose_tiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
-from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Workspace, scale_words
+from minisgl_backends.kernels.int4_gemm import scale_words
 from minisgl_backends.kernels.int4_stages import INPUTS, dequantize_stages, fragment_order, pack_stages
 from minisgl_backends.kernels.int4_weight import Int4Weight
+from minisgl_backends.kernels.packed_gemm import SplitKWorkspace
+from minisgl_backends.quantization import int4_gpu
 
 
 def test_a_threads_words_are_its_registers_of_wgmma() -> None:
@@ -125,8 +127,8 @@ class TestOnHopper:
         weight, known = random_matrix(rows, columns, block, gated=gated)
         bias = torch.randn(rows, device="cuda", dtype=torch.bfloat16) if has_bias else None
         workspace = StreamKWorkspace(torch.device("cuda"))
-        gemm = Int4Gemm(weight, bias, Int4Workspace(torch.device("cuda")), hopper=workspace)
-        assert gemm._stages is not None
+        gemm = int4_gpu.prepare(weight, bias, SplitKWorkspace(torch.device("cuda")), workspace)
+        assert isinstance(gemm, int4_gpu.HopperInt4Linear)
         check(gemm, known, bias, gated=gated, all_rows=(1, 8, 17, 64, 100, 129, 200, MAX_ROWS, 300))
         assert not workspace.arrived.any()
 
@@ -157,7 +159,7 @@ def random_matrix(rows: int, columns: int, block: int | None, *, gated: bool) ->
 
 
 def check(
-    gemm: Int4Gemm | HopperInt4Gemm,
+    gemm: int4_gpu.HopperInt4Linear | HopperInt4Gemm,
     known: torch.Tensor,
     bias: torch.Tensor | None,
     *,

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from minisgl_backends.kernels import int4_gemm
-from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Tiling, Int4Workspace
+from minisgl_backends.kernels import packed_gemm
+from minisgl_backends.kernels.int4_gemm import Int4Gemm
 from minisgl_backends.kernels.int4_weight import Int4Weight
+from minisgl_backends.kernels.packed_gemm import PackedTiling, SplitKWorkspace
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16
@@ -44,19 +45,25 @@ def packed(
     ("rows", "columns", "block", "has_zeros", "tiling"),
     [
         (72, 256, 128, False, None),
-        (144, 160, 32, True, Int4Tiling(64, 16)),
-        (144, 320, 64, True, Int4Tiling(128, 16, splits=3)),
-        (80, 200, None, False, Int4Tiling(64, 32, splits=2)),
-        (64, 40, None, True, Int4Tiling(64, 16, splits=4)),
+        (144, 160, 32, True, PackedTiling(64, 16)),
+        (144, 320, 64, True, PackedTiling(128, 16, splits=3)),
+        (80, 200, None, False, PackedTiling(64, 32, splits=2)),
+        (64, 40, None, True, PackedTiling(64, 16, splits=4)),
     ],
 )
 def test_gemm(
-    rows: int, columns: int, block: int | None, has_zeros: bool, tiling: Int4Tiling | None, gated: bool, has_bias: bool
+    rows: int,
+    columns: int,
+    block: int | None,
+    has_zeros: bool,
+    tiling: PackedTiling | None,
+    gated: bool,
+    has_bias: bool,
 ) -> None:
     """Twice, since split-K leaves counters behind that must be 0 again."""
     weight, known = packed(rows, columns, block, has_zeros=has_zeros, gated=gated)
     bias = torch.randn(rows, device=DEVICE, dtype=DTYPE) if has_bias else None
-    gemm = Int4Gemm(weight, bias, Int4Workspace(DEVICE), tiling=tiling)
+    gemm = Int4Gemm(weight, bias, SplitKWorkspace(DEVICE), tiling=tiling)
     assert weight.scales.untyped_storage().nbytes() == 0  # the kernel reads words of scale and zero point
     for num_rows in (19, 1):
         x = torch.randn(num_rows, columns + 8, device=DEVICE, dtype=DTYPE)[:, :columns]
@@ -67,19 +74,19 @@ def test_gemm(
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4_gemm, "MAX_ROWS", 4)
-    monkeypatch.setattr(int4_gemm, "_PANEL", 1)  # one tile each
+    monkeypatch.setattr(packed_gemm, "MAX_ROWS", 4)
+    monkeypatch.setattr(packed_gemm, "_PANEL", 1)  # one tile each
     weight, known = packed(176, 320, 32, has_zeros=True, gated=gated)
     bias = torch.randn(176, device=DEVICE, dtype=DTYPE)
     x = torch.randn(7, 320, device=DEVICE, dtype=DTYPE)
-    check(Int4Gemm(weight, bias, Int4Workspace(DEVICE))(x), expected(x, known, bias, gated=gated))
+    check(Int4Gemm(weight, bias, SplitKWorkspace(DEVICE))(x), expected(x, known, bias, gated=gated))
 
 
 def test_inputs_come_in_the_order_of_the_weight() -> None:
     weight, known = packed(64, 256, 128, has_zeros=False, gated=False)
     order = torch.randperm(256, device=DEVICE)
     x = torch.randn(3, 256, device=DEVICE, dtype=DTYPE)
-    gemm = Int4Gemm(replace(weight, order=order), None, Int4Workspace(DEVICE))
+    gemm = Int4Gemm(replace(weight, order=order), None, SplitKWorkspace(DEVICE))
     check(gemm(x), x[:, order].double() @ known.T)
 
 

@@ -15,7 +15,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from minisgl_backends.kernels.inputs import _decode_inputs, _decode_outputs, _gather_rows, _scatter
-from minisgl_backends.kernels.int4_gemm import _int4_gemm, _dequantize_tile
 from minisgl_backends.kernels.paged import _store_kv
 from minisgl_backends.kernels.paged_decode import _decode
 from minisgl_backends.kernels.paged_prefill import _prefill
@@ -79,17 +78,6 @@ kinds |= dict.fromkeys(("row_scales", "scales", "parts"), "*fp32")
 common = {"COLS": 64, "HAS_BIAS": True, "SCALED": True, "ROWS": 16, "WIDEN": False}
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 512, "SPLITS": 4, "GATED": False}, num_warps=4, num_stages=4)
 compiled(_small_m_gemm, dict(kinds), common | {"DEPTH": 256, "SPLITS": 1, "GATED": True}, num_warps=4, num_stages=4)
-
-# Products of 4-bit weights.
-for dtype, gated, (cols, rows, splits, block) in itertools.product(
-    ("*bf16", "*fp16"), (False, True), ((64, 16, 4, 128), (128, 128, 1, 32))
-):
-    kinds = {"x": dtype, "codes": "*i16", "words": "*i32", "bias": dtype, "out": dtype, "parts": "*fp32"}
-    constants = {"COLS": cols, "ROWS": rows, "SUB": 32, "BLOCK": block, "SPLITS": splits, "HAS_BIAS": True}
-    constants |= {"GATED": gated, "EVEN": False, "WIDEN": False}
-    compiled(_int4_gemm, kinds | {"arrived": "*i32"}, constants, num_warps=8, num_stages=3)
-    if gated and splits == 1:
-        compiled(_dequantize_tile, dict(kinds), {"SUB": 64, "BLOCK": 128}, num_warps=4)
 
 # Experts, as they are and in float8, each activation with biases and a clamp too.
 for scaled, (rows, cols, depth, warps) in itertools.product((False, True), ((16, 64, 128, 4), (128, 128, 64, 8))):

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import gguf
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from gguf import GGMLQuantizationType as Kind
+from gguf_blocks import checkpoint, random_blocks
 
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf import Gguf
@@ -22,37 +22,12 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.testing.packed_checkpoint import Packed, PackedCheckpoint, PackedModule, fill
+from minisgl_core.testing.packed_checkpoint import PackedModule, fill
 from minisgl_core.testing.quantization_kit import QuantizationTests
 
 CPU = torch.device("cpu")
-SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,)}
-"""Places of the float16 numbers in a block; 0 and 2 in other types."""
-
 if reasons := library.unsupported(CPU, torch.float32):
     pytest.skip("; ".join(reasons), allow_module_level=True)
-
-
-class Everything(dict[str, str]):
-    """GGML's type of all modules."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def get(self, key: object, default: object = None) -> str:  # type: ignore[override]
-        return self.kind
-
-
-def checkpoint(kind: str) -> PackedCheckpoint:
-    def pack(weight: torch.Tensor) -> Packed:
-        if weight.shape[1] % 32:  # such a tensor is not quantized
-            return {"weight": weight}, weight
-        blocks = gguf.quantize(weight.numpy(), Kind[kind])
-        return {"qweight": torch.from_numpy(blocks.view(np.int8))}, torch.from_numpy(
-            gguf.dequantize(blocks, Kind[kind])
-        )
-
-    return PackedCheckpoint({"quant_method": "gguf", "types": Everything(kind)}, pack)
 
 
 class TestGguf(QuantizationTests):
@@ -62,18 +37,6 @@ class TestGguf(QuantizationTests):
 
     def test_expert_weights_have_no_second_copy(self) -> None:
         """Experts are dequantized."""
-
-
-def random_blocks(kind: str, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return random bytes with small scales, and the values that they stand for."""
-    width, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
-    rng = np.random.default_rng(rows)
-    blocks = rng.integers(0, 256, (rows, columns // width, size), dtype=np.uint8)
-    for place in SCALES.get(kind, (0, 2)):
-        scales = (rng.standard_normal((rows, columns // width, 1)) / 100).astype(np.float16)
-        blocks[..., place : place + 2] = scales.view(np.uint8)
-    flat = blocks.reshape(rows, -1)
-    return torch.from_numpy(flat.view(np.int8)), torch.from_numpy(gguf.dequantize(flat, Kind[kind]))
 
 
 def module(kind: str, rows: int, columns: int) -> PackedModule:

@@ -267,28 +267,26 @@ def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:
     assert choose(H200).config.backends.quantization == "none"
     assert choose(H200, quantization="fp8").config.backends.quantization == "fp8"
     fp8 = replace(MODEL, quantization="fp8")
-    resolved = choose(H200, ["int4"], model=fp8)
+    resolved = choose(H200, ["gguf", "int4"], model=fp8)
     assert resolved.config.backends.quantization == "fp8"
     for hardware in (LAPTOP, H200):
         awq = replace(MODEL, quantization="awq")
         assert choose(hardware, ["gguf"], model=awq).config.backends.quantization == "int4"
-    for hardware, refused in ((LAPTOP, ["gguf", "int4"]), (H200, ["int4", "fp8"])):
+    for hardware, refused in ((LAPTOP, ["gguf", "int4"]), (H200, ["gguf", "int4", "fp8"])):
         resolved = choose(hardware, refused, model=fp8)
         assert resolved.config.backends.quantization == "none"
         reason = next(choice.reason for choice in resolved.choices if choice.what == "quantization")
         assert "the checkpoint's weights are fp8, and are dequantized to --dtype" in reason
     with pytest.raises(ProviderUnsupportedError, match="fp8 is not for this"):
         choose(H200, refused=["fp8"], quantization="fp8")
-    packed = replace(MODEL, quantization="gguf")
-    assert choose(LAPTOP, model=packed).config.backends.quantization == "gguf"
-    assert choose(LAPTOP, model=packed, quantization="none").config.backends.quantization == "none"
-    assert choose(H200, model=packed).config.backends.quantization == "none"
+    packed = replace(MODEL, quantization="gguf", raw={"quantization_config": {"quant_method": "gguf", "types": {}}})
+    for hardware in (LAPTOP, H200):
+        assert choose(hardware, model=packed).config.backends.quantization == "gguf"
+        assert choose(hardware, model=packed, quantization="none").config.backends.quantization == "none"
+        assert choose(hardware, ["gguf"], model=packed).config.backends.quantization == "none"  # not int4 of these
     experts = replace(fp8, moe=MoeConfig(8, 2, 64, True))
     assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
     assert choose(H200, model=experts, moe="torch", quantization="fp8").config.backends.quantization == "fp8"
-    experts = replace(experts, quantization="gguf")
-    assert choose(LAPTOP, model=experts, moe="torch").config.backends.quantization == "gguf"
-    assert choose(H200, model=experts, moe="torch").config.backends.quantization == "none"
 
 
 def test_the_pool_is_of_the_models_dtype_unless_asked_otherwise() -> None:

@@ -19,7 +19,8 @@ from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels import int4_stages
 from minisgl_backends.kernels.int4_stages import CODE_BYTES, INPUTS
-from minisgl_backends.kernels.int4_weight import TILE, Int4Weight
+from minisgl_backends.kernels.int4_weight import Int4Weight
+from minisgl_backends.kernels.packed_matrix import TILE
 
 ROW_SIZES = (8, 16, 32, 48, 64, 96, 128, 160, 192, 224, MAX_ROWS)
 """Numbers of rows with a kernel of their own; other numbers of rows are padded."""

@@ -11,8 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backends.kernels.int4_dequantize import dequantize
-from minisgl_backends.kernels.int4_weight import TILE, Int4Weight
+from minisgl_backends.kernels.dequantize import dequantize_int4
+from minisgl_backends.kernels.int4_weight import Int4Weight
+from minisgl_backends.kernels.packed_matrix import TILE
 
 INPUTS = 128
 """Inputs per stage."""
@@ -88,7 +89,7 @@ def _dequantize_stages(stages, out, first, half, chunks, K, SCALES: tl.constexpr
     for i in tl.static_range(4):
         part = chunk * 128 + i * 32
         to = (tl.program_id(0).to(tl.int64) * 64 + line)[:, None] * K + part + depth[None, :]
-        values = dequantize(packed, tl.load(scales + i * SCALES // 4 * 64 + line), i, out.dtype.element_ty)
+        values = dequantize_int4(packed, tl.load(scales + i * SCALES // 4 * 64 + line), i, out.dtype.element_ty)
         tl.store(out + to, values, mask=(part + depth < K)[None, :])
 
 

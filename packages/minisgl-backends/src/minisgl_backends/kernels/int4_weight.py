@@ -14,42 +14,32 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from minisgl_backends.kernels.packed_matrix import TILE, TiledWeight
 from minisgl_core.contracts.ops.norm import silu_and_mul
 
 if TYPE_CHECKING:
     from minisgl_core.contracts.ops import LinearOp
 
-TILE = 64
-"""Outputs whose codes are stored together."""
 SYMMETRIC_ZERO = 8
 """Zero point of weights without stored zero points."""
 _PANEL = 1 << 22
 """Weights that are dequantized at once."""
 
 
-@dataclass(slots=True)
-class Int4Weight:
-    """Weight of a linear layer on this rank. The up rows of a gated MLP begin at a tile of their own.
+@dataclass(slots=True, kw_only=True)
+class Int4Weight(TiledWeight):
+    """Weight of a linear layer on this rank.
 
     Attributes:
         codes: int16 [T, C, 64, SUB]; bits 4 * i to 4 * i + 3 of element j are the code of the chunk's input ``i * SUB + j``.
         scales: [B, T * 64] in the model's dtype; 0 for padding.
         zeros: uint8 [B, T * 64], or None if all zero points are 8.
         block: inputs per scale, a multiple of SUB.
-        num_inputs: K, the inputs that the codes are for.
-        num_outputs: N, without the padding of tiles.
-        order: input of each of the K columns, int64; None if they are the first K inputs.
-        gated: half of the outputs are gate rows, the others up rows.
     """
 
-    codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None
     block: int
-    num_inputs: int
-    num_outputs: int
-    order: torch.Tensor | None = None
-    gated: bool = False
 
     @classmethod
     def empty(
@@ -86,14 +76,16 @@ class Int4Weight:
         shape = -(-chunks * 4 * sub // block), tiles * TILE
         zeros = torch.zeros(shape, dtype=torch.uint8, device=device) if has_zeros else None
         scales = torch.zeros(shape, dtype=dtype, device=device)
-        return cls(codes, scales, zeros, block, num_inputs, num_outputs, order, gated)
-
-    def rows_of(self, start: int, count: int) -> torch.Tensor:
-        """Return where outputs are stored: rows of tiles, int64 [count]. The range has gate rows or up rows, not both."""
-        half = self.num_outputs // 2
-        if self.gated and start >= half:
-            start += len(self.codes) // 2 * TILE - half
-        return torch.arange(start, start + count, device=self.codes.device)
+        return cls(
+            codes=codes,
+            scales=scales,
+            zeros=zeros,
+            block=block,
+            num_inputs=num_inputs,
+            num_outputs=num_outputs,
+            order=order,
+            gated=gated,
+        )
 
     def store(self, rows: torch.Tensor, codes: torch.Tensor) -> None:
         """Store the codes of some rows, uint8 [rows, K] with values up to 15."""
@@ -120,13 +112,6 @@ class Int4Weight:
     def inputs(self, x: torch.Tensor) -> torch.Tensor:
         """Return the K columns of x that the codes are for."""
         return x[..., : self.num_inputs] if self.order is None else x.index_select(-1, self.order)
-
-    def outputs(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the outputs without the padding of tiles, [..., N], from those of all rows, [..., T * 64]."""
-        half = self.num_outputs // 2
-        if not self.gated or half % TILE == 0:
-            return stored[..., : self.num_outputs]
-        return torch.cat([each[..., :half] for each in stored.chunk(2, -1)], -1)
 
 
 def quantize_groups(weight: torch.Tensor, group: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,20 +1,24 @@
-"""``--quantization gguf``: packed weights of GGUF files on CPUs.
+"""``--quantization gguf``: packed weights of GGUF files.
 
-Each layer loads the file's blocks as they are, and repacks them once for the C kernels. These quantize activations to 8 bits with
-a scale per 32. (llama.cpp has one per 256 for K-quants.) Prefills and decodes use the same arithmetic.
+Each layer loads the file's blocks as they are, and repacks them once for its kernels: C on CPUs, Triton on GPUs (see `gguf_gpu`).
+The C kernels quantize activations to 8 bits with a scale per 32. (llama.cpp has one per 256 for K-quants.) Their prefills and
+decodes use the same arithmetic.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from itertools import groupby
 
 import torch
 
+from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.native import library
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType, Layout
 from minisgl_core.contracts.layer import Targets
-from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
+from minisgl_core.contracts.layer_methods import EmbeddingMethod, EmbeddingOp, LinearMethod, LinearSpec
+from minisgl_core.contracts.ops import Ops
 from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
 from minisgl_core.contracts.shard import sharded_target
@@ -36,20 +40,30 @@ class Gguf(Quantization):
 
     @classmethod
     def unsupported(cls, spec: QuantizationSpec) -> list[str]:
-        """Refuse other checkpoints, and machines on which the C kernels do not run."""
+        """Refuse other checkpoints, and machines on which the kernels do not run."""
         if spec.checkpoint is None or spec.checkpoint.method != "gguf":
             return ["the checkpoint is not a GGUF file with quantized weights"]
+        if spec.device.type == "cuda":
+            return packed_gemm_unsupported(spec.device, spec.dtype)
         return library.unsupported(spec.device, spec.dtype)
+
+    def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
+        super().__init__(spec, ops)
+        self._method: Callable[[LinearSpec, list[GgmlType]], EmbeddingMethod] = PackedLinearMethod
+        if spec.device.type == "cuda":
+            from minisgl_backends.quantization.gguf_gpu import gpu_method
+
+            self._method = gpu_method(spec.device)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method of a layer whose parts all have a kernel."""
         types = self._types(spec)
-        return super().linear(spec) if types is None else PackedLinearMethod(spec, types)
+        return super().linear(spec) if types is None else self._method(spec, types)
 
     def embedding(self, spec: LinearSpec) -> EmbeddingMethod | None:
         """Return the method of the embedding or the LM head."""
         types = self._types(spec)
-        return None if types is None else PackedLinearMethod(spec, types)
+        return None if types is None else self._method(spec, types)
 
     def _types(self, spec: LinearSpec) -> list[GgmlType] | None:
         assert self.spec.checkpoint is not None
@@ -71,7 +85,7 @@ class Gguf(Quantization):
 
 
 class PackedLinearMethod(EmbeddingMethod):
-    """The file's blocks of one layer.
+    """The file's blocks of one layer, for the C kernels.
 
     Attributes:
         types: type of each part.
@@ -96,7 +110,7 @@ class PackedLinearMethod(EmbeddingMethod):
         if self.bias is not None:
             yield from self.spec.row_targets("bias", self.bias)
 
-    def prepare(self) -> PackedLinear:
+    def prepare(self) -> EmbeddingOp:
         """Repack the blocks. Adjacent parts of one layout become one GEMM, unless rows of two parts would share a tile."""
         layouts = [kind.layout for kind in self.types]
         is_fused = self.spec.gated and len(set(layouts)) == 1

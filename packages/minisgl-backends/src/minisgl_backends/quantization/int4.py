@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections.abc import Iterable
 from functools import partial
 
-import torch
-
-from minisgl_backends.kernels.int4_weight import TILE, Int4Weight, quantize_groups, torch_int4_linear
+from minisgl_backends.kernels.device import packed_gemm_unsupported
+from minisgl_backends.kernels.int4_weight import Int4Weight, quantize_groups, torch_int4_linear
+from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_backends.quantization.int4_checkpoint import Prepare, StoredInt4Linear
 from minisgl_backends.quantization.int4_experts import Int4Experts, StoredInt4Experts
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization, Int4Format, int4_format
@@ -52,13 +51,8 @@ class Int4(Quantization):
                     reasons.append("it does not support experts with act-order (desc_act, actorder)")
             except ModelFormatError as error:
                 reasons.append(str(error))
-        if spec.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            reasons.append("triton is not installed (pip install triton)")
-        if spec.device.type == "cuda" and torch.cuda.is_available():
-            if torch.cuda.get_device_capability(spec.device) < (8, 0):
-                reasons.append("its kernels need compute capability 8.0 or later")
-            if spec.dtype not in (torch.bfloat16, torch.float16):
-                reasons.append("its kernels need --dtype bfloat16 or float16")
+        if spec.device.type == "cuda":
+            reasons += packed_gemm_unsupported(spec.device, spec.dtype)
         return reasons
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
@@ -67,11 +61,11 @@ class Int4(Quantization):
         if spec.device.type == "cuda":
             from minisgl_backends.cuda.requirements import hopper_missing
             from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
-            from minisgl_backends.kernels.int4_gemm import Int4Gemm, Int4Workspace
+            from minisgl_backends.kernels.packed_gemm import SplitKWorkspace
+            from minisgl_backends.quantization import int4_gpu
 
-            overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
             hopper = None if hopper_missing(spec.device, spec.dtype) else StreamKWorkspace(spec.device)
-            self._prepare = partial(Int4Gemm, workspace=Int4Workspace(spec.device), overlap=overlap, hopper=hopper)
+            self._prepare = partial(int4_gpu.prepare, workspace=SplitKWorkspace(spec.device), hopper=hopper)
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """Return the method for a layer of a 16-bit checkpoint, or of one with 4-bit integers.

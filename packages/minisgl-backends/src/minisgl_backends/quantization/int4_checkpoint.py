@@ -19,7 +19,8 @@ from typing import Protocol
 
 import torch
 
-from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, TILE, Int4Weight
+from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
+from minisgl_backends.kernels.packed_matrix import TILE
 from minisgl_core.contracts.checkpoint_quantization import Int4Format
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec

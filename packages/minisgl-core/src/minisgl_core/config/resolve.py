@@ -6,7 +6,7 @@ be tested without the hardware, and are printed with their reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
     ("ops", "cpu"): ("native", "onednn", "torch"),
     ("moe", "cuda"): ("triton", "torch"),
     ("moe", "cpu"): ("torch",),
-    ("quantization", "cuda"): ("int4", "int8", "mxfp4", "fp8", "none"),
+    ("quantization", "cuda"): ("gguf", "int4", "int8", "mxfp4", "fp8", "none"),
     ("quantization", "cpu"): ("gguf", "int4", "int8", "mxfp4", "none"),
     ("communicator", "cuda"): ("oneshot", "torch"),
     ("communicator", "cpu"): ("torch",),
@@ -164,14 +164,16 @@ def resolve(
         choices.append(Choice("moe", moe, why))
     quantization = config.backends.quantization
     stored = CheckpointQuantization.of(model.raw)
-    on_gpu = model.quantization == "gguf" and device.type != "cpu"
     is_float8 = model.quantization == "fp8" or (stored is not None and stored.is_float8)
-    if quantization == AUTO and (on_gpu or (model.moe is not None and is_float8)):
-        quantization, experts = "none", "experts use fp8 only with --quantization fp8"
-        why = _of_checkpoint(model, quantization, "packed GGUF weights are for CPUs" if on_gpu else experts)
+    if quantization == AUTO and model.moe is not None and is_float8:
+        quantization = "none"
+        why = _of_checkpoint(model, quantization, "experts use fp8 only with --quantization fp8")
         choices.append(Choice("quantization", quantization, why))
     elif quantization != AUTO or model.quantization:
-        quantization, why = picker.pick("quantization", quantization, quantization_spec(model, torch_dtype, device))
+        # The others would quantize the weights of a GGUF file again.
+        skipped = ("int4", "int8", "fp8") if stored is not None and stored.is_dequantized else ()
+        needs = quantization_spec(model, torch_dtype, device)
+        quantization, why = picker.pick("quantization", quantization, needs, skipped=skipped)
         choices.append(Choice("quantization", quantization, _of_checkpoint(model, quantization, why)))
     else:
         quantization = "none"
@@ -235,8 +237,8 @@ class _Picker:
         self.to_compile: dict[str, None] = {}
         """Attention backends that were passed over because they are not compiled."""
 
-    def pick(self, kind: str, wanted: str, *spec: Any) -> tuple[str, str]:
-        """Return the name of the selected provider, and the reason.
+    def pick(self, kind: str, wanted: str, *spec: Any, skipped: Container[str] = ()) -> tuple[str, str]:
+        """Return the name of the selected provider, and the reason. ``auto`` does not try the providers `skipped`.
 
         Raises:
             ProviderUnsupportedError: the provider that the user named does not support the spec, or no provider does.
@@ -247,11 +249,11 @@ class _Picker:
                 raise ProviderUnsupportedError(kind, wanted, reasons)
             return wanted, "set by the user"
         installed = set(self._installed(kind))
-        ordered = self._preferences(kind)
+        ordered = [name for name in self._preferences(kind) if name not in skipped]
         hinted = self._preferred(kind)
         passed_over: list[str] = []
         slow: tuple[str, str] | None = None
-        for name in ([hinted] if hinted else []) + list(ordered):
+        for name in ([hinted] if hinted else []) + ordered:
             parts = name.split(",")
             if not installed.issuperset(parts):
                 if name == hinted:

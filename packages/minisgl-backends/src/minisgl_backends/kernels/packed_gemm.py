@@ -1,0 +1,370 @@
+"""GEMM of 16-bit activations and packed weights, which are dequantized in registers.
+
+A program computes a block of outputs for a block of rows. The dequantized codes are the left operand of the tensor cores, which
+is read from registers, and the rows of x are the right one. K may be split: the last program of a block to arrive reduces the
+partial sums.
+
+Shape legend: M rows, N outputs, K inputs; the weight as `minisgl_backends.kernels.packed_matrix` describes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from minisgl_backends.kernels.activation import silu_and_mul
+from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
+from minisgl_backends.kernels.dequantize import dequantize, dequantize_int4, scale_and_offset
+from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.dot import add_dot
+from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix, Packing, TiledWeight
+
+_PANEL = 1 << 25
+"""Weights that are dequantized at once for many rows."""
+_GATHERED_ROWS = 8
+"""Rows of an embedding per program."""
+
+
+@triton.jit
+def _weights(
+    codes, high, word, super, PART: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    FIELD: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Return part PART of a chunk in `dtype`; FIELD is the field of the word with its scale."""
+    if KIND == "int4":
+        out = dequantize_int4(codes, word, PART, dtype)
+    else:
+        scale, offset = scale_and_offset(word, super, FIELD, KIND, LOW, ZERO)
+        out = dequantize(codes, high, scale, offset, PART, LOW, HIGH, dtype)
+    return out
+
+
+@triton.jit(do_not_specialize=["M"])
+def _packed_gemm(
+    x, codes, high, words, supers, bias, out, parts, arrived, M, N, K, half, chunks, words_stride, x_stride, out_stride,
+    COLS: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr,
+    BLOCK: tl.constexpr, WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERS: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, WIDEN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute a block of outputs; with GATED, rows `half` and on are the up rows, and the activation is fused."""
+    CHUNK: tl.constexpr = PARTS * SUB
+    PER_CODE: tl.constexpr = 16 // LOW  # parts that an element of the first plane has
+    SAME: tl.constexpr = min(WORD // SUB, PARTS)  # parts of a chunk that share a word
+    dtype: tl.constexpr = out.dtype.element_ty
+    block, split, row_block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, col = row_block * ROWS + tl.arange(0, ROWS), block * COLS + tl.arange(0, COLS)
+    row_mask, col_mask = row < M, col < N
+    place, depth = tl.minimum(col, half - 1), tl.arange(0, SUB)
+    length = chunks * (PARTS // PER_CODE)
+    first = codes + ((place // 64).to(tl.int64) * length * 64 + place % 64)[:, None] * SUB + depth[None, :]
+    second = first + half.to(tl.int64) * length * SUB
+    first_high = high + ((place // 64).to(tl.int64) * chunks * 64 + place % 64)[:, None] * SUB + depth[None, :]
+    second_high = first_high + half.to(tl.int64) * chunks * SUB
+    rows = x + row[None, :].to(tl.int64) * x_stride + depth[:, None]
+    total = tl.zeros((COLS, ROWS), tl.float32)
+    gated = tl.zeros((COLS, ROWS), tl.float32)
+    await_previous(PDL)
+    share = tl.cdiv(chunks, SPLITS)
+    for chunk in range(split * share, tl.minimum((split + 1) * share, chunks)):
+        for i in tl.static_range(PARTS):
+            part = chunk * CHUNK + i * SUB
+            if i % PER_CODE == 0:
+                element = (chunk * (PARTS // PER_CODE) + i // PER_CODE) * 64 * SUB
+                packed = tl.load(first + element)
+                if GATED:
+                    packed2 = tl.load(second + element)
+            if i == 0:
+                tops, scales = packed, packed  # not used without a second plane, and without superblocks
+                if HIGH > 0:
+                    tops = tl.load(first_high + chunk * 64 * SUB)
+                if HAS_SUPERS:
+                    scales = tl.load(supers + part // 256 * words_stride + place)
+                if GATED:
+                    tops2, scales2 = packed2, packed2
+                    if HIGH > 0:
+                        tops2 = tl.load(second_high + chunk * 64 * SUB)
+                    if HAS_SUPERS:
+                        scales2 = tl.load(supers + half + part // 256 * words_stride + place)
+            if i % SAME == 0:
+                at = part // WORD * words_stride + place
+                word = tl.load(words + at)
+                if GATED:
+                    word2 = tl.load(words + half + at)
+            mask = row_mask[None, :]
+            if not EVEN:
+                mask = mask & (part + depth < K)[:, None]
+            inputs = tl.load(rows + part, mask=mask, other=0.0)
+            left = _weights(packed, tops, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+            total = add_dot(total, left, inputs, WIDEN)
+            if GATED:
+                left = _weights(
+                    packed2, tops2, word2, scales2, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
+                )
+                gated = add_dot(gated, left, inputs, WIDEN)
+    to = row[None, :].to(tl.int64) * N + col[:, None]
+    mask = row_mask[None, :] & col_mask[:, None]
+    if SPLITS > 1:
+        size = M.to(tl.int64) * N
+        tl.store(parts + split * size + to, total, mask=mask)
+        if GATED:
+            tl.store(parts + (SPLITS + split) * size + to, gated, mask=mask)
+        tl.debug_barrier()  # all stores of the program precede its arrival
+        arrival = arrived + row_block * tl.num_programs(0) + block
+        if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") != SPLITS - 1:
+            return
+        tl.store(arrival, 0)  # for the next GEMM
+        total = tl.zeros((COLS, ROWS), tl.float32)
+        gated = tl.zeros((COLS, ROWS), tl.float32)
+        for each in tl.static_range(SPLITS):
+            total += tl.load(parts + each * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+            if GATED:
+                gated += tl.load(parts + (SPLITS + each) * size + to, mask=mask, other=0.0, cache_modifier=".cg")
+    if HAS_BIAS:
+        total += tl.load(bias + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            gated += tl.load(bias + N + col, mask=col_mask, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate = total.to(dtype).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+        total = silu * gated.to(dtype).to(tl.float32)
+    tl.store(out + row[None, :].to(tl.int64) * out_stride + col[:, None], total.to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _dequantize_rows(
+    ids, codes, high, words, supers, out, M, num_rows, K, chunks, words_stride,
+    ROWS: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr, SUB: tl.constexpr, BLOCK: tl.constexpr,
+    WORD: tl.constexpr, ZERO: tl.constexpr, PARTS: tl.constexpr, HAS_SUPERS: tl.constexpr, GATHER: tl.constexpr,
+):  # fmt: skip
+    """Dequantize a chunk of some rows to `out`, [M, K]: rows `ids` if GATHER, else the first rows. NaN for other ids."""
+    PER_CODE: tl.constexpr = 16 // LOW
+    dtype: tl.constexpr = out.dtype.element_ty
+    line, depth, chunk = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, SUB), tl.program_id(1)
+    mask = line < M
+    place = line
+    if GATHER:
+        place = tl.load(ids + line, mask=mask, other=0)
+    known = (place >= 0) & (place < num_rows)
+    place = tl.where(known, place, 0)
+    tile, row = (place // 64).to(tl.int64), place % 64
+    for i in tl.static_range(PARTS):
+        part = chunk * PARTS * SUB + i * SUB
+        if i % PER_CODE == 0:
+            element = tile * chunks * (PARTS // PER_CODE) + chunk * (PARTS // PER_CODE) + i // PER_CODE
+            packed = tl.load(codes + (element * 64 + row)[:, None] * SUB + depth[None, :])
+        if i == 0:
+            tops, scales = packed, packed
+            if HIGH > 0:
+                tops = tl.load(high + ((tile * chunks + chunk) * 64 + row)[:, None] * SUB + depth[None, :])
+            if HAS_SUPERS:
+                scales = tl.load(supers + part // 256 * words_stride + place)
+        word = tl.load(words + part // WORD * words_stride + place)
+        left = _weights(packed, tops, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+        left = tl.where(known[:, None], left, float("nan"))
+        to = line.to(tl.int64)[:, None] * K + part + depth[None, :]
+        tl.store(out + to, left, mask=mask[:, None] & (part + depth < K)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiling:
+    """Distribution of a GEMM over programs.
+
+    Attributes:
+        cols: outputs per program; gate and up outputs count once.
+        rows: rows per program.
+        splits: programs per block, each with a part of K.
+        warps: warps per program.
+        stages: loads in flight.
+    """
+
+    cols: int
+    rows: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+MAX_ROWS = 64
+"""Rows up to which the fused kernel is used.
+
+For 256 rows and the weights of Qwen3-14B in 4 bits on an H200, the fused kernel's first tiling took 31 ms. cuBLAS took 10 ms in
+bfloat16. Dequantizing panels adds the time to write the weights.
+"""
+
+
+def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
+    """Return a tiling whose loads in flight fit into shared memory; `num_outputs` counts gate and up outputs once."""
+    packing, gated = weight.packing, weight.gated
+    if num_rows <= 64:
+        blocks = triton.cdiv(num_outputs, 64)
+        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
+        cols, rows, warps = 64, max(16, triton.next_power_of_2(num_rows)), 4
+    else:
+        cols, rows, splits, warps = (64, 128, 1, 4) if gated else (128, 128, 1, 8)
+    shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
+    bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
+    scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
+    stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
+    return PackedTiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
+
+
+class SplitKWorkspace:
+    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
+
+    Attributes:
+        parts: partial sums, float32.
+        arrived: programs that have stored their partial sums, per block, int32; 0 between launches.
+        overlap: True if GEMMs are launched with PDL, see `dependent_launch`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
+        self.overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def reserve(self, size: int, num_blocks: int) -> None:
+        """Make room for `size` values and `num_blocks` counters. Must be called before any GEMM runs."""
+        if len(self.parts) < size:
+            self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)
+        if len(self.arrived) < num_blocks:
+            self.arrived = torch.zeros(num_blocks, dtype=torch.int32, device=self.parts.device)
+
+
+def constants(packing: Packing) -> dict[str, Any]:
+    """Return the compile-time arguments that describe a format."""
+    return {
+        "KIND": packing.kind, "LOW": packing.low, "HIGH": packing.high, "SUB": packing.sub, "BLOCK": packing.block,
+        "WORD": packing.word, "ZERO": packing.zero, "PARTS": packing.parts, "HAS_SUPERS": packing.has_supers,
+    }  # fmt: skip
+
+
+class PackedGemm:
+    """``x @ weight.T + bias``; for a gated MLP, ``silu(gate) * up`` of the result's halves."""
+
+    def __init__(
+        self,
+        weight: PackedMatrix,
+        bias: torch.Tensor | None,
+        workspace: SplitKWorkspace,
+        dtype: torch.dtype,
+        *,
+        tiling: PackedTiling | None = None,
+    ) -> None:
+        """Prepare a weight.
+
+        Args:
+            weight: packed weight.
+            bias: one value per output, or None.
+            workspace: shared by the GEMMs of a model.
+            dtype: dtype of activations and outputs, bfloat16 or float16.
+            tiling: tiling for any number of rows; None to choose one.
+        """
+        self._weight, self._bias, self._workspace = weight, bias, workspace
+        self._dtype, self._halves = dtype, 1 + weight.gated
+        self.num_outputs = weight.num_outputs // self._halves
+        self._high = weight.codes if weight.high is None else weight.high
+        self._supers = weight.words if weight.supers is None else weight.supers
+        self._constants = constants(weight.packing)
+        self._tilings = {
+            rows: tiling or choose_tiling(rows, self.num_outputs, weight) for rows in (16, 32, 64, 128, 256, 512, 1024)
+        }
+        for rows, each in self._tilings.items():
+            if each.splits > 1:
+                num_blocks = triton.cdiv(rows, each.rows) * triton.cdiv(self.num_outputs, each.cols)
+                workspace.reserve(each.splits * self._halves * rows * self.num_outputs, num_blocks)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., N] from x [..., in]."""
+        if x.dim() != 2 or x.stride(1) != 1:
+            out = self(x.reshape(-1, x.shape[-1]).contiguous())
+            return out.view(*x.shape[:-1], out.shape[-1])
+        if self._weight.order is not None:
+            x = x.index_select(1, self._weight.order)
+        if len(x) > MAX_ROWS:
+            return self._dequantize_and_matmul(x)
+        out = torch.empty(len(x), self.num_outputs, dtype=x.dtype, device=x.device)
+        self._fused(x, out)
+        return out
+
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the outputs for x, [M, K], to columns of a wider tensor: `out`, [M, N]."""
+        if len(x) > MAX_ROWS or self._weight.order is not None:
+            out.copy_(self(x))
+        else:
+            self._fused(x, out)
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rows of the weight, [T, K], for ids, int32 or int64 [T]; NaN for an id that is no row of the weight."""
+        out = torch.empty(len(ids), self._weight.num_inputs, dtype=self._dtype, device=ids.device)
+        self._dequantize(out, ids.contiguous())
+        return out
+
+    def _fused(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        weight, size, workspace = self._weight, self.num_outputs, self._workspace
+        tiling = self._tilings[next(rows for rows in self._tilings if len(x) <= rows)]
+        grid = triton.cdiv(size, tiling.cols), tiling.splits, triton.cdiv(len(x), tiling.rows)
+        if not len(x):
+            return
+        _packed_gemm[grid](
+            x, weight.codes, self._high, weight.words, self._supers, out if self._bias is None else self._bias, out,
+            workspace.parts, workspace.arrived, len(x), size, weight.num_inputs, len(weight.codes) // self._halves * TILE,
+            weight.chunks, weight.words.stride(0), x.stride(0), out.stride(0), COLS=tiling.cols, ROWS=tiling.rows,
+            SPLITS=tiling.splits, HAS_BIAS=self._bias is not None, GATED=weight.gated, WIDEN=not x.is_cuda,
+            EVEN=weight.num_inputs == weight.chunks * weight.packing.chunk, num_warps=tiling.warps,
+            num_stages=tiling.stages, **self._constants, **launch_options(workspace.overlap),
+        )  # fmt: skip
+
+    def _dequantize_and_matmul(self, x: torch.Tensor) -> torch.Tensor:
+        def dequantize(out: torch.Tensor, first_tile: int) -> None:
+            self._dequantize(out, first_tile=first_tile)
+
+        return matmul_by_panels(x, self._weight, len(self._weight.codes), self._bias, dequantize)
+
+    def _dequantize(self, out: torch.Tensor, ids: torch.Tensor | None = None, first_tile: int = 0) -> None:
+        """Dequantize rows `ids` to `out`, or else the rows from a tile on."""
+        weight, rows = self._weight, slice(first_tile * TILE, None)
+        supers = self._supers if weight.supers is None else self._supers[:, rows]
+        block = TILE if ids is None else _GATHERED_ROWS
+        if not len(out):
+            return
+        _dequantize_rows[triton.cdiv(len(out), block), weight.chunks](
+            out if ids is None else ids, weight.codes[first_tile:], self._high[first_tile:], weight.words[:, rows], supers,
+            out, len(out), len(out) if ids is None else weight.num_outputs, weight.num_inputs, weight.chunks,
+            weight.words.stride(0), ROWS=block, GATHER=ids is not None, num_warps=4, **self._constants,
+        )  # fmt: skip
+
+
+def matmul_by_panels(
+    x: torch.Tensor,
+    weight: TiledWeight,
+    num_tiles: int,
+    bias: torch.Tensor | None,
+    dequantize: Callable[[torch.Tensor, int], None],
+) -> torch.Tensor:
+    """Dequantize panels of the weight to the model's dtype, and multiply by them.
+
+    Args:
+        x: [M, K or more].
+        weight: the weight, whose codes are not read.
+        num_tiles: T.
+        bias: one value per output, or None.
+        dequantize: writes the rows of the tiles from a given one on to its first argument, [tiles * 64, K].
+    """
+    x = x[:, : weight.num_inputs]
+    step = max(1, _PANEL // (TILE * weight.num_inputs))
+    panel = torch.empty(min(step, num_tiles) * TILE, weight.num_inputs, dtype=x.dtype, device=x.device)
+    stored = torch.empty(len(x), num_tiles * TILE, dtype=x.dtype, device=x.device)
+    for start in range(0, num_tiles, step):
+        rows = panel[: min(step, num_tiles - start) * TILE]
+        dequantize(rows, start)
+        stored[:, start * TILE : start * TILE + len(rows)] = F.linear(x, rows)
+    out = weight.outputs(stored)
+    out = out if bias is None else out + bias
+    return silu_and_mul(out) if weight.gated else out

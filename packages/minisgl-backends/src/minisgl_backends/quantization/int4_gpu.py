@@ -1,0 +1,53 @@
+"""GEMMs of 4-bit integers on GPUs: in CUDA C++ for Hopper, otherwise in Triton."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backends.cuda import int4_gemm
+from minisgl_backends.cuda.gemm_tiling import MAX_ROWS
+from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
+from minisgl_backends.kernels.int4_gemm import Int4Gemm, scale_words
+from minisgl_backends.kernels.int4_stages import dequantize_stages, pack_stages
+from minisgl_backends.kernels.int4_weight import Int4Weight
+from minisgl_backends.kernels.packed_gemm import SplitKWorkspace, matmul_by_panels
+
+
+class HopperInt4Linear:
+    """`Int4Gemm` for Hopper: a kernel in CUDA C++ for up to 256 rows."""
+
+    def __init__(self, weight: Int4Weight, bias: torch.Tensor | None, workspace: StreamKWorkspace) -> None:
+        """Prepare a weight that `int4_gemm.fits`, whose tensors are released.
+
+        Args:
+            weight: packed weight in bfloat16.
+            bias: one value per output, or None.
+            workspace: the CUDA stream's workspace.
+        """
+        self._weight, self._bias, self._num_tiles = weight, bias, len(weight.codes)
+        self._stages = pack_stages(weight, scale_words(weight))
+        self._small_m = int4_gemm.HopperInt4Gemm(weight, self._stages, bias, workspace)
+        weight.codes, weight.scales, weight.zeros = weight.codes.new_empty(0), weight.scales.new_empty(0), None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [..., N] from x [..., in]."""
+        if x.dim() != 2:
+            out = self(x.reshape(-1, x.shape[-1]))
+            return out.view(*x.shape[:-1], out.shape[-1])
+        if self._weight.order is not None:
+            x = x.index_select(1, self._weight.order)
+        if len(x) <= MAX_ROWS:
+            return self._small_m(x)
+        return matmul_by_panels(x, self._weight, self._num_tiles, self._bias, self._dequantize)
+
+    def _dequantize(self, out: torch.Tensor, first_tile: int) -> None:
+        dequantize_stages(self._stages, first_tile, out, gated=self._weight.gated)
+
+
+def prepare(
+    weight: Int4Weight, bias: torch.Tensor | None, workspace: SplitKWorkspace, hopper: StreamKWorkspace | None
+) -> Int4Gemm | HopperInt4Linear:
+    """Return the GEMM of a weight; `hopper` is None on other GPUs."""
+    if hopper is not None and int4_gemm.fits(weight):
+        return HopperInt4Linear(weight, bias, hopper)
+    return Int4Gemm(weight, bias, workspace)

@@ -1,0 +1,193 @@
+"""``--quantization gguf`` by the Triton kernels: in Triton's interpreter, and on a GPU in the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_blocks import checkpoint, random_blocks
+
+pytest.importorskip("triton")
+from minisgl_backends.kernels.packed_matrix import PackedMatrix
+from minisgl_backends.quantization import gguf_packing
+from minisgl_backends.quantization.gguf import Gguf
+from minisgl_backends.quantization.gguf_gpu import gpu_method
+from minisgl_backends.quantization.gguf_types import TYPES
+from minisgl_core import LLM, SamplingParams
+from minisgl_core.config.hf import model_config
+from minisgl_core.config.resolve import quantization_spec
+from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
+from minisgl_core.contracts.communicator import SingleRank
+from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
+from minisgl_core.contracts.model import BuildContext
+from minisgl_core.contracts.ops import Ops
+from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
+from minisgl_core.contracts.shard import Shard
+from minisgl_core.testing.live_bytes import LiveBytes
+from minisgl_core.testing.packed_checkpoint import PackedCheckpoint, PackedModule, fill
+from minisgl_core.testing.quantization_kit import PLAIN, QuantizationTests
+from minisgl_core.weights.loader import load_weights
+from minisgl_models.llama import LlamaForCausalLM
+from minisgl_models.weights.gguf_file import GgufWeights
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
+
+
+class Interpreted(Gguf):
+    """The provider of GPUs with tensors on the CPU."""
+
+    @classmethod
+    def unsupported(cls, spec: QuantizationSpec) -> list[str]:
+        return [] if spec.checkpoint is not None and spec.checkpoint.method == "gguf" else ["not a GGUF file"]
+
+    def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
+        super().__init__(spec, ops)
+        self._method = gpu_method(spec.device)
+
+
+class TestTriton(QuantizationTests):
+    provider: ClassVar[type[Quantization]] = Gguf if HAS_GPU else Interpreted
+    device = DEVICE.type
+    dtypes = (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float16,)
+    shapes = ((64, 128), (48, 32), (24, 40), *(((320, 1024),) if HAS_GPU else ()))
+    checkpoints = tuple(map(checkpoint, ("Q4_1", *(("Q4_0", "Q5_0", "Q5_1", "Q8_0") if HAS_GPU else ()))))
+    loss = 0.01
+
+    def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
+        return [each for each in super().cases(num_experts) if each[1] is not PLAIN]
+
+    def test_expert_weights_have_no_second_copy(self) -> None:
+        """Experts are dequantized."""
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_parts_of_different_types(is_gated: bool) -> None:
+    """Adjacent parts of one type are one GEMM; the others write beside it."""
+    modules = {}
+    for index, (kind, rows) in enumerate(
+        (("Q4_K", 40), ("Q6_K", 40)) if is_gated else (("Q4_K", 40), ("Q4_K", 8), ("Q8_0", 24))
+    ):
+        blocks, weight = random_blocks(kind, rows, 256)
+        modules[f"m.{index}.{kind}"] = PackedModule({"qweight": blocks}, weight)
+    stored = CheckpointQuantization({"quant_method": "gguf", "types": {name: name[4:] for name in modules}})
+    dtype, provider = torch.float16, Gguf if HAS_GPU else Interpreted
+    parts = tuple(LinearPart(name, Shard.whole(len(each.weight))) for name, each in modules.items())
+    spec = LinearSpec("m", parts, Shard.whole(256), False, is_gated, dtype, DEVICE)
+    method = provider(QuantizationSpec(dtype, DEVICE, checkpoint=stored), Ops.of(DEVICE, dtype)).linear(spec)
+    fill(method.targets(), modules)
+    op = method.prepare()
+    weight = torch.cat([each.weight for each in modules.values()]).double().to(DEVICE)
+    for num_rows in (3, 65):
+        x = (torch.randn(2, num_rows, 256, device=DEVICE) / weight.norm(dim=1).mean()).to(dtype)
+        expected = x.double() @ weight.T
+        if is_gated:
+            expected = torch.nn.functional.silu(expected[..., :40]) * expected[..., 40:]
+        found = op(x)
+        assert found.shape == expected.shape
+        assert (found - expected).norm() < 2e-3 * expected.norm()
+
+
+def test_sizes_are_the_documented_ones() -> None:
+    """Bytes of packed weights, relative to the file's (docs/quantization.md), for inputs in multiples of 256."""
+    ratios = {}
+    for name, kind in TYPES.items():
+        matrix = PackedMatrix.empty(kind.packing, 64, 1024, torch.device("meta"))
+        tensors = (matrix.codes, matrix.high, matrix.words, matrix.supers)
+        file_bytes = 64 * 1024 // kind.columns * kind.block_bytes
+        ratios[name] = round(sum(each.nbytes for each in tensors if each is not None) / file_bytes, 2)
+    documented = {"Q3_K": 1.05, "Q4_K": 1.03, "Q5_K": 1.02, "Q6_K": 1.01}
+    assert ratios == dict.fromkeys(TYPES, 1.0) | documented
+
+
+HIDDEN, INNER, LAYERS, HEADS, KV_HEADS, VOCAB = 512, 1024, 3, 8, 2, 320
+MIXED = {"attn_v": "Q6_K", "ffn_down": "Q5_K", "ffn_up": "Q8_0", "token_embd": "Q6_K", "attn_output": "Q5_1"}
+"""Types of some matrices, so that fused projections have parts of several types."""
+
+
+def write_model(path: Path, kind: str) -> Path:
+    """Write a llama of random blocks: of the type `kind`, or MIXED if that is given."""
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(1024)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(INNER)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    shapes = {"token_embd": (VOCAB, HIDDEN), "output": (VOCAB, HIDDEN)}
+    kv = KV_HEADS * HIDDEN // HEADS
+    sizes = {
+        "attn_q": (HIDDEN, HIDDEN),
+        "attn_k": (kv, HIDDEN),
+        "attn_v": (kv, HIDDEN),
+        "attn_output": (HIDDEN, HIDDEN),
+    }
+    sizes |= {"ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}
+    norms = ["output_norm"]
+    for layer in range(LAYERS):
+        shapes |= {f"blk.{layer}.{name}": size for name, size in sizes.items()}
+        norms += [f"blk.{layer}.{name}" for name in ("attn_norm", "ffn_norm")]
+    for name in norms:
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    for name, (rows, columns) in shapes.items():
+        stored = MIXED.get(name.rpartition(".")[2], "Q4_K") if kind == "MIXED" else kind
+        blocks, _ = random_blocks(stored, rows, columns, norm=1.0)
+        writer.add_tensor(f"{name}.weight", blocks.numpy().view(np.uint8), raw_dtype=Kind[stored])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_loading_needs_little_more_than_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The embedding and the LM head stay packed, too; only the blocks of the layer that is repacked are in memory twice."""
+    monkeypatch.setattr(gguf_packing, "_CHUNK", 1 << 15)
+    path, dtype = write_model(tmp_path / "m.gguf", "MIXED"), torch.float16
+    source, size, ops = GgufWeights(path), path.stat().st_size, Ops.of(DEVICE, dtype)
+    config = model_config(source.config)
+    provider = (Gguf if HAS_GPU else Interpreted)(quantization_spec(config, dtype, DEVICE), ops)
+    with LiveBytes() as memory:
+        model = LlamaForCausalLM(config, BuildContext(SingleRank(), ops, DEVICE, dtype, quantization=provider))
+        load_weights(model, source, progress=False)
+        largest = INNER * HIDDEN * (8.5 + 4.5) / 8  # the gate and the up projection
+        assert memory.peak <= 1.06 * size + largest
+        assert memory.live <= 1.06 * size
+
+
+PROMPTS = [
+    torch.randint(VOCAB, (size,), generator=torch.Generator().manual_seed(size)).tolist() for size in (3, 17, 70, 200)
+]
+
+
+def generate(path: Path, **options: Any) -> tuple[torch.Tensor, list[list[int]]]:
+    """Return log-probabilities of all prompt tokens, and greedy tokens."""
+    asked = SamplingParams(temperature=0.0, max_tokens=16, prompt_logprobs=0, ignore_eos=True)
+    with LLM(str(path), num_pages=256, page_size=16, **options) as llm:
+        assert llm.info is not None
+        chosen = next(choice for choice in llm.info.choices if choice[0] == "quantization")[1]
+        assert chosen == options.get("quantization", "gguf")
+        outputs = llm.generate(PROMPTS, asked)
+    found = [entry.token.logprob for output in outputs for entry in output.prompt_logprobs or [] if entry is not None]
+    return torch.tensor(found), [output.token_ids for output in outputs]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["Q4_0", "MIXED"])
+def test_the_engine_computes_what_the_dequantized_model_does(kind: str, tmp_path: Path) -> None:
+    """Weights have the same values, so that only the order of sums differs. `auto` takes the packed ones."""
+    path, dtype = write_model(tmp_path / "m.gguf", kind), "bfloat16"
+    packed, tokens = generate(path, dtype=dtype)
+    plain, _ = generate(path, dtype=dtype, quantization="none")
+    assert (packed - plain).abs().max() < 0.4
+    assert (packed - plain).abs().mean() < 0.05
+    assert generate(path, dtype=dtype, cuda_graph_max_bs=0, piecewise_cuda_graph_max_tokens=0)[1] == tokens
