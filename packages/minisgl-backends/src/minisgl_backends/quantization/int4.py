@@ -59,7 +59,7 @@ class Int4(Quantization):
         self._prepare: Prepare = torch_int4_linear
         if spec.device.type == "cuda":
             from minisgl_backends.kernels.int4_gemm import Int4Gemm
-            from minisgl_backends.kernels.packed_gemm import SplitKWorkspace
+            from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
 
             self._prepare = partial(Int4Gemm, workspace=SplitKWorkspace(spec.device))
 
