@@ -1,7 +1,7 @@
 // Small-M GEMM for Hopper with 4-bit weights (W4A16): out = x @ weight.T + bias, for decodes of up to 256 requests.
 //
-// The design is that of small_m_gemm.cu: a producer warp fills a ring of stages, two consumer warpgroups multiply, and K is split
-// by clusters or Stream-K. The difference is operand A of wgmma, the weights. A stage has the packed codes of 128 inputs. Each
+// The design is that of small_m_gemm.cu: a producer warp fills a ring of stages, two consumer warpgroups multiply, and Stream-K
+// splits K. The difference is operand A of wgmma, the weights. A stage has the packed codes of 128 inputs. Each
 // warpgroup loads those of its 64 outputs into registers, dequantizes them there, and multiplies from registers. While the tensor
 // cores multiply one half of a stage, the other half is dequantized, as in Marlin (arXiv 2408.11743).
 //
@@ -15,10 +15,11 @@
 // In a cluster of ROW_PARTS * CLUSTER thread blocks, ROW_PARTS consecutive ones have the same tile and share its codes by multicast.
 // The CLUSTER thread blocks with the same rows of x share these.
 //
-// Macros: ROWS (up to 128, for registers), CLUSTER (1, 2 or 4), SPLITS (1: Stream-K), ROW_PARTS (1 or 2), STAGES, GATED and HAS_BIAS
-// as in small_m_gemm.cu; SCALES (scales per output and stage) and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).
+// Macros: ROWS (up to 128, for registers), CLUSTER (1, 2 or 4), ROW_PARTS (1 or 2), STAGES, GATED and HAS_BIAS as in small_m_gemm.cu;
+// SCALES (scales per output and stage) and WGMMA: wgmma(float (&sums)[], const u32 (&a)[4], u64 b, int keep).
 
 #define OUTPUTS 128
+#define SPLITS 1
 #include "gemm_common.cuh"
 
 constexpr int GROUPS_AT_ONCE = 4;
@@ -85,21 +86,16 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1)
 int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_map, bf16* __restrict__ out, const bf16* __restrict__ bias,
           float4* __restrict__ partials, int* __restrict__ arrived, int M, int N, int num_blocks, int depth) {
     extern __shared__ char memory[];
-    __shared__ __align__(8) u64 barriers[2 * STAGES + 1];
+    __shared__ __align__(8) u64 barriers[2 * STAGES];
     const u32 ring = (shared_address(memory) + 1023) & ~1023u, staging = ring + STAGES * STAGE_BYTES;
-    const u32 full = shared_address(barriers), empty = full + 8 * STAGES, reduce_barrier = empty + 8 * STAGES;
+    const u32 full = shared_address(barriers), empty = full + 8 * STAGES;
     const int thread = threadIdx.x, warp = thread >> 5, lane = thread & 31;
     u32 rank = 0;
-    if (SHARING_BLOCKS * SPLITS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    const int cluster = blockIdx.x / (SHARING_BLOCKS * SPLITS), num_clusters = gridDim.x / (SHARING_BLOCKS * SPLITS);
-    const u32 sharing_rank = SHARING_BLOCKS > 1 ? rank % SHARING_BLOCKS : 0, split = rank / SHARING_BLOCKS, first_sharing_rank = rank - sharing_rank;
-    const int row_part = ROW_PARTS > 1 ? sharing_rank % ROW_PARTS : 0, tile_part = CLUSTER > 1 ? sharing_rank / ROW_PARTS : 0, first_row = row_part * ROWS;
+    if (SHARING_BLOCKS > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    const int cluster = blockIdx.x / SHARING_BLOCKS, num_clusters = gridDim.x / SHARING_BLOCKS, sharing_rank = rank;
+    const int row_part = ROW_PARTS > 1 ? rank % ROW_PARTS : 0, tile_part = CLUSTER > 1 ? rank / ROW_PARTS : 0, first_row = row_part * ROWS;
     const int total = (N + COLUMNS * CLUSTER - 1) / (COLUMNS * CLUSTER) * depth;
-    int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
-    if (SPLITS > 1) {
-        begin = cluster * depth + depth * split / SPLITS;
-        end = cluster * depth + depth * (split + 1) / SPLITS;
-    }
+    const int begin = part_begin(total, cluster, num_clusters), end = part_begin(total, cluster + 1, num_clusters);
     auto column_of = [&](int tile) { return (tile * CLUSTER + tile_part) * COLUMNS; };
 
     if (thread == CONSUMERS) prefetch_map(&x_map);
@@ -108,9 +104,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             barrier_init(full + 8 * s, 1);
             barrier_init(empty + 8 * s, CONSUMERS / 32 * SHARING_BLOCKS);
         }
-        barrier_init(reduce_barrier, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-        if (SPLITS > 1) barrier_expect(reduce_barrier, SPLITS * (first_row_group(split + 1) - first_row_group(split)) * CONSUMERS * 16);
     }
     __syncthreads();
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -118,8 +112,8 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
     if (warp == CONSUMERS / 32) {
         const u32 leader = lane == 0;
         short x_mask = 0;
-        for (int i = 0; i < CLUSTER; i++) x_mask |= 1 << (first_sharing_rank + i * ROW_PARTS + row_part);
-        const short weight_mask = ((1 << ROW_PARTS) - 1) << (first_sharing_rank + tile_part * ROW_PARTS);
+        for (int i = 0; i < CLUSTER; i++) x_mask |= 1 << (i * ROW_PARTS + row_part);
+        const short weight_mask = ((1 << ROW_PARTS) - 1) << tile_part * ROW_PARTS;
         auto fetch_weights = [&](int tile, int k, int s) {
             const u32 barrier = full + 8 * s;
             // With ROW_PARTS == 2, each thread block copies the weights of one warpgroup. Past the last tile, the result is not stored.
@@ -161,7 +155,6 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             if (++s == STAGES) { s = 0; parity ^= 1; }
         }
         __syncwarp();
-        if (SPLITS > 1) cluster_sync();  // matches the one in reduce_and_store
     } else {
         if (SHARING_BLOCKS > 1) cluster_sync();
         const int warpgroup = warp >> 2;
@@ -170,7 +163,7 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
         int s = 0, parity = 0, released = begin;
         auto release_last = [&] {  // only if the stage is refilled: then the block that it arrives at waits for it, and so has not exited
             const u32 last = empty + 8 * (s == 0 ? STAGES - 1 : s - 1);
-            if (released++ < end - STAGES && lane < SHARING_BLOCKS) SHARING_BLOCKS == 1 ? barrier_arrive(last) : barrier_arrive(last, first_sharing_rank + lane);
+            if (released++ < end - STAGES && lane < SHARING_BLOCKS) SHARING_BLOCKS == 1 ? barrier_arrive(last) : barrier_arrive(last, lane);
         };
         float sums[SUMS];
         u32 fragments[2][4][4];  // A of the halves of a stage: wgmma may still read one while the other is written
@@ -210,12 +203,8 @@ int4_gemm(const char* __restrict__ weights, const __grid_constant__ TensorMap x_
             wgmma_wait_all(sums);
             release_last();
             previous_kernel_wait();
-            if (SPLITS > 1) {
-                reduce_and_store(sums, ring, reduce_barrier, out, bias, first_row, column_of(tile), split, row_part, M, N);
-                break;
-            }
 #include "finish_tile.cuh"
         }
     }
-    if (SHARING_BLOCKS > 1 && SPLITS == 1) cluster_sync();  // no block exits before its multicast loads have arrived in the others
+    if (SHARING_BLOCKS > 1) cluster_sync();  // no block exits before its multicast loads have arrived in the others
 }

@@ -37,7 +37,6 @@ class Variant:
     Attributes:
         rows: largest number of rows of x.
         cluster: see `GemmTiling`.
-        splits: likewise.
         row_parts: likewise.
         scales: scales per output and stage, 1, 2 or 4.
         gated: fuse the gated MLP's activation.
@@ -46,7 +45,6 @@ class Variant:
 
     rows: int
     cluster: int
-    splits: int
     row_parts: int
     scales: int
     gated: bool
@@ -65,7 +63,7 @@ class Variant:
     @property
     def cluster_blocks(self) -> int:
         """Return the thread blocks per cluster."""
-        return self.cluster * self.splits * self.row_parts
+        return self.cluster * self.row_parts
 
     @property
     def stages(self) -> int:
@@ -80,7 +78,6 @@ class Variant:
         macros = {
             "ROWS": self.block_rows,
             "CLUSTER": self.cluster,
-            "SPLITS": self.splits,
             "ROW_PARTS": self.row_parts,
             "STAGES": self.stages,
             "SCALES": self.scales,
@@ -152,31 +149,30 @@ class HopperInt4Gemm:
         for rows in ROW_SIZES:
             tiling = choose(rows, self._num_blocks, num_sms)
             scales = (size - CODE_BYTES) // (4 * TILE)
-            shape = tiling.cluster, tiling.splits, tiling.row_parts, scales
+            shape = tiling.cluster, tiling.row_parts, scales
             self._variants[rows] = Variant(rows, *shape, weight.gated, bias is not None)
             _cubin(self._variants[rows])
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [M, N] from x, [M, K or more], with M up to MAX_ROWS."""
-        if not len(x):
-            return x.new_empty(0, self._num_outputs)
+        """Return [M, N] from x, [M, K or more], by one launch per MAX_ROWS rows."""
+        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
         x = x[:, : self._weight.num_inputs]
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:  # TMA cannot load it
             x = x.contiguous()
+        for start in range(0, len(x), MAX_ROWS):
+            self._multiply(x[start : start + MAX_ROWS], out[start : start + MAX_ROWS])
+        return out
+
+    def _multiply(self, x: torch.Tensor, out: torch.Tensor) -> None:
         variant = self._variants[next(rows for rows in ROW_SIZES if len(x) <= rows)]
         kernel, max_blocks = _kernel(variant, x.device)
         tiles, group = -(-self._num_blocks // variant.cluster), variant.cluster_blocks
-        if variant.splits > 1:
-            num_blocks = tiles * group
-        else:
-            num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
-        out = torch.empty(len(x), self._num_outputs, dtype=x.dtype, device=x.device)
+        num_blocks = min(max_blocks // group, tiles * self._num_chunks) * group
         x_map = TensorMap(x, (variant.box_rows, 64))
         bias = out if self._bias is None else self._bias
         workspace = self._workspace.parts, self._workspace.arrived
         sizes = len(x), self._num_outputs, self._num_blocks, self._num_chunks
         kernel.launch(num_blocks, (self._stages, x_map, out, bias, *workspace, *sizes))
-        return out
 
 
 def fits(weight: Int4Weight) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
-from minisgl_backends.kernels.packed_gemm import PackedGemm, PackedTiling, SplitKWorkspace
+from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix, Packing
+from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace
 
 
 def scale_words(weight: Int4Weight) -> torch.Tensor:
@@ -21,19 +22,6 @@ def scale_words(weight: Int4Weight) -> torch.Tensor:
     return torch.stack((weight.scales, -(zeros.to(dtype) + base)), -1).view(torch.int32).squeeze(-1)
 
 
-def packed_matrix(weight: Int4Weight) -> PackedMatrix:
-    """Return a weight as the kernels read it, with words in place of scales and zero points."""
-    return PackedMatrix(
-        codes=weight.codes,
-        words=scale_words(weight),
-        packing=Packing("int4", low=4, high=0, sub=weight.codes.shape[3], block=weight.block),
-        num_inputs=weight.num_inputs,
-        num_outputs=weight.num_outputs,
-        order=weight.order,
-        gated=weight.gated,
-    )
-
-
 class Int4Gemm(PackedGemm):
     """``x @ weight.T + bias``; for a gated MLP, ``silu(gate) * up`` of the result's halves."""
 
@@ -46,5 +34,14 @@ class Int4Gemm(PackedGemm):
         tiling: PackedTiling | None = None,
     ) -> None:
         """Prepare a weight in bfloat16 or float16, whose scales are released; see `PackedGemm`."""
-        super().__init__(packed_matrix(weight), bias, workspace, weight.scales.dtype, tiling=tiling)
+        matrix = PackedMatrix(
+            codes=weight.codes,
+            words=scale_words(weight),
+            packing=Packing("int4", low=4, high=0, sub=weight.codes.shape[3], block=weight.block),
+            num_inputs=weight.num_inputs,
+            num_outputs=weight.num_outputs,
+            order=weight.order,
+            gated=weight.gated,
+        )
+        super().__init__(matrix, bias, workspace, weight.scales.dtype, tiling=tiling)
         weight.scales, weight.zeros = weight.scales.new_empty(0), None

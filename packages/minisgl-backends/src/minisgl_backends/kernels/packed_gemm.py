@@ -10,7 +10,6 @@ Shape legend: M rows, N outputs, K inputs; the weight as `minisgl_backends.kerne
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,9 @@ import triton.language as tl
 from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.dependent_launch import await_previous, launch_options
 from minisgl_backends.kernels.dequantize import dequantize, dequantize_int4, scale_and_offset
-from minisgl_backends.kernels.device import has_large_shared_memory
 from minisgl_backends.kernels.dot import add_dot
 from minisgl_backends.kernels.packed_matrix import TILE, PackedMatrix, Packing, TiledWeight
+from minisgl_backends.kernels.packed_tiling import PackedTiling, SplitKWorkspace, choose_tiling
 
 _PANEL = 1 << 25
 """Weights that are dequantized at once for many rows."""
@@ -172,69 +171,12 @@ def _dequantize_rows(
         tl.store(out + to, left, mask=mask[:, None] & (part + depth < K)[None, :])
 
 
-@dataclass(frozen=True, slots=True)
-class PackedTiling:
-    """Distribution of a GEMM over programs.
-
-    Attributes:
-        cols: outputs per program; gate and up outputs count once.
-        rows: rows per program.
-        splits: programs per block, each with a part of K.
-        warps: warps per program.
-        stages: loads in flight.
-    """
-
-    cols: int
-    rows: int
-    splits: int = 1
-    warps: int = 4
-    stages: int = 4
-
-
 MAX_ROWS = 64
 """Rows up to which the fused kernel is used.
 
 For 256 rows and the weights of Qwen3-14B in 4 bits on an H200, the fused kernel's first tiling took 31 ms. cuBLAS took 10 ms in
 bfloat16. Dequantizing panels adds the time to write the weights.
 """
-
-
-def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
-    """Return a tiling whose loads in flight fit into shared memory; `num_outputs` counts gate and up outputs once."""
-    packing, gated = weight.packing, weight.gated
-    if num_rows <= 64:
-        blocks = triton.cdiv(num_outputs, 64)
-        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
-        cols, rows, warps = 64, max(16, triton.next_power_of_2(num_rows)), 4
-    else:
-        cols, rows, splits, warps = (64, 128, 1, 4) if gated else (128, 128, 1, 8)
-    shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
-    bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
-    scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
-    stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
-    return PackedTiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
-
-
-class SplitKWorkspace:
-    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
-
-    Attributes:
-        parts: partial sums, float32.
-        arrived: programs that have stored their partial sums, per block, int32; 0 between launches.
-        overlap: True if GEMMs are launched with PDL, see `dependent_launch`.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.parts = torch.empty(0, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
-        self.overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-    def reserve(self, size: int, num_blocks: int) -> None:
-        """Make room for `size` values and `num_blocks` counters. Must be called before any GEMM runs."""
-        if len(self.parts) < size:
-            self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)
-        if len(self.arrived) < num_blocks:
-            self.arrived = torch.zeros(num_blocks, dtype=torch.int32, device=self.parts.device)
 
 
 def constants(packing: Packing) -> dict[str, Any]:

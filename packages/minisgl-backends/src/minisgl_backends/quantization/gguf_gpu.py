@@ -10,8 +10,9 @@ from typing import cast
 import torch
 
 from minisgl_backends.kernels.activation import silu_and_mul
-from minisgl_backends.kernels.packed_gemm import PackedGemm, SplitKWorkspace
+from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
+from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
 from minisgl_backends.quantization.gguf import PackedLinearMethod
 from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import GgmlType

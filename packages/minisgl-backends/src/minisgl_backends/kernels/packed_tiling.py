@@ -1,0 +1,68 @@
+"""Tilings of GEMMs of packed weights, and their workspace for partial sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from minisgl_backends.kernels.device import has_large_shared_memory
+from minisgl_backends.kernels.packed_matrix import PackedMatrix
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTiling:
+    """Distribution of a GEMM over programs.
+
+    Attributes:
+        cols: outputs per program; gate and up outputs count once.
+        rows: rows per program.
+        splits: programs per block, each with a part of K.
+        warps: warps per program.
+        stages: loads in flight.
+    """
+
+    cols: int
+    rows: int
+    splits: int = 1
+    warps: int = 4
+    stages: int = 4
+
+
+def choose_tiling(num_rows: int, num_outputs: int, weight: PackedMatrix) -> PackedTiling:
+    """Return a tiling whose loads in flight fit into shared memory; `num_outputs` counts gate and up outputs once."""
+    packing, gated = weight.packing, weight.gated
+    if num_rows <= 64:
+        blocks = triton.cdiv(num_outputs, 64)
+        splits = 1 if blocks >= 256 else min(4, max(1, 512 // blocks), max(1, weight.num_inputs // 1024))
+        cols, rows, warps = 64, max(16, triton.next_power_of_2(num_rows)), 4
+    else:
+        cols, rows, splits, warps = (64, 128, 1, 4) if gated else (128, 128, 1, 8)
+    shared = 220_000 if has_large_shared_memory(weight.codes.device) else 98_000
+    bits = packing.low * packing.chunk + 16 * packing.sub * (packing.high > 0)
+    scales = 4 * max(1, packing.chunk // packing.word) + 4 * packing.has_supers
+    stage = 2 * packing.chunk * rows + cols * (1 + gated) * (bits // 8 + scales)
+    return PackedTiling(cols, rows, splits, warps, max(2, min(4, shared // stage)))
+
+
+class SplitKWorkspace:
+    """Partial sums of split-K GEMMs. All GEMMs of a model share one workspace, since they run one after the other.
+
+    Attributes:
+        parts: partial sums, float32.
+        arrived: programs that have stored their partial sums, per block, int32; 0 between launches.
+        overlap: True if GEMMs are launched with PDL, see `dependent_launch`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = torch.empty(0, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(0, dtype=torch.int32, device=device)
+        self.overlap = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+    def reserve(self, size: int, num_blocks: int) -> None:
+        """Make room for `size` values and `num_blocks` counters. Must be called before any GEMM runs."""
+        if len(self.parts) < size:
+            self.parts = torch.empty(size, dtype=torch.float32, device=self.parts.device)
+        if len(self.arrived) < num_blocks:
+            self.arrived = torch.zeros(num_blocks, dtype=torch.int32, device=self.parts.device)
