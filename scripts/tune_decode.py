@@ -28,10 +28,8 @@ from minisgl_backends.kernels.paged_decode import SplitKVWorkspace, decode
 from minisgl_core.contracts.attention import AttentionLayer
 
 KEYS, WARPS, STAGES, PROGRAMS_PER_SM = (16, 32, 64), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4)
-SHARED_BYTES, REGISTERS = 220_000, 65536
-"""Shared memory of an SM for the tiles of K and V in flight, and its registers."""
-MIN_REGISTERS = 128
-"""Fewest registers per thread that are tried; with fewer, kernels spill."""
+SHARED_BYTES = 220_000
+"""Shared memory of an SM for the tiles of K and V in flight."""
 MAX_ERROR = 0.01
 """Largest relative error (root mean square) against the chosen tile."""
 MADE = {"device": "cuda", "dtype": torch.bfloat16}
@@ -60,12 +58,10 @@ class Shape:
         return decode_tile(self.head_dim, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
 
     def tiles(self) -> Iterator[DecodeTile]:
-        """Yield the tiles whose programs fit into an SM together. If necessary, registers are limited."""
+        """Yield the tiles whose programs fit into an SM's shared memory together."""
         for keys, warps, stages, programs in itertools.product(KEYS, WARPS, STAGES, PROGRAMS_PER_SM):
-            registers = REGISTERS // (programs * warps * 32) // 8 * 8
-            in_flight = (stages - 1) * 2 * keys * self.head_dim * 2 * programs
-            if registers >= MIN_REGISTERS and in_flight <= SHARED_BYTES:
-                yield DecodeTile(keys, warps, stages, programs, registers if registers < 255 else None)
+            if (stages - 1) * 2 * keys * self.head_dim * 2 * programs <= SHARED_BYTES:
+                yield DecodeTile(keys, warps, stages, programs)
 
 
 class Batch:
@@ -136,7 +132,7 @@ def main(processes: int, **sizes: int) -> None:
     batch, chosen = Batch(shape, shape.requests), shape.chosen()
     batch.call(chosen)()
     expected, found = batch.out.float(), []
-    for tile in dict.fromkeys((chosen, *shape.tiles())):
+    for tile in dict.fromkeys((*shape.tiles(), chosen)):
         with suppress(OutOfResources):
             found.append((*measure(batch, tile, expected), tile))
     size = batch.num_tokens * 2 * shape.kv_heads * shape.head_dim * 2

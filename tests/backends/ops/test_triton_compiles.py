@@ -66,8 +66,7 @@ of_prefill = {"WINDOW": 7, "M_BLOCK": 128, "N_BLOCK": 64}
 for soft_cap, has_sinks in ((0.0, False), (30.0, True)):
     common = sizes | {"SOFT_CAP": soft_cap} | ({} if has_sinks else {"sinks": None})
     kinds |= {"sinks": "*bf16"} if has_sinks else {}
-    for pairs in (False, True):
-        compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": pairs}, num_warps=4, num_stages=5)
+    compiled(_decode, dict(kinds), common | of_decode | {"PAIRS": has_sinks}, num_warps=4, num_stages=5)
     compiled(_prefill, dict(kinds), common | of_prefill, num_warps=8, num_stages=2)
 
 # Products in float8.
@@ -112,6 +111,41 @@ for capability in (89, 120):
     options = {"num_warps": 4, "num_stages": 2}
     taken = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
     assert taken <= 101376, f"{taken} bytes on {capability}"
+"""
+
+PROGRAMS_PER_SM = """
+import subprocess
+import tempfile
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from minisgl_backends.kernels import decode_tile
+from minisgl_backends.kernels.paged_decode import _decode
+
+decode_tile.has_large_shared_memory = lambda device: True
+tile = decode_tile.decode_tile(256, torch.bfloat16, torch.bfloat16, torch.device("cuda"))
+kinds = dict.fromkeys(("q", "k_pages", "v_pages", "out"), "*bf16") | dict.fromkeys(("scale", "v_scale"), "fp32")
+kinds |= dict.fromkeys(("page_table", "rows", "seq_lens", "arrived"), "*i32")
+kinds |= dict.fromkeys(("part", "part_lse"), "*fp32")
+constants = {"G": 2, "D": 256, "PAGE_SIZE": 64, "WIDEN": False, "WINDOW": 1024, "G_BLOCK": 16, "R_BLOCK": 256, "LEAST": 2}
+constants |= {"KEYS": tile.keys, "PAIRS": False, "SOFT_CAP": 0.0, "sinks": None}
+signature = {name: kinds.get(name, "constexpr" if name in constants else "i32") for name in _decode.arg_names}
+strides = ("q_stride_t", "q_stride_h", "row_stride")
+aligned = [i for i, name in enumerate(_decode.arg_names) if signature[name][0] == "*" or name in strides]
+source = ASTSource(_decode, signature, constexprs=constants, attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
+options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+    file.write(kernel.asm["cubin"])
+    file.flush()
+    command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+used = {name: int(value) for name, _, value in (field.partition(":") for field in usage.split()) if value.isdecimal()}
+registers, programs = -(-used["REG"] // 8) * 8 * 32 * tile.num_warps, tile.programs_per_sm
+assert programs * registers <= 65536, f"{used['REG']} registers per thread"
+assert programs * (kernel.metadata.shared + 1024) <= 228 << 10, f"{kernel.metadata.shared} bytes of shared memory"
+assert used["LOCAL"] == used["STACK"] == 0, usage
 """
 
 SLICES = """
@@ -164,6 +198,12 @@ def test_kernels_compile_for_hopper() -> None:
 def test_where_a_slice_begins_compiles_no_kernel_again() -> None:
     """Steps send their arrays in one piece, and prefills come after decodes."""
     run(SLICES)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
+def test_decode_programs_with_heads_of_256_fit_an_sm() -> None:
+    """All programs of the grid are resident at once, by their registers and shared memory, and no registers spill."""
+    run(PROGRAMS_PER_SM)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")

@@ -22,14 +22,12 @@ class DecodeTile:
         num_stages: stages of the software pipeline. One tile of K and V less is in flight.
         programs_per_sm: programs per SM in the grid. If an SM holds fewer, by its registers or shared memory, the others run
             after them, at lower occupancy.
-        max_registers: limit of registers per thread; None for none but the hardware's.
     """
 
     keys: int
     num_warps: int
     num_stages: int
     programs_per_sm: int
-    max_registers: int | None = None
 
     def num_programs(self, device: torch.device) -> int:
         """Return the number of programs in the grid."""
@@ -41,8 +39,10 @@ class DecodeTile:
 def decode_tile(dim: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: torch.device) -> DecodeTile:
     """Return the tile for a head dimension and the dtypes of q and the KV pool.
 
-    Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs.
+    Up to 64 KB of K and V are in flight per program. An SM with 200 KB of shared memory holds three programs. With heads of
+    256, it holds two, because their queries and sums take many registers (docs/performance-notes.md).
     """
     keys = min(max(_TILE_BYTES // (dim * dtype.itemsize), 16), 128)
     num_stages = 1 + 2 * dtype.itemsize // kv_dtype.itemsize
-    return DecodeTile(keys, 4, num_stages, 3 if has_large_shared_memory(device) else 1)
+    programs_per_sm = 1 if not has_large_shared_memory(device) else 2 if dim > 128 else 3
+    return DecodeTile(keys, 4, num_stages, programs_per_sm)

@@ -253,5 +253,5 @@ def decode(
         G=group, D=dim, PAGE_SIZE=k_pages.shape[1], WINDOW=layer.sliding_window or 0,
         SOFT_CAP=(layer.soft_cap or 0.0) * LOG2_E, G_BLOCK=max(16, triton.next_power_of_2(group)),
         KEYS=tile.keys, R_BLOCK=triton.next_power_of_2(max_requests), LEAST=_MIN_TILES, PAIRS=pairs,
-        WIDEN=not q.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
+        WIDEN=not q.is_cuda, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
