@@ -14,8 +14,9 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.contracts.shard import Shard
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import Shard, check_tp_size
+from minisgl_core.layers.base import check_tp_size, not_prepared
 
 
 class ReplicatedLinear(Layer):
@@ -100,7 +101,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
             bias: True if the projections have biases.
             silu_and_mul: True to return ``silu(gate) * up`` of two projections. Some kernels compute it in the GEMM's epilogue.
         """
-        assert not silu_and_mul or len(out_features) == 2, "gate and up"
+        assert not silu_and_mul or len(out_features) == 2, "silu_and_mul needs two projections: gate and up"
         parts = [Shard.of(n, build) for n in out_features]
         self._describe(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
@@ -221,8 +222,3 @@ def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device:
     starts = torch.arange(num_q + num_kv, device=device)[:, None] * head_dim
     end = (num_q + num_kv) * head_dim
     return torch.cat(((starts + dims).flatten(), torch.arange(end, end + num_kv * head_dim, device=device)))
-
-
-def not_prepared(x: torch.Tensor) -> torch.Tensor:
-    """Raise AssertionError. A layer calls this until `prepare` sets its operation."""
-    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")
