@@ -59,6 +59,7 @@ def test_check_value_converts(name, given, value):
         ("num_pages", 1),
         ("memory_ratio", float("nan")),
         ("memory_ratio", 1.01),
+        ("max_step_ms", 10**400),
         ("dummy_weight", "perhaps"),
         ("dummy_weight", "auto"),
         ("dummy_weight", 1),

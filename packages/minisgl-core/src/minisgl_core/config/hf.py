@@ -128,6 +128,7 @@ def _first(ids: list[int]) -> int | None:
 
 
 def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[int]:
+    """Return the token ids of a key, which has one id or a list; empty if it is missing."""
     value = raw.get(key)
     ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -239,6 +240,10 @@ def _scaled_context(max_position: int, rope: RopeConfig) -> int:
 
 
 def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[int | None, ...]:
+    """Return the window of each layer in tokens; None for full attention.
+
+    Without ``layer_types``, layers from ``max_window_layers`` on have the window, where an architecture has that key.
+    """
     uses = keys.flag("use_sliding_window", True)
     given = keys.get("sliding_window") is not None
     window = keys.whole("sliding_window", int(uses)) if given else None
@@ -271,6 +276,7 @@ def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[in
 
 
 def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | None:
+    """Return the config of the experts; None for a dense model."""
     count = keys.get("num_experts", keys.get("num_local_experts", 0))
     if not count:
         return None
