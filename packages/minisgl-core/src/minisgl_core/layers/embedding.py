@@ -38,11 +38,10 @@ class VocabParallelEmbedding(Layer):
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield this rank's rows. If the quantization packs them, `weight` is dropped."""
         if self._method is None and self._quantization is not None:
-            spec = self._quantization.spec
+            dtype, device = self._quantization.spec.dtype, self._quantization.spec.device
             parts = (LinearPart(name, self._shard),)
-            self._method = self._quantization.embedding(
-                LinearSpec(name, parts, self._columns, False, False, spec.dtype, spec.device)
-            )
+            spec = LinearSpec(name, parts, self._columns, bias=False, gated=False, dtype=dtype, device=device)
+            self._method = self._quantization.embedding(spec)
         if self._method is None:
             yield f"{name}.weight", sharded_target(self.weight, self._shard)
             return

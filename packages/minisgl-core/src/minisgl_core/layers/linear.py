@@ -20,7 +20,7 @@ from minisgl_core.layers.base import check_tp_size, not_prepared
 
 
 class ReplicatedLinear(Layer):
-    """Linear layer ``x @ weight.T + bias``, replicated on every rank.
+    """Linear layer ``x @ weight.T + bias``, replicated on every rank, and base class of the sharded ones.
 
     The first call of `weight_targets` allocates the weights, because their format may depend on the layer's name.
 
@@ -37,6 +37,7 @@ class ReplicatedLinear(Layer):
     def _describe(
         self, parts: list[Shard], columns: Shard, build: BuildContext, *, bias: bool, gated: bool = False
     ) -> None:
+        """Describe this rank's weight: shards of the rows, one per projection, and of the columns."""
         provider = build.quantization if self.may_be_quantized else None
         self._quantization = provider or build.unquantized
         self._parts, self._columns, self._has_bias, self._is_gated = parts, columns, bias, gated
@@ -106,7 +107,7 @@ class MergedColumnParallelLinear(ReplicatedLinear):
         self._describe(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
+class QKVParallelLinear(ReplicatedLinear):
     """Query, key and value projections, fused into one GEMM and sharded over the ranks by heads.
 
     If there are more ranks than KV heads, KV heads are replicated: rank r has KV head ``r * Hkv // tp``.
@@ -117,6 +118,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         q_rows: this rank's part of the rows of the query projection.
         kv_rows: likewise, of the key projection and of the value projection.
     """
+
+    may_be_quantized = True
 
     def __init__(
         self,
