@@ -53,10 +53,8 @@ def model_config(
             f"config: is_causal={raw['is_causal']!r} is not supported by {architecture}; only true is"
         )
     hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    num_layers, intermediate_size = (
-        keys.whole("num_hidden_layers", 1, most=MAX_LAYERS),
-        keys.positive("intermediate_size"),
-    )
+    num_layers = keys.whole("num_hidden_layers", 1, maximum=MAX_LAYERS)
+    intermediate_size = keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise ModelFormatError(
@@ -67,7 +65,7 @@ def model_config(
             f"config: head_dim is missing, and hidden_size={hidden_size} is not a multiple of num_attention_heads={num_q_heads}"
         )
     head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
-    max_position = keys.whole("max_position_embeddings", 1, most=MAX_CONTEXT)
+    max_position = keys.whole("max_position_embeddings", 1, maximum=MAX_CONTEXT)
     rope, sliding_rope = _ropes(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
     vocab_size = keys.positive("vocab_size")
