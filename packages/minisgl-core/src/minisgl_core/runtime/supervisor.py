@@ -41,6 +41,7 @@ _MAX_WAIT_S = 3600.0
 """Longest timeout of one system call, which counts milliseconds in 32 bits."""
 
 Report = Callable[[Ready], None]
+"""Function that a child calls once it has started."""
 
 
 class _Failed(msgspec.Struct, tag=True):
