@@ -22,7 +22,7 @@ from minisgl_core.contracts.ops import Ops
 from minisgl_core.errors import ModelFormatError
 from minisgl_core.layers import Layer, MergedColumnParallelLinear, RowParallelLinear
 from minisgl_core.testing.model_kit import ModelTests
-from minisgl_core.testing.references import NaiveMoe, WithATensor, random_reference
+from minisgl_core.testing.references import NaiveMoe, WithExtraTensor, random_reference
 from minisgl_models.gemma2 import Gemma2ForCausalLM
 from minisgl_models.gemma3 import Gemma3ForCausalLM, Gemma3ForConditionalGeneration
 from minisgl_models.glm4 import Glm4ForCausalLM
@@ -565,6 +565,6 @@ def test_layers_for_multi_token_prediction_are_left_out() -> None:
         @contextmanager
         def _saved(self) -> Iterator[Any]:
             with super()._saved() as (reference, source):
-                yield reference, WithATensor(source, "model.layers.3.eh_proj.weight")
+                yield reference, WithExtraTensor(source, "model.layers.3.eh_proj.weight")
 
     WithPrediction().test_logits_equal_the_reference()

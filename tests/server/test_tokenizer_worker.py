@@ -464,7 +464,7 @@ def test_the_only_allowed_call_ends_the_output(engine_tokenizer: Any) -> None:
 def test_grammar_of_an_output(engine_tokenizer: Any) -> None:
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(json={"type": "null"}))
     rig = Rig(engine_tokenizer, "hermes")
-    rig.submit(sampling=form, form_name="guided_json")
+    rig.submit(sampling=form, grammar_name="guided_json")
     assert rig.scheduler.pop().grammar == GrammarSource("json_schema", '{"type": "null"}', "guided_json")
     rig.submit("b", text=None, messages=QUESTION, tools=TOOLS)
     grammar = rig.scheduler.pop().grammar

@@ -59,6 +59,7 @@ def test_check_value_converts(name, given, value):
         ("num_pages", 1),
         ("memory_ratio", float("nan")),
         ("memory_ratio", 1.01),
+        pytest.param("max_step_ms", 10**400, id="max_step_ms-too-large-for-a-float"),
         ("dummy_weight", "perhaps"),
         ("dummy_weight", "auto"),
         ("dummy_weight", 1),

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl_core.config.hf import model_config
 from minisgl_core.config.options import AUTO, EngineConfig
-from minisgl_core.config.resolve import Resolved, resolve
+from minisgl_core.config.resolve import Resolved, moe_spec, resolve
 from minisgl_core.contracts.attention import AttentionCapabilities
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model_config import ModelConfig, MoeConfig
@@ -261,6 +262,9 @@ def test_a_models_experts_are_part_of_what_moe_kernels_are_asked() -> None:
         installed = {**INSTALLED, "moe": {"torch", "triton"}}
         resolved = resolve(EngineConfig(), H200, gpt_oss, installed.__getitem__, unsupported, {}.get, ROLES.__getitem__)
         assert resolved.config.backends.moe == "torch"
+    config, experts = EngineConfig.from_flat(tp=8), replace(MODEL, moe=MoeConfig(8, 2, 100, True))
+    spec = moe_spec(config, experts, torch.float32, torch.device("cpu"))
+    assert spec.intermediate_size == 13, "the layers pad the experts' width to a multiple of the ranks"
 
 
 def test_auto_quantizes_if_checkpoint_and_hardware_do() -> None:

@@ -85,8 +85,10 @@ def test_a_template_from_a_file_or_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "chat.jinja").write_text(TEMPLATE)
     assert read_chat_template(str(tmp_path / "chat.jinja")) == TEMPLATE
     assert read_chat_template(TEMPLATE) == TEMPLATE
-    with pytest.raises(InvalidValueError, match="--chat-template"):
-        read_chat_template(str(tmp_path / "missing.jinja"))
+    (tmp_path / "latin-1.jinja").write_bytes(b"\xe9")
+    for invalid in (str(tmp_path / "missing.jinja"), str(tmp_path / "latin-1.jinja"), "\0"):
+        with pytest.raises(InvalidValueError, match=r"--chat-template.* cannot be read"):
+            read_chat_template(invalid)
 
 
 def test_an_invalid_template_file_is_refused_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,9 +102,14 @@ def test_a_damaged_folder_is_reported(tmp_path: Path) -> None:
     save_file({"b": torch.zeros(1)}, folder / "other.safetensors")
     with pytest.raises(ModelFormatError, match="lacks a, which the index locates there"):
         list(SafetensorsWeights(folder).tensors(config))
-    (folder / "model.safetensors.index.json").write_text("{")
-    with pytest.raises(ModelFormatError, match=r"index\.json cannot be read"):
-        list(SafetensorsWeights(folder).tensors(config))
+    for weight_map in ("[]", '{"a": 1}'):
+        (folder / "model.safetensors.index.json").write_text(f'{{"weight_map": {weight_map}}}')
+        with pytest.raises(ModelFormatError, match="weight_map must map names of tensors to files"):
+            list(SafetensorsWeights(folder).tensors(config))
+    for text in ("{", "[" * 100_000):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(ModelFormatError, match=r"index\.json cannot be read"):
+            list(SafetensorsWeights(folder).tensors(config))
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelFormatError, match="is not a JSON object"):
         SafetensorsWeights(folder)

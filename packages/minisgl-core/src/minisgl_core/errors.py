@@ -1,6 +1,6 @@
 """Errors that minisgl raises on purpose.
 
-Users catch :class:`MinisglError`, and its subclasses tell the kinds of errors apart. A failed assertion means a bug.
+Users catch `MinisglError`, and its subclasses tell the kinds of errors apart. A failed assertion means a bug.
 """
 
 from __future__ import annotations
@@ -9,7 +9,17 @@ from collections.abc import Iterable, Mapping
 from reprlib import Repr
 from typing import Self
 
-_SHORT = Repr()
+
+class _ShortRepr(Repr):
+    def repr_int(self, x: int, level: int) -> str:
+        """Return the digits; the size of a number that Python refuses to convert, since that takes too long."""
+        try:
+            return super().repr_int(x, level)
+        except ValueError:
+            return f"<int of {x.bit_length()} bits>"
+
+
+_SHORT = _ShortRepr()
 _SHORT.maxlevel = 3
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 200
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 40

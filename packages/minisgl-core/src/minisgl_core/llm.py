@@ -38,8 +38,12 @@ from minisgl_core.text.prompt import encode_chat, encode_prompt, list_prompts, t
 from minisgl_core.text.tokens import TokenBytes
 from minisgl_core.utils.progress import progress_bar
 
+__all__ = ["LLM", "GenerationOutput", "MinisglError", "SamplingParams"]
+
 Prompt = str | Sequence[int]
+"""Text or token ids."""
 Message = Mapping[str, Any]
+"""Message of a conversation, with ``role`` and ``content``; see `minisgl_core.text.chat.render_chat`."""
 
 
 @dataclass(slots=True)
@@ -143,6 +147,7 @@ class LLM:
         Raises:
             MinisglError: an option, the model or a provider is not valid; the message names it and the reason.
         """
+        # Offline, throughput matters more than the time between two tokens, which the limit is for.
         if options.get("max_step_ms", AUTO) == AUTO:
             options["max_step_ms"] = 0.0
         config = EngineConfig.from_flat(model=model, **options)
@@ -409,9 +414,8 @@ class LLM:
             return
         try:
             if isinstance(error, RuntimeError):
-                self._others.check(
-                    GRACE_S
-                )  # a collective fails most often because another rank ended: raise that error instead
+                # A collective fails most often because another rank ended: raise that error instead.
+                self._others.check(GRACE_S)
         finally:
             self._others.abort()
             self.close()
@@ -478,6 +482,3 @@ def _list_sampling(sampling: Any, num_prompts: int) -> list[SamplingParams]:
         allowed = f"one, or {num_prompts}: as many as there are prompts"
         raise InvalidValueError("sampling", f"{len(sampling)} entries", allowed)
     return list(sampling)
-
-
-__all__ = ["LLM", "GenerationOutput", "MinisglError", "SamplingParams"]

@@ -21,9 +21,10 @@ MAX_STOP_CHARS = 2**15
 MAX_BIASES = 1 << 20
 """Most entries of ``logit_bias`` or ``allowed_token_ids`` times ``n``, since each output is a separate request."""
 MAX_BAD_WORDS = 1024
+"""Most ``bad_words``."""
 MAX_BAD_WORDS_CHARS = 16_384
 """Most characters of all ``bad_words`` together. The tokenizer encodes each word twice."""
-_LEAST_TEMPERATURE = 1e-5
+_MIN_TEMPERATURE = 1e-5
 """Lower temperatures mean greedy sampling: logits divided by a smaller number could overflow float32."""
 
 
@@ -91,9 +92,7 @@ class SamplingParams:
         self._check_integers()
         self._check_numbers()
         self._check_allowed_tokens()
-        if self.n * len(self.logit_bias) > MAX_BIASES:
-            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
-            raise InvalidValueError("logit_bias", f"{len(self.logit_bias)} tokens", allowed)
+        self._check_num_tokens("logit_bias", len(self.logit_bias))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(value := getattr(self, name), bool):
                 raise InvalidValueError(name, value, "true or false")
@@ -107,12 +106,15 @@ class SamplingParams:
         object.__setattr__(self, "allowed_token_ids", ids)
         if not ids:
             raise InvalidValueError("allowed_token_ids", [], "one or more token ids, or left out to allow all")
-        if self.n * len(ids) > MAX_BIASES:
-            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
-            raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
+        self._check_num_tokens("allowed_token_ids", len(ids))
         if self.structured_outputs is not None:
             allowed = "left out if structured_outputs is given"
             raise InvalidValueError("allowed_token_ids", f"{len(ids)} tokens", allowed)
+
+    def _check_num_tokens(self, name: str, num_tokens: int) -> None:
+        if self.n * num_tokens > MAX_BIASES:
+            allowed = f"at most {MAX_BIASES // self.n} tokens, beside n={self.n}"
+            raise InvalidValueError(name, f"{num_tokens} tokens", allowed)
 
     def _check_integers(self) -> None:
         bounds: list[tuple[str, int, int | None]] = [
@@ -154,7 +156,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """True if the most likely token is always chosen."""
-        return self.temperature < _LEAST_TEMPERATURE or self.top_k == 1
+        return self.temperature < _MIN_TEMPERATURE or self.top_k == 1
 
     @property
     def has_penalties(self) -> bool:

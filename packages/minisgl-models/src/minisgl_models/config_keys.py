@@ -78,7 +78,7 @@ def whole_number(raw: Mapping[str, Any], key: str, least: int = 0, most: int = M
     Raises:
         ModelFormatError: it is not; the message names the key.
     """
-    return Keys(raw).whole(key, least, most=most)
+    return Keys(raw).whole(key, least, maximum=most)
 
 
 def rope_parameters_by_kind(raw: Mapping[str, Any], full_theta: float, sliding_theta: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import PluginError
 from minisgl_core.platforms.selection import pick_platform
 from minisgl_core.plugins.registry import Entry, Registry, reasons_of
+from minisgl_core.utils.dtypes import dtype_name
 
 
 def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[str, list[str]]:
@@ -35,7 +36,7 @@ def reasons_against(registry: Registry, entry: Entry, provider: Any) -> tuple[st
     if kind not in ("attention", "communicator", "moe", "ops", "quantization"):
         return "", []
     device, dtype = best_device(registry), torch.bfloat16
-    where = f"{device.type}, {str(dtype).removeprefix('torch.')}"
+    where = f"{device.type}, {dtype_name(dtype)}"
     if kind == "ops":
         return where, ask(device, dtype)
     if kind == "quantization":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from copy import copy
 from typing import Any
 
 import click
@@ -106,8 +107,6 @@ def _summary(registry: Registry, name: str) -> str:
 
 def _with_plugin_options(command: click.Command, name: str, registry: Registry) -> click.Command:
     """Return a copy of `command` with the options that hooks add."""
-    from copy import copy
-
     from minisgl_core.plugins.hooks import Hooks
 
     hook = Hooks(registry).cli_options

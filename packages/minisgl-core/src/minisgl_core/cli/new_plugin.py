@@ -126,7 +126,7 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     camel = "".join(map(str.capitalize, short.split("-"))).removesuffix(scaffold.provider.partition("}")[2])
     words = {"name": short, "name_": short.replace("-", "_"), "Name": camel}
     entry = scaffold.entry.format(**words)
-    _check(name, package, short, kind, entry)
+    _check_names(name, package, short, kind, entry)
     folder = parent / distribution
     if folder.exists():
         raise InvalidValueError("NAME", name, "the name of a new folder", f"The folder {folder} exists already.")
@@ -162,7 +162,8 @@ def write_plugin(name: str, kind: str, parent: Path) -> list[Path]:
     return [Path(distribution, path) for path in texts]
 
 
-def _check(name: str, package: str, short: str, kind: str, entry: str) -> None:
+def _check_names(name: str, package: str, short: str, kind: str, entry: str) -> None:
+    """Check that the names of distribution, package and provider are valid and not in use; see `write_plugin`."""
     if not _NAME.fullmatch(name):
         allowed = "letters, digits, dots, dashes and underscores, with a letter or digit at both ends"
         raise InvalidValueError("NAME", name, allowed)

@@ -39,7 +39,9 @@ from minisgl_core.plugins.registry import Registry
 F = TypeVar("F", bound=Callable[..., Any])
 
 _CONFIG_PATH = "minisgl.config_path"
+"""Key of the path of the ``--config`` file in a click context's ``meta``."""
 _HIDDEN = object()
+"""Stands for a secret value that is set and not shown."""
 
 
 def with_options(*sections: type, print_config: bool = True) -> Callable[[F], F]:

@@ -53,10 +53,8 @@ def model_config(
             f"config: is_causal={raw['is_causal']!r} is not supported by {architecture}; only true is"
         )
     hidden_size, num_q_heads = keys.positive("hidden_size"), keys.positive("num_attention_heads")
-    num_layers, intermediate_size = (
-        keys.whole("num_hidden_layers", 1, most=MAX_LAYERS),
-        keys.positive("intermediate_size"),
-    )
+    num_layers = keys.whole("num_hidden_layers", 1, maximum=MAX_LAYERS)
+    intermediate_size = keys.positive("intermediate_size")
     num_kv_heads = keys.positive("num_key_value_heads", num_q_heads)
     if num_q_heads % num_kv_heads:
         raise ModelFormatError(
@@ -67,7 +65,7 @@ def model_config(
             f"config: head_dim is missing, and hidden_size={hidden_size} is not a multiple of num_attention_heads={num_q_heads}"
         )
     head_dim = keys.positive("head_dim", hidden_size // num_q_heads)
-    max_position = keys.whole("max_position_embeddings", 1, most=MAX_CONTEXT)
+    max_position = keys.whole("max_position_embeddings", 1, maximum=MAX_CONTEXT)
     rope, sliding_rope = _ropes(keys, head_dim, max_position)
     attention_bias = keys.flag("attention_bias")
     vocab_size = keys.positive("vocab_size")
@@ -128,6 +126,7 @@ def _first(ids: list[int]) -> int | None:
 
 
 def _token_ids(raw: Mapping[str, Any], key: str, where: str = "config") -> list[int]:
+    """Return the token ids of a key, which has one id or a list; empty if it is missing."""
     value = raw.get(key)
     ids = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
@@ -239,6 +238,10 @@ def _scaled_context(max_position: int, rope: RopeConfig) -> int:
 
 
 def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[int | None, ...]:
+    """Return the window of each layer in tokens; None for full attention.
+
+    Without ``layer_types``, layers from ``max_window_layers`` on have the window, where an architecture has that key.
+    """
     uses = keys.flag("use_sliding_window", True)
     given = keys.get("sliding_window") is not None
     window = keys.whole("sliding_window", int(uses)) if given else None
@@ -271,6 +274,7 @@ def _sliding_windows(keys: Keys, num_layers: int, architecture: str) -> tuple[in
 
 
 def _moe(keys: Keys, num_layers: int, intermediate_size: int) -> MoeConfig | None:
+    """Return the config of the experts; None for a dense model."""
     count = keys.get("num_experts", keys.get("num_local_experts", 0))
     if not count:
         return None

@@ -15,7 +15,9 @@ MAX_LAYERS = 1024
 MAX_CONTEXT = 2**24
 """Longest context in tokens. RoPE's tables have an entry per position."""
 MAX_INT = 2**31 - 1
+"""Largest whole number of a config, which is that of int32."""
 _LAYER_COUNT = re.compile(r"(n|num)_(\w+_)?layers?|\w+_layers|first_k_dense_replace")
+"""Keys whose values are numbers of layers."""
 
 
 class Keys:
@@ -58,13 +60,13 @@ class Keys:
         """Return a number above 0; None if the key is missing, or 0."""
         return self.above(key, 0.0) if self.number(key, 0.0) else None
 
-    def whole(self, key: str, least: int = 0, default: int | None = None, most: int = MAX_INT) -> int:
-        """Return a whole number from `least` to `most`."""
+    def whole(self, key: str, minimum: int = 0, default: int | None = None, maximum: int = MAX_INT) -> int:
+        """Return a whole number from `minimum` to `maximum`."""
         value = self.number(key, default)
-        if not value.is_integer() or not least <= value <= most:
-            bound = f" and at most {most}" if value > most else ""
+        if not value.is_integer() or not minimum <= value <= maximum:
+            bound = f" and at most {maximum}" if value > maximum else ""
             raise ModelFormatError(
-                f"{self._where}: {key}={value:.10g} is not a whole number of at least {least}{bound}"
+                f"{self._where}: {key}={value:.10g} is not a whole number of at least {minimum}{bound}"
             )
         return int(value)
 

@@ -264,8 +264,12 @@ def check_value(name: str, value: Any, item: dataclasses.Field[Any]) -> Any:
         raise InvalidValueError(name, value, _expected(words))
     if meta.choices and value not in meta.choices:
         raise InvalidValueError(name, value, f"one of {', '.join(meta.choices)}")
+    if kind is float:
+        try:
+            value = float(value)
+        except OverflowError:  # an int of more than 308 digits
+            raise InvalidValueError(name, value, _expected(words)) from None
     if kind in (int, float):
-        value = float(value) if kind is float else value
         _check_bounds(name, value, meta)
     return value
 

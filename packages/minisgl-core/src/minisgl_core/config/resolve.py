@@ -6,56 +6,26 @@ be tested without the hardware, and are printed with their reasons.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from minisgl_core.config.ops_roles import assign_roles
 from minisgl_core.config.options import AUTO, EngineConfig, ParallelOptions
+from minisgl_core.config.provider_picker import ProviderPicker, Unsupported
 from minisgl_core.config.stages import describe_nodes, describe_stages
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.checkpoint_quantization import CheckpointQuantization
 from minisgl_core.contracts.communicator import CommunicatorSpec
 from minisgl_core.contracts.executor import RankPlacement
 from minisgl_core.contracts.model_config import ModelConfig
+from minisgl_core.contracts.moe import MoeSpec
 from minisgl_core.contracts.platform import Hardware
 from minisgl_core.contracts.quantization import QuantizationSpec
 from minisgl_core.errors import InvalidValueError, ProviderUnsupportedError
 from minisgl_core.layers.base import check_tp_size
 from minisgl_core.utils.fp8 import FP8
-
-Unsupported = Callable[..., list[str]]
-"""Function ``unsupported(kind, name, *spec)`` that returns the reasons why a provider does not support a spec.
-
-It raises an error if a provider that the user named does not load.
-"""
-
-PREFERENCES: dict[tuple[str, str], tuple[str, ...]] = {
-    ("attention", "cuda"): ("fa,hopper", "fa,triton", "fi,hopper", "fi,triton", "hopper", "triton", "torch"),
-    ("attention", "cpu"): ("native", "torch"),
-    ("ops", "cuda"): ("hopper", "triton", "torch"),
-    ("ops", "cpu"): ("native", "onednn", "torch"),
-    ("moe", "cuda"): ("triton", "torch"),
-    ("moe", "cpu"): ("torch",),
-    ("quantization", "cuda"): ("gguf", "int4", "int8", "mxfp4", "fp8", "none"),
-    ("quantization", "cpu"): ("gguf", "int4", "int8", "mxfp4", "none"),
-    ("communicator", "cuda"): ("oneshot", "torch"),
-    ("communicator", "cpu"): ("torch",),
-    ("grammar", "cuda"): ("llguidance",),
-    ("grammar", "cpu"): ("llguidance",),
-    ("prefix_cache", "cuda"): ("radix", "naive"),
-    ("prefix_cache", "cpu"): ("radix", "naive"),
-}
-"""Providers that ``auto`` tries, best first, by kind and platform. A hook may put another one before them. For ``ops``, each
-role is served by the first provider that has it.
-
-The order of attention backends on CUDA was measured on an H200 (docs/benchmarks.md). FlashAttention 3 is the fastest for
-prefill, then FlashInfer. For decodes of mixed lengths, the Triton kernel is as fast as theirs and needs no planning on the
-host; the Hopper kernel has less overhead at its start and end. On four H200s, the one-shot all-reduce takes a third of NCCL's
-time for the message sizes of decode steps.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +83,7 @@ def resolve(
         ProviderUnsupportedError: a provider that the user named does not support the model or the hardware, or no provider does.
         InvalidValueError: the value of an option does not fit the model or the hardware.
     """
-    picker = _Picker(hardware.platform, set(installed("platform")), installed, unsupported, preferred)
+    picker = ProviderPicker(hardware.platform, installed, unsupported, preferred)
     choices = [Choice("platform", hardware.platform, hardware.device_name)]
 
     dtype, why = _dtype(config.model.dtype, model.dtype, hardware)
@@ -222,74 +192,6 @@ def resolve(
     return Resolved(resolved, tuple(choices), tuple(picker.to_compile))
 
 
-class _Picker:
-    def __init__(
-        self,
-        platform: str,
-        platforms: set[str],
-        installed: Callable[[str], Iterable[str]],
-        unsupported: Unsupported,
-        preferred: Callable[[str], str | None],
-    ) -> None:
-        self._platform, self._platforms = platform, platforms
-        self._installed, self._unsupported, self._preferred = installed, unsupported, preferred
-        self.uncompiled: Callable[[str], str] = lambda name: ""
-        self.to_compile: dict[str, None] = {}
-        """Attention backends that were passed over because they are not compiled."""
-
-    def pick(self, kind: str, wanted: str, *spec: Any, skipped: Container[str] = ()) -> tuple[str, str]:
-        """Return the name of the selected provider, and the reason. ``auto`` does not try the providers `skipped`.
-
-        Raises:
-            ProviderUnsupportedError: the provider that the user named does not support the spec, or no provider does.
-        """
-        if wanted != AUTO:
-            reasons = self._unsupported(kind, wanted, *spec)
-            if reasons:
-                raise ProviderUnsupportedError(kind, wanted, reasons)
-            return wanted, "set by the user"
-        installed = set(self._installed(kind))
-        ordered = [name for name in self._preferences(kind) if name not in skipped]
-        hinted = self._preferred(kind)
-        passed_over: list[str] = []
-        slow: tuple[str, str] | None = None
-        for name in ([hinted] if hinted else []) + ordered:
-            parts = name.split(",")
-            if not installed.issuperset(parts):
-                if name == hinted:
-                    passed_over.append(f"{name}: a plugin prefers it, but it is not installed")
-                continue
-            reasons = [reason for part in parts for reason in self._unsupported(kind, part, *spec)]
-            if not reasons:
-                why = "a plugin prefers it here" if name == hinted else f"first of {', '.join(ordered)} that works here"
-                why += "".join(f"; not {other}" for other in passed_over)
-                lacking = {part: what for part in parts if kind == "attention" and (what := self.uncompiled(part))}
-                if not lacking:
-                    return name, why
-                if slow is None:
-                    slow = name, why
-                    self.to_compile |= dict.fromkeys(lacking)
-                reasons = [f"{what} must be compiled first" for what in lacking.values()]
-            passed_over.append(f"{name}: {reasons[0]}")
-        if slow is not None:  # nothing else works here
-            self.to_compile.clear()
-            return slow
-        detail = "; ".join(passed_over) or f"none of {', '.join(ordered)} is installed"
-        raise ProviderUnsupportedError(kind, AUTO, [detail, "install minisgl-backends or name a provider"])
-
-    def automatic(self, kind: str) -> list[str]:
-        """Return the providers that ``auto`` tries, best first: that of a plugin, then the installed ones of the platform."""
-        installed, hinted = set(self._installed(kind)), self._preferred(kind)
-        return [*(hinted.split(",") if hinted else ()), *(x for x in self._preferences(kind) if x in installed)]
-
-    def first(self, kind: str) -> str:
-        """Return the most preferred provider, which may be unsupported or not installed."""
-        return self._preferred(kind) or self._preferences(kind)[0]
-
-    def _preferences(self, kind: str) -> tuple[str, ...]:
-        return PREFERENCES.get((kind, self._platform), ()) or PREFERENCES[(kind, "cpu")]
-
-
 def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]:
     if wanted != AUTO:
         return wanted, "set by the user"
@@ -299,7 +201,7 @@ def _dtype(wanted: str, model_dtype: str, hardware: Hardware) -> tuple[str, str]
 
 
 def _communicators(
-    config: EngineConfig, picker: _Picker, device: torch.device, placement: RankPlacement
+    config: EngineConfig, picker: ProviderPicker, device: torch.device, placement: RankPlacement
 ) -> tuple[str, str]:
     """Return the providers and why: of each stage's tensor-parallel group, and of the groups between the stages."""
     names, parallel = config.backends.communicator.split(","), config.parallel
@@ -379,16 +281,14 @@ def _of_checkpoint(model: ModelConfig, chosen: str, why: str) -> str:
     )
 
 
-def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> Any:
-    """Return the requirements of a rank on its MoE kernel."""
-    from minisgl_core.contracts.moe import MoeSpec
-
+def moe_spec(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device) -> MoeSpec:
+    """Return the requirements of a rank on its MoE kernel. If the experts' width does not divide evenly, it is padded."""
     assert model.moe is not None
     return MoeSpec(
         num_experts=model.moe.num_experts,
         top_k=model.moe.top_k,
         hidden_size=model.hidden_size,
-        intermediate_size=model.moe.intermediate_size // config.parallel.tp,
+        intermediate_size=-(-model.moe.intermediate_size // config.parallel.tp),
         dtype=dtype,
         device=device,
         activation=model.moe.activation,

@@ -1,5 +1,7 @@
 """Contract of attention backends over the paged KV pool.
 
+The file is long because most of its lines document the tensors and the optional methods of one contract.
+
 Shape legend: T tokens of the batch, B requests, Hq query heads and Hkv KV heads, both local to the rank. D head dimension,
 P pages of the pool, S tokens per page, R rows and M columns of the page table.
 """
@@ -17,6 +19,7 @@ import torch
 
 from minisgl_core.contracts.kv_cache import KVLayout, KVPages
 from minisgl_core.contracts.ops import Rotation
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.fp8 import FP8
 
 
@@ -97,8 +100,8 @@ class AttentionCapabilities:
 
     def missing(self, spec: AttentionSpec) -> list[str]:
         """Return the requirements of `spec` that these capabilities do not meet, one sentence per reason."""
-        pool = [spec.dtype, FP8] if self.fp8_kv else [spec.dtype]
-        named = " or ".join(str(each).removeprefix("torch.") for each in pool)
+        kv_dtypes = [spec.dtype, FP8] if self.fp8_kv else [spec.dtype]
+        allowed = " or ".join(map(dtype_name, kv_dtypes))
         lacks = {
             "it has no sliding windows": bool(spec.sliding_windows) and not self.sliding_windows,
             "it has no soft cap of the scores": bool(spec.soft_caps) and not self.soft_cap,
@@ -110,8 +113,7 @@ class AttentionCapabilities:
             f"it takes one token per decoding request, not {spec.max_decode_query_len}": (
                 spec.max_decode_query_len > 1 and not self.multi_token_decodes
             ),
-            f"the KV pool must hold {named}, not {str(spec.kv_dtype).removeprefix('torch.')}": spec.kv_dtype
-            not in pool,
+            f"the KV pool must hold {allowed}, not {dtype_name(spec.kv_dtype)}": spec.kv_dtype not in kv_dtypes,
         }
         return [reason for reason, is_lacking in lacks.items() if is_lacking]
 

@@ -18,9 +18,9 @@ _COMPRESSED = "compressed-tensors"
 _GGUF = "gguf"
 _SPECIAL = frozenset(r"\^$*+?{}[]|():")
 """Characters of entries that are no plain names. A dot in a name is only a dot."""
-_NAME = 64
+_NAME_LENGTH = 64
 """Length of a module's name for which the time of a regular expression is bounded."""
-_MOST_PATHS = 1 << 20
+_MAX_PATHS = 1 << 20
 """Limit of the ways in which the regular expressions of a list may try to match a name."""
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -199,9 +199,8 @@ def int4_format(stored: CheckpointQuantization, weights: Mapping[str, Any]) -> I
         return None if is_other else _compressed_int4(stored.config, weights)
     if stored.method not in ("awq", "gptq"):
         return None
-    bits = _one_of(weights, "w_bit" if "w_bit" in weights else "bits", None, (4,))
+    _one_of(weights, "w_bit" if "w_bit" in weights else "bits", None, (4,))
     size = _group_size(weights, "q_group_size" if "q_group_size" in weights else "group_size")
-    assert bits == 4
     if stored.method == "awq":
         _one_of(weights, "version", "gemm", ("gemm", "GEMM"))
         return Int4Format("awq", size, bool(_one_of(weights, "zero_point", True, (True, False))))
@@ -290,18 +289,18 @@ class _Modules:
         self._names = frozenset(each for each in wanted if not set(each) & _SPECIAL)
         patterns = {each: key for each in wanted if each not in self._names} | dict(more)
         compiled, paths = [], 0
-        for each, of in patterns.items():
+        for each, source in patterns.items():
             text = each.removeprefix("re:") if each.startswith("re:") else rf"(?:{each})(?:\.|$)"
             try:
                 compiled.append(re.compile(text))
                 paths += _paths(_parser.parse(text), is_end=True)
             except (re.error, OverflowError, RecursionError) as error:
                 raise ModelFormatError(
-                    f"config: quantization_config.{of} has an invalid regular expression {each!r}: {error}"
+                    f"config: quantization_config.{source} has an invalid regular expression {each!r}: {error}"
                 ) from error
-            if paths > _MOST_PATHS:
+            if paths > _MAX_PATHS:
                 raise ModelFormatError(
-                    f"config: quantization_config.{of} has the regular expression {each!r}, which could take too long to "
+                    f"config: quantization_config.{source} has the regular expression {each!r}, which could take too long to "
                     "match; list names instead, or use no repeated groups and at most two repetitions"
                 )
         self._patterns = compiled
@@ -314,7 +313,7 @@ class _Modules:
 
 
 def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
-    """Return a bound of the ways in which a parsed regular expression tries to match a name, at most `_MOST_PATHS` + 1.
+    """Return a bound of the ways in which a parsed regular expression tries to match a name, at most `_MAX_PATHS` + 1.
 
     Args:
         items: parsed expression.
@@ -324,11 +323,11 @@ def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
     for index, (operation, value) in enumerate(items):
         kind, ways = str(operation), 1
         if kind.endswith("_REPEAT"):
-            least, most, body = value
-            most = min(most, _NAME)
+            min_repeats, max_repeats, body = value
+            max_repeats = min(max_repeats, _NAME_LENGTH)
             ways = _paths(body)
             if ways > 1 or not (is_end and index == len(items) - 1):
-                ways = ways**most * (most - min(least, most) + 1)
+                ways = ways**max_repeats * (max_repeats - min(min_repeats, max_repeats) + 1)
         elif kind == "BRANCH":
             ways = sum(map(_paths, value[1]))
         elif kind in ("SUBPATTERN", "ASSERT", "ASSERT_NOT"):
@@ -337,5 +336,5 @@ def _paths(items: Iterable[Any], *, is_end: bool = False) -> int:
             ways = _paths(value)
         elif kind == "GROUPREF_EXISTS":
             ways = sum(_paths(each) for each in value[1:] if each is not None)
-        total = min(total * ways, _MOST_PATHS + 1)
+        total = min(total * ways, _MAX_PATHS + 1)
     return total

@@ -16,6 +16,7 @@ import numpy.typing as npt
 from minisgl_core.errors import InvalidValueError
 
 Masks = npt.NDArray[np.int32]
+"""One packed mask [W], or several [N, W]."""
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tagged_json", "structural_tag"]
 """Kind of a grammar's text:

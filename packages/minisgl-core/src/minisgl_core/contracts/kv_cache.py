@@ -66,7 +66,8 @@ class KVCacheSpec:
         """
         if len(self.groups) != 1 or self.state_bytes:
             raise ValueError(
-                f"a KV cache of {len(self.groups)} groups and {self.state_bytes} bytes of state per request"
+                f"the KV cache has {len(self.groups)} groups and {self.state_bytes} bytes of state per request; "
+                "only one group without further state is supported"
             )
         return self.groups[0]
 

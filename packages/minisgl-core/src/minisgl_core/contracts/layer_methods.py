@@ -76,17 +76,16 @@ class LinearSpec:
 
     def matrix_targets(self, kind: str, held: torch.Tensor) -> Targets:
         """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, in_features]."""
-        row = 0
-        for part in self.parts:
-            yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows, self.columns)
-            row += part.rows.size
+        return self._targets(kind, held, self.columns)
 
     def row_targets(self, kind: str, held: torch.Tensor) -> Targets:
         """Yield the target of ``NAME.kind`` for each part, for a tensor of shape [out_features, ...], such as the bias."""
-        row = 0
-        for part in self.parts:
-            yield f"{part.name}.{kind}", sharded_target(held[row : row + part.rows.size], part.rows)
-            row += part.rows.size
+        return self._targets(kind, held)
+
+    def _targets(self, kind: str, held: torch.Tensor, *columns: Shard) -> Targets:
+        rows = torch.split_with_sizes(held, [part.rows.size for part in self.parts])
+        for part, destination in zip(self.parts, rows, strict=True):
+            yield f"{part.name}.{kind}", sharded_target(destination, part.rows, *columns)
 
 
 class LinearMethod(ABC):
@@ -183,9 +182,8 @@ class ExpertsSpec:
     def gate_up_parts(self, expert: int) -> tuple[LinearPart, LinearPart]:
         """Return the parts of an expert's fused gate and up projection, [2 * I, H]."""
         gate, up, _ = self.projections
-        return LinearPart(f"{self.name}.{expert}.{gate}", self.inner), LinearPart(
-            f"{self.name}.{expert}.{up}", self.inner
-        )
+        module = f"{self.name}.{expert}"
+        return LinearPart(f"{module}.{gate}", self.inner), LinearPart(f"{module}.{up}", self.inner)
 
     def down_part(self, expert: int) -> LinearPart:
         """Return the part of an expert's down projection, [H, I], whose columns are `inner`."""
@@ -234,13 +232,24 @@ class ExpertsMethod(ABC):
 
     def bias_targets(self) -> Targets:
         """Yield ``NAME.0.gate_proj.bias`` and so on, if there are biases."""
-        if self.gate_up_bias is None or self.down_bias is None:
-            return
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up_bias, self.down_bias, strict=True)):
-            for part, rows in zip(self.spec.gate_up_parts(expert), gate_up.split(self.spec.inner.size), strict=True):
-                yield f"{part.name}.bias", sharded_target(rows, part.rows)
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            yield from self._expert_targets("bias", self.gate_up_bias, self.down_bias)
+
+    def _expert_targets(self, kind: str, gate_up: torch.Tensor, down: torch.Tensor, *down_columns: Shard) -> Targets:
+        """Yield ``NAME.0.gate_proj.kind`` and so on, for tensors of all experts.
+
+        Args:
+            kind: last component of the names, such as ``weight``.
+            gate_up: gate rows, then up rows, [E, 2 * I, ...].
+            down: [E, H, ...].
+            down_columns: this rank's shard of the columns of `down`; left out if they are not sharded.
+        """
+        for expert, (gate_up_rows, down_rows) in enumerate(zip(gate_up, down, strict=True)):
+            parts = zip(self.spec.gate_up_parts(expert), gate_up_rows.split(self.spec.inner.size), strict=True)
+            for part, rows in parts:
+                yield f"{part.name}.{kind}", sharded_target(rows, part.rows)
             part = self.spec.down_part(expert)
-            yield f"{part.name}.bias", sharded_target(down, part.rows)
+            yield f"{part.name}.{kind}", sharded_target(down_rows, part.rows, *down_columns)
 
     def operation(
         self,
@@ -276,12 +285,7 @@ class PlainExperts(ExpertsMethod):
 
     def targets(self) -> Targets:
         """Yield ``NAME.0.gate_proj.weight`` and so on, and biases."""
-        inner = self.spec.inner
-        for expert, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
-            for part, rows in zip(self.spec.gate_up_parts(expert), gate_up.split(inner.size), strict=True):
-                yield f"{part.name}.weight", sharded_target(rows, part.rows)
-            part = self.spec.down_part(expert)
-            yield f"{part.name}.weight", sharded_target(down, part.rows, inner)
+        yield from self._expert_targets("weight", self.gate_up, self.down, self.spec.inner)
         yield from self.bias_targets()
 
     def prepare(self) -> ExpertsOp:

@@ -11,6 +11,8 @@ from typing import ClassVar, Literal
 
 import torch
 
+from minisgl_core.utils.dtypes import dtype_name
+
 UINT4: torch.dtype = torch.uint4  # type: ignore[attr-defined]
 """`MoeSpec.weight_dtype` of packed 4-bit integers; see `ExpertWeights`."""
 MXFP4: torch.dtype = torch.float4_e2m1fn_x2
@@ -69,8 +71,9 @@ class MoeCapabilities:
     def missing(self, spec: MoeSpec) -> list[str]:
         """Return the requirements of `spec` that these capabilities do not meet, one sentence per reason."""
         own = {each.name for each in fields(spec)} - {each.name for each in fields(MoeSpec)}
-        held = (spec.dtype, *self.weight_dtypes)
+        supported = (spec.dtype, *self.weight_dtypes)
         wanted = spec.weight_dtype or spec.dtype
+        names = " or ".join(map(dtype_name, supported))
         lacks = {
             f"it does not know the fields {', '.join(sorted(own))} of {type(spec).__name__}": bool(own),
             f"it supports the activations {', '.join(self.activations)}, not {spec.activation}": (
@@ -80,13 +83,9 @@ class MoeCapabilities:
             f"it does not clamp gate and up (swiglu_limit={spec.swiglu_limit})": (
                 spec.swiglu_limit is not None and not self.swiglu_limit
             ),
-            f"the experts' weights must be {' or '.join(map(_name, held))}, not {_name(wanted)}": wanted not in held,
+            f"the experts' weights must be {names}, not {dtype_name(wanted)}": wanted not in supported,
         }
         return [reason for reason, is_lacking in lacks.items() if is_lacking]
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

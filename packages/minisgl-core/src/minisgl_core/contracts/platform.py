@@ -169,6 +169,8 @@ class Platform(ABC):
 
 
 class _PastEvent:
+    """Event of a platform whose calls are synchronous."""
+
     def synchronize(self) -> None:
         """Return at once, as all calls are synchronous."""
 

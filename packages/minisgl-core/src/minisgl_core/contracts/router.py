@@ -47,10 +47,9 @@ def block_keys(token_ids: TokenIds, block_size: int, namespace: CacheNamespace =
 
 @cache
 def _multipliers(num_tokens: int) -> BlockKeys:
-    """Return a random odd number per position, the same in every process."""
-    return np.random.Generator(np.random.PCG64(0)).integers(1 << 63, size=num_tokens, dtype=np.uint64) * np.uint64(
-        2
-    ) + np.uint64(1)
+    """Return a random odd number per position, the same in every process. A longer table begins with the shorter ones."""
+    numbers = np.random.Generator(np.random.PCG64(0)).integers(1 << 63, size=num_tokens, dtype=np.uint64)
+    return numbers * np.uint64(2) + np.uint64(1)
 
 
 class ReplicaView(Protocol):

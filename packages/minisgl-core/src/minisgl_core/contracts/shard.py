@@ -70,7 +70,8 @@ class Shard:
 
     def in_blocks(self, size: int) -> Shard:
         """Return the shard counted in blocks of `size` elements, such as the shard of block scales."""
-        start, stop = self.start // size, -(-self.stop // size) if self.num_real else self.start // size
+        start = self.start // size
+        stop = -(-self.stop // size) if self.num_real else start
         return Shard(start, stop, stop - start, -(-self.total // size))
 
 
@@ -81,10 +82,10 @@ def sharded_target(held: torch.Tensor, *shards: Shard) -> WeightTarget:
         held: this rank's tensor: `Shard.size` elements along each sharded dimension, and all of the others.
         shards: shards of the first dimensions.
     """
-    whole = tuple(held.shape[len(shards) :])
+    unsharded = tuple(held.shape[len(shards) :])
     for dim, shard in enumerate(shards):
         held = held.narrow(dim, 0, shard.num_real)
     index = [shard.index for shard in shards]
     while len(index) > 1 and index[-1] == slice(None):
         index.pop()
-    return WeightTarget(held, tuple(index), shape=(*(shard.total for shard in shards), *whole))
+    return WeightTarget(held, tuple(index), shape=(*(shard.total for shard in shards), *unsharded))

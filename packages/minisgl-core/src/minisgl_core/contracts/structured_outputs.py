@@ -147,7 +147,7 @@ class StructuredOutputs:
     disable_any_whitespace: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = self._given_fields()
         if len(given) != 1:
             allowed = f"exactly one of {', '.join(_KINDS)}"
             raise InvalidValueError("structured_outputs", ", ".join(given) or None, allowed)
@@ -182,7 +182,7 @@ class StructuredOutputs:
 
     def source(self, name: str = "") -> GrammarSource:
         """Return the grammar to compile; errors refer to it by `name`."""
-        [field] = [each for each in _KINDS if getattr(self, each) not in (None, False)]
+        [field] = self._given_fields()
         name, value = name or f"structured_outputs.{field}", getattr(self, field)
         whitespace = self._whitespace
         if whitespace is not None:
@@ -191,12 +191,18 @@ class StructuredOutputs:
         text = json_module.dumps(value) if field == "choice" else "" if field == "json_object" else value
         return GrammarSource(_KINDS[field], text, name)
 
+    def _given_fields(self) -> list[str]:
+        """Return the names of the fields with a grammar; only one after construction."""
+        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
+
     @property
     def _whitespace(self) -> str | None:
         """Value of `WHITESPACE`; None for the default."""
         if self.whitespace_pattern is not None:
             return self.whitespace_pattern
-        return None if self.disable_any_whitespace is None else "" if self.disable_any_whitespace else _ANY_WHITESPACE
+        if self.disable_any_whitespace is None:
+            return None
+        return "" if self.disable_any_whitespace else _ANY_WHITESPACE
 
 
 def _schema(text: str, name: str) -> dict[str, Any]:

@@ -36,9 +36,7 @@ from minisgl_core.engine.engine_factory import EngineFactory
 from minisgl_core.engine.memory import size_pool
 from minisgl_core.engine.rank_groups import RankGroups, join_groups
 from minisgl_core.engine.startup_timer import StartupTimer
-from minisgl_core.errors import (
-    PluginError,
-)
+from minisgl_core.errors import PluginError
 from minisgl_core.platforms.selection import Preferred, pick_platform
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
@@ -112,8 +110,8 @@ def build_engine(
             ops = Ops.of(platform.device, getattr(torch, config.model.dtype), *providers)
             moe = registry.load("moe", config.backends.moe) if checkpoint.config.moe is not None else None
             kv_dtype = kv_torch_dtype(config, ops.dtype)
-            quantized = registry.load("quantization", config.backends.quantization)
-            quantization = quantized(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
+            provider = registry.load("quantization", config.backends.quantization)
+            quantization = provider(quantization_spec(checkpoint.config, ops.dtype, platform.device), ops)
             layers = groups.layers(checkpoint.config.num_layers)
             build = BuildContext(groups.tensor, ops, platform.device, ops.dtype, moe, kv_dtype, quantization, layers)
             # A shorter context needs fewer RoPE positions, and may select other factors of LongRoPE.
@@ -122,14 +120,14 @@ def build_engine(
             load_weights(model, checkpoint.source, progress and rank == 0)
             platform.synchronize()
             phases.done("loaded the weights")
-            parts = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
-            graphs = parts.graph_sizes()
-            piecewise = parts.piecewise_sizes(bool(graphs))
+            factory = EngineFactory(config, checkpoint.config, platform, groups, model, ops, registry)
+            graphs = factory.graph_sizes()
+            piecewise = factory.piecewise_sizes(bool(graphs))
             num_captures = 0 if platform.has_host_graphs else len(graphs) + len(piecewise)
-            pool = size_pool(parts.smallest_pool, config, platform, groups, parts.run_profile_batch, num_captures)
-            max_seq_len = min(parts.longest, (pool.num_pages - 1) * pool.page_size)
+            pool = size_pool(factory.smallest_pool, config, platform, groups, factory.run_profile_batch, num_captures)
+            max_seq_len = min(factory.longest, (pool.num_pages - 1) * pool.page_size)
             phases.done("sized the memory")
-            engine = parts.engine(pool, max_seq_len)
+            engine = factory.engine(pool, max_seq_len)
             if graphs:
                 engine.capture_decode_graphs(graphs, progress and rank == 0)
             if piecewise:

@@ -29,6 +29,7 @@ CPU_POOL_BYTES = 2 * _GIB
 CPU_CACHED_SEQUENCES = 64
 """Sequences of the longest length that a default CPU pool can cache besides the running requests."""
 MAX_IMBALANCE_BYTES = 2 * _GIB
+"""Largest difference between the ranks' memory for KV. The rank with the least memory decides for all."""
 GRAPH_BYTES = 16 * 2**20
 """Memory reserved per capture size."""
 

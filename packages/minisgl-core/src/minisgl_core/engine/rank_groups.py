@@ -28,6 +28,7 @@ from minisgl_core.errors import ProviderUnsupportedError
 from minisgl_core.plugins.registry import Registry
 
 _TIMEOUT_S = 600.0
+"""Timeout of joining a group, and of its collectives. The ranks load their weights between two collectives."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ from minisgl_core.protocol.batch_plan import SamplePlan, TokenMasks
 from minisgl_core.utils.deterministic_cumsum import deterministic_cumsum
 
 _FEW_CANDIDATES = 1024
+"""Number of most likely tokens that usually contain the top-p nucleus."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,6 +151,7 @@ class PendingStep:
 
 
 def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTensors | None:
+    """Start to copy all tensors to the host; see `Platform.to_host`."""
     if tensors is None:
         return None
     return LogprobTensors(
@@ -162,6 +163,7 @@ def _to_host(tensors: LogprobTensors | None, platform: Platform) -> LogprobTenso
 
 
 def _rows(tensors: LogprobTensors, token_ids: Sequence[int], num_top: Sequence[int]) -> list[TokenLogprobs]:
+    """Return one entry per token, with the `num_top` most likely tokens of its position; none if that is negative."""
     rows = []
     values = zip(
         token_ids,

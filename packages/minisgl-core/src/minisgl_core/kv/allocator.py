@@ -17,6 +17,7 @@ class PageAllocator:
     """
 
     def __init__(self, num_pages: int) -> None:
+        """Put all pages but page 0 on the free list of a pool with `num_pages` pages, P."""
         self._free = np.arange(num_pages - 1, 0, -1, dtype=np.int32)
         self._num_free = num_pages - 1
         self._is_free = np.ones(num_pages, dtype=np.bool_)
@@ -73,7 +74,7 @@ class RowAllocator:
     """Free list of page-table rows. Row 0 is reserved for padding."""
 
     def __init__(self, num_rows: int) -> None:
-        """`num_rows`: most rows that are allocated at once. They are numbered from 1."""
+        """Put the rows 1 to `num_rows` on the free list."""
         self._free = list(range(num_rows, 0, -1))
         self._used: set[int] = set()
         self.capacity = num_rows
@@ -90,7 +91,7 @@ class RowAllocator:
         return row
 
     def free(self, row: int) -> None:
-        """Free a row."""
+        """Free a row, which must be allocated."""
         assert row in self._used, f"row {row} freed twice"
         self._used.remove(row)
         self._free.append(row)

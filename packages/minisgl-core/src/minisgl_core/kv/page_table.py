@@ -6,9 +6,15 @@ import torch
 
 
 class PageTable:
-    """Tensor int32 ``[num_rows + 1, max_pages]``. Row 0 is the padding row, whose entries all point to page 0."""
+    """Page ids of the running requests. Row 0 is the padding row, whose entries all point to page 0.
+
+    Attributes:
+        page_size: tokens per page.
+        data: page ids, int32 [num_rows + 1, ceil(max_seq_len / page_size)].
+    """
 
     def __init__(self, num_rows: int, max_seq_len: int, page_size: int, device: torch.device) -> None:
+        """Allocate `num_rows` rows besides row 0, each for sequences of up to `max_seq_len` tokens."""
         self.page_size = page_size
         max_pages = -(-max_seq_len // page_size)
         self.data = torch.zeros((num_rows + 1, max_pages), dtype=torch.int32, device=device)

@@ -13,9 +13,15 @@ from minisgl_core.utils.fp8 import FP8, to_fp8
 
 
 class KVPool:
-    """One tensor ``[num_layers, 2, P, S, Hkv, D]`` (NHD) or ``[num_layers, 2, P, Hkv, S, D]`` (HND); K first, then V."""
+    """KV pool of one group of layers; see `KVPages`.
+
+    Attributes:
+        spec: shape of the pool.
+        data: K, then V, ``[num_layers, 2, P, S, Hkv, D]`` (NHD) or ``[num_layers, 2, P, Hkv, S, D]`` (HND).
+    """
 
     def __init__(self, spec: KVPoolSpec) -> None:
+        """Allocate the pool, filled with zeros."""
         self.spec = spec
         page = (spec.page_size, spec.num_kv_heads) if spec.layout == "NHD" else (spec.num_kv_heads, spec.page_size)
         shape = (spec.num_layers, 2, spec.num_pages, *page, spec.head_dim)
@@ -29,7 +35,7 @@ class KVPool:
         rows = [part.view(torch.uint8) if is_fp8 else part for part in (*self._k, *self._v)]
         rows = [part.view(-1, width) for part in rows]
         self._k_rows, self._v_rows = rows[: spec.num_layers], rows[spec.num_layers :]
-        self._heads = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
+        self._head_offsets = torch.arange(spec.num_kv_heads, device=spec.device) * spec.page_size
 
     def k(self, layer: int) -> torch.Tensor:
         """Return the K pages of a layer, [P, S, Hkv, D] or [P, Hkv, S, D]."""
@@ -49,7 +55,7 @@ class KVPool:
             return slots
         size = self.spec.page_size
         first = slots // size * (size * self.spec.num_kv_heads) + slots % size
-        return (first[:, None] + self._heads).view(-1)
+        return (first[:, None] + self._head_offsets).view(-1)
 
     def store(
         self,

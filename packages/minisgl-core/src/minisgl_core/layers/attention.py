@@ -11,10 +11,10 @@ from minisgl_core.contracts.attention import AttentionLayer
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import Attend, BuildContext
 from minisgl_core.contracts.ops import Rotation
-from minisgl_core.contracts.shard import sharded_target
+from minisgl_core.contracts.shard import Shard, sharded_target
 from minisgl_core.contracts.weights import WeightTarget
 from minisgl_core.errors import ModelFormatError
-from minisgl_core.layers.base import Shard, empty_parameter
+from minisgl_core.layers.base import empty_parameter
 from minisgl_core.utils.fp8 import FP8
 
 _SCALE_NAMES = ("{name}.{part}_scale", "{name}.{part}_proj.{part}_scale", "{name}.{part}_proj.output_scale")
@@ -83,5 +83,8 @@ class Attention(Layer):
         if self._kv_scales is not None:
             k, v = self._kv_scales.tolist()
             if not (0 < k < inf and 0 < v < inf):
-                raise ModelFormatError(f"{self._name}: the scales of K and V are {k:g} and {v:g}, not positive")
+                raise ModelFormatError(
+                    f"{self._name}: the scales of K and V are {k:g} and {v:g}, but k_scale and v_scale must be positive "
+                    "and finite; --kv-dtype auto does not use them"
+                )
             self.layer = replace(self.layer, kv_scales=(k, v))

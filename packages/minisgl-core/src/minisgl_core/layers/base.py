@@ -1,22 +1,26 @@
-"""Allocation of a rank's parameters, and checks of configs that several layers share."""
+"""Allocation of a rank's parameters, and checks that several layers share."""
 
 from __future__ import annotations
+
+from typing import NoReturn
 
 import torch
 from torch import nn
 
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.model_config import ModelConfig
-from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import InvalidValueError, ModelFormatError
-
-__all__ = ["Shard", "allowed_tp_sizes", "check_activation", "check_tp_size", "empty_parameter"]
 
 
 def empty_parameter(*shape: int, build: BuildContext, zero: bool = False) -> nn.Parameter:
     """Allocate a parameter of this rank: uninitialised, or zeros if `zero`, as padding is not loaded."""
     make = torch.zeros if zero else torch.empty
     return nn.Parameter(make(shape, device=build.device, dtype=build.dtype), requires_grad=False)
+
+
+def not_prepared(*_: torch.Tensor) -> NoReturn:
+    """Raise AssertionError. A layer calls this until `prepare` sets its operation."""
+    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")
 
 
 def check_activation(config: ModelConfig, *allowed: str) -> None:

@@ -8,8 +8,8 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, EmbeddingOp, LinearMethod, LinearPart, LinearSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import VocabShard
-from minisgl_core.contracts.shard import sharded_target
-from minisgl_core.layers.base import Shard, empty_parameter
+from minisgl_core.contracts.shard import Shard, sharded_target
+from minisgl_core.layers.base import empty_parameter
 from minisgl_core.layers.linear import MergedColumnParallelLinear
 
 
@@ -38,11 +38,10 @@ class VocabParallelEmbedding(Layer):
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
         """Yield this rank's rows. If the quantization packs them, `weight` is dropped."""
         if self._method is None and self._quantization is not None:
-            spec = self._quantization.spec
+            dtype, device = self._quantization.spec.dtype, self._quantization.spec.device
             parts = (LinearPart(name, self._shard),)
-            self._method = self._quantization.embedding(
-                LinearSpec(name, parts, self._columns, False, False, spec.dtype, spec.device)
-            )
+            spec = LinearSpec(name, parts, self._columns, bias=False, gated=False, dtype=dtype, device=device)
+            self._method = self._quantization.embedding(spec)
         if self._method is None:
             yield f"{name}.weight", sharded_target(self.weight, self._shard)
             return
@@ -71,14 +70,14 @@ class LMHead(MergedColumnParallelLinear):
         shard: shard of the vocabulary whose logits `forward` returns; None for the whole vocabulary.
     """
 
-    may_be_quantized = False
+    may_be_quantized = False  # as a linear layer; `Quantization.embedding` may pack it
 
     def __init__(
         self, vocab_size: int, hidden_size: int, build: BuildContext, tied: VocabParallelEmbedding | None = None
     ) -> None:
         """Describe the weight. If `tied` is given, its weight is used, and nothing is allocated or loaded."""
         super().__init__(hidden_size, [vocab_size], build)
-        self._tied, self._ops, self._packing = tied, build.ops, build.quantization
+        self._tied, self._ops, self._embedding_provider = tied, build.ops, build.quantization
         self.shard = VocabShard(build.communicator, vocab_size) if build.tp_size > 1 else None
 
     def weight_targets(self, name: str, packed: PackedModules) -> Targets:
@@ -86,7 +85,7 @@ class LMHead(MergedColumnParallelLinear):
         return iter(()) if self._tied else super().weight_targets(name, packed)
 
     def _make_method(self, spec: LinearSpec) -> LinearMethod:
-        packed = None if self._packing is None else self._packing.embedding(spec)
+        packed = None if self._embedding_provider is None else self._embedding_provider.embedding(spec)
         return packed or super()._make_method(spec)
 
     def prepare(self) -> None:

@@ -14,12 +14,13 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.ops import LinearOp
+from minisgl_core.contracts.shard import Shard
 from minisgl_core.contracts.weights import WeightTarget
-from minisgl_core.layers.base import Shard, check_tp_size
+from minisgl_core.layers.base import check_tp_size, not_prepared
 
 
 class ReplicatedLinear(Layer):
-    """Linear layer ``x @ weight.T + bias``, replicated on every rank.
+    """Linear layer ``x @ weight.T + bias``, replicated on every rank, and base class of the sharded ones.
 
     The first call of `weight_targets` allocates the weights, because their format may depend on the layer's name.
 
@@ -36,6 +37,7 @@ class ReplicatedLinear(Layer):
     def _describe(
         self, parts: list[Shard], columns: Shard, build: BuildContext, *, bias: bool, gated: bool = False
     ) -> None:
+        """Describe this rank's weight: shards of the rows, one per projection, and of the columns."""
         provider = build.quantization if self.may_be_quantized else None
         self._quantization = provider or build.unquantized
         self._parts, self._columns, self._has_bias, self._is_gated = parts, columns, bias, gated
@@ -100,12 +102,12 @@ class MergedColumnParallelLinear(ReplicatedLinear):
             bias: True if the projections have biases.
             silu_and_mul: True to return ``silu(gate) * up`` of two projections. Some kernels compute it in the GEMM's epilogue.
         """
-        assert not silu_and_mul or len(out_features) == 2, "gate and up"
+        assert not silu_and_mul or len(out_features) == 2, "silu_and_mul needs two projections: gate and up"
         parts = [Shard.of(n, build) for n in out_features]
         self._describe(parts, Shard.whole(in_features), build, bias=bias, gated=silu_and_mul)
 
 
-class QKVParallelLinear(MergedColumnParallelLinear):
+class QKVParallelLinear(ReplicatedLinear):
     """Query, key and value projections, fused into one GEMM and sharded over the ranks by heads.
 
     If there are more ranks than KV heads, KV heads are replicated: rank r has KV head ``r * Hkv // tp``.
@@ -116,6 +118,8 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         q_rows: this rank's part of the rows of the query projection.
         kv_rows: likewise, of the key projection and of the value projection.
     """
+
+    may_be_quantized = True
 
     def __init__(
         self,
@@ -221,8 +225,3 @@ def _half_split(num_q: int, num_kv: int, head_dim: int, rotary_dim: int, device:
     starts = torch.arange(num_q + num_kv, device=device)[:, None] * head_dim
     end = (num_q + num_kv) * head_dim
     return torch.cat(((starts + dims).flatten(), torch.arange(end, end + num_kv * head_dim, device=device)))
-
-
-def not_prepared(x: torch.Tensor) -> torch.Tensor:
-    """Raise AssertionError. A layer calls this until `prepare` sets its operation."""
-    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

@@ -8,8 +8,9 @@ from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.layer_methods import ExpertsMethod, ExpertsOp, ExpertsSpec
 from minisgl_core.contracts.model import BuildContext
 from minisgl_core.contracts.moe import MoeSpec, RoutingSpec
+from minisgl_core.contracts.shard import Shard
 from minisgl_core.errors import ModelFormatError, ProviderUnsupportedError
-from minisgl_core.layers.base import Shard
+from minisgl_core.layers.base import not_prepared
 
 
 class FusedMoE(Layer):
@@ -72,7 +73,7 @@ class FusedMoE(Layer):
             raise ProviderUnsupportedError("moe", build.moe_kernel.__name__, reasons)
         self._kernel, self._quantization = build.moe_kernel, build.quantization or build.unquantized
         self._method: ExpertsMethod | None = None
-        self._apply: ExpertsOp = _not_prepared
+        self._apply: ExpertsOp = not_prepared
         self._route, self._routing, self._correction_bias = build.ops.routing.route, routing, correction_bias
         self._communicator = build.communicator if reduce and build.tp_size > 1 else None
         self._owns_bias, self._interleaved = build.tp_rank == 0, interleaved
@@ -114,20 +115,16 @@ def check_routing(routing: RoutingSpec, num_experts: int) -> None:
     Raises:
         ModelFormatError: it does not. The message names the field.
     """
-    groups, best, top_k = routing.num_groups, routing.topk_groups, routing.top_k
+    num_groups, topk_groups, top_k = routing.num_groups, routing.topk_groups, routing.top_k
     assert type(routing) is RoutingSpec, f"no kernel knows the fields of {type(routing).__name__}"
     if routing.scoring not in ("softmax", "sigmoid"):
         raise ModelFormatError(f"routing: scoring={routing.scoring!r} is neither softmax nor sigmoid")
-    if groups < 1 or num_experts % groups:
-        raise ModelFormatError(f"routing: num_groups={groups} does not divide the {num_experts} experts")
-    if not 1 <= best <= groups:
-        raise ModelFormatError(f"routing: topk_groups={best} is not between 1 and num_groups={groups}")
-    if not 1 <= top_k <= best * (num_experts // groups):
-        allowed = best * (num_experts // groups)
+    if num_groups < 1 or num_experts % num_groups:
+        raise ModelFormatError(f"routing: num_groups={num_groups} does not divide the {num_experts} experts")
+    if not 1 <= topk_groups <= num_groups:
+        raise ModelFormatError(f"routing: topk_groups={topk_groups} is not between 1 and num_groups={num_groups}")
+    num_selectable = topk_groups * (num_experts // num_groups)
+    if not 1 <= top_k <= num_selectable:
         raise ModelFormatError(
-            f"routing: top_k={top_k} is not between 1 and {allowed}, the experts of topk_groups={best}"
+            f"routing: top_k={top_k} is not between 1 and {num_selectable}, the experts of topk_groups={topk_groups}"
         )
-
-
-def _not_prepared(x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("the weights have not been loaded (minisgl_core.weights.loader.load_weights)")

@@ -7,8 +7,8 @@ from torch import nn
 
 from minisgl_core.contracts.layer import Layer, PackedModules, Targets
 from minisgl_core.contracts.model import BuildContext
-from minisgl_core.contracts.shard import sharded_target
-from minisgl_core.layers.base import Shard, empty_parameter
+from minisgl_core.contracts.shard import Shard, sharded_target
+from minisgl_core.layers.base import empty_parameter
 
 
 class RMSNorm(Layer):

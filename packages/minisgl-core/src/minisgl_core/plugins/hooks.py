@@ -46,8 +46,10 @@ class Hooks:
 
     def __init__(self, registry: Registry | None = None) -> None:
         """Load the hook modules in `registry`. A module that fails is skipped with a warning. None means no hooks."""
+        if registry is None:
+            return
         manager = _new_manager()
-        for entry in registry.entries("hooks") if registry else ():
+        for entry in registry.entries("hooks"):
             try:
                 _add(manager, registry, entry)
             except PluginError as error:
@@ -73,8 +75,12 @@ def _new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def _add(manager: pluggy.PluginManager, registry: Registry | None, entry: Entry) -> None:
-    """Load a hook module and register it. Raises PluginError if it cannot be used."""
+def _add(manager: pluggy.PluginManager, registry: Registry, entry: Entry) -> None:
+    """Load a hook module and register it.
+
+    Raises:
+        PluginError: it cannot be used.
+    """
     try:
         if (module := _load(registry, entry)) is not None:
             _register(manager, entry, module)
@@ -82,13 +88,12 @@ def _add(manager: pluggy.PluginManager, registry: Registry | None, entry: Entry)
         raise PluginError(" ".join(str(error).split())) from error
 
 
-def _load(registry: Registry | None, entry: Entry) -> object:
+def _load(registry: Registry, entry: Entry) -> object:
     """Return the hook module, or the object that a function or class in its place returns; None for no hooks.
 
     Raises:
         ProviderLoadError: the module cannot be loaded (see `Registry.load_entry`), or the call failed.
     """
-    assert registry is not None
     module = registry.load_entry(entry)
     if not callable(module):
         return module

@@ -63,13 +63,19 @@ class RequestSnapshot(msgspec.Struct, kw_only=True):
     number: int
     """Number in order of arrival, from 1."""
     is_running: bool
+    """True if it has a page-table row; False while it waits."""
     age_s: float
+    """Seconds since it arrived."""
     num_prompt: int
+    """Tokens of the prompt."""
     num_cached: int
     """Prompt tokens found in the prefix cache at admission; -1 before."""
     num_computed: int
+    """Tokens whose KV is in the pool once the launched steps are done."""
     num_output: int
+    """Output tokens known to the host."""
     num_pages: int
+    """Pages that it uses, including those of the prefix cache."""
     num_shared: int
     """Number of its first pages that belong to the prefix cache."""
     last_shared_page: int
@@ -87,9 +93,11 @@ class CachedRunSnapshot(msgspec.Struct, kw_only=True):
     num_tokens: int
     num_pages: int
     last_page: int
+    """Id of its last page; `RequestSnapshot.last_shared_page` refers to it."""
     num_locks: int
     num_hits: int
     since_hit_s: float
+    """Seconds since the last hit, or since the insertion."""
     token_ids: np.ndarray
     """Its first tokens, int32; empty unless requested."""
     text: str = ""

@@ -143,7 +143,7 @@ class Tokenize(msgspec.Struct, tag=True, kw_only=True):
     separate_reasoning: bool = True
     """Separate reasoning content from the text with a parser."""
     tools: ToolUse | None = None
-    form_name: str = ""
+    grammar_name: str = ""
     """The client's name for the grammar in `sampling.structured_outputs`."""
     field_names: dict[str, str] = msgspec.field(default_factory=dict)
     """The client's names for the prompt and fields of `sampling`, by their names here; equal names may be missing."""
@@ -422,7 +422,10 @@ class CacheEvents(msgspec.Struct, tag=True):
 
 
 class Stop(msgspec.Struct, tag=True):
-    """Tells the other ranks to stop at once."""
+    """Tells a process to stop at once: rank 0 to the other ranks, and the launcher to the API workers.
+
+    A rank also sends it to its own address, to end a wait for messages after a step or another rank has failed.
+    """
 
 
 def _encode_extra(value: Any) -> Any:

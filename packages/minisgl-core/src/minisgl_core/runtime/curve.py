@@ -63,10 +63,11 @@ def secure(socket: Any, address: str, accepts: bool) -> tuple[str, ThreadAuthent
 
 
 class _Allowed:
-    """Accepts peers with one public key, for which they have proven to have the secret key."""
+    """Credentials provider that accepts one public key, whose secret key the peer has proven to have."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Return True for the key of the launch; called by pyzmq's authenticator."""
         return key == self._public

@@ -51,7 +51,14 @@ Outputs = list[tuple[int, TokenBatch]]
 
 @dataclass(slots=True)
 class _InFlight:
-    """Launched step, the time of its launch, and the time when it was seen to be done, 0 before that."""
+    """Launched step.
+
+    Attributes:
+        plan: plan of the step.
+        pending: its results.
+        launched_s: time of the launch.
+        done_s: time when the step was seen to be done; 0 before that.
+    """
 
     plan: BatchPlan
     pending: PendingStep

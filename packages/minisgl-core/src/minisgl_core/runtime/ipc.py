@@ -40,6 +40,7 @@ from minisgl_core.runtime.curve import secure
 
 M = TypeVar("M")
 LINGER_MS = 1000
+"""Time for which a closed socket delivers its queue."""
 MAX_PATH_BYTES = 100
 """Longest path of a socket here. Unix sockets allow 107 bytes, and ``ipc://`` needs the whole path to fit."""
 

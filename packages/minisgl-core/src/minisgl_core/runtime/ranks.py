@@ -89,9 +89,8 @@ class OtherRanks:
             thread.start()
             self._supervisor.wait(built.done, wake=reader)
             if isinstance(built.exception(), RuntimeError):
-                self._supervisor.wait(
-                    timeout_s=GRACE_S
-                )  # a connection may break before the supervisor sees the end of its rank
+                # A connection may break before the supervisor sees the end of its rank.
+                self._supervisor.wait(timeout_s=GRACE_S)
             result = built.result()
             self._supervisor.wait_ready()
         except BaseException:

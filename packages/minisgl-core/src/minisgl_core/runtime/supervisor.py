@@ -37,10 +37,11 @@ _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that children ignore."""
 GRACE_S = 3.0
 """Time from `END_SIGNAL` to SIGKILL."""
-_LONGEST_WAIT_S = 3600.0
+_MAX_WAIT_S = 3600.0
 """Longest timeout of one system call, which counts milliseconds in 32 bits."""
 
 Report = Callable[[Ready], None]
+"""Function that a child calls once it has started."""
 
 
 class _Failed(msgspec.Struct, tag=True):
@@ -49,9 +50,9 @@ class _Failed(msgspec.Struct, tag=True):
     kind: str
     text: str
     trace: str
-    is_expected: bool
+    is_minisgl_error: bool
     """True for a `MinisglError`, whose message is written for users."""
-    is_users: bool
+    is_user_error: bool
     """True for one of `USER_ERRORS`."""
 
 
@@ -144,8 +145,8 @@ class Supervisor:
                 return True
             remaining = None if deadline is None else max(0.0, deadline - time.monotonic())
             watched = [pipe for name, pipe in self._pipes.items() if name not in self._ending]
-            longest = _LONGEST_WAIT_S if remaining is None else min(remaining, _LONGEST_WAIT_S)
-            events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], longest)
+            wait_s = _MAX_WAIT_S if remaining is None else min(remaining, _MAX_WAIT_S)
+            events = connection.wait([*watched, *exits, *([] if wake is None else [wake])], wait_s)
             # Report a killed child first: the others fail because they lose their connection to it.
             for name in sorted(self._pipes, key=self._was_killed, reverse=True):
                 self._check_child(name)
@@ -189,7 +190,7 @@ class Supervisor:
                 if isinstance(message, Ready):
                     self.ready[name] = message
                 elif name not in self._ending:
-                    kind = WorkerRefusedError if message.is_users else WorkerDiedError
+                    kind = WorkerRefusedError if message.is_user_error else WorkerDiedError
                     raise kind(_describe_failure(name, message), name)
         except (EOFError, OSError):
             process.join(GRACE_S)
@@ -205,7 +206,7 @@ def _ask_to_end(process: Any) -> None:
 
 def _describe_failure(name: str, failed: _Failed) -> str:
     """Return a message about a failed child. Errors for users begin with their text, others with the exception's type."""
-    if failed.is_expected:
+    if failed.is_minisgl_error:
         # The message of a rank on another host names the process already.
         text = failed.text if f"'{name}'" in failed.text else f"{failed.text} (in the process '{name}')"
     else:
@@ -221,6 +222,7 @@ def _child(
     target: Callable[..., None] | str,
     args: tuple[Any, ...],
 ) -> None:
+    """Run a child: set up logging and signals, call the target, and report an exception that ends it."""
     directory, log_level, log_format = setup
     setproctitle.setproctitle(f"minisgl: {name}")
     if log_level is not None:
@@ -254,6 +256,7 @@ def _end(*_: object) -> None:
 
 
 def _end_with_parent(pipe: Any, directory: str | None) -> None:
+    """Wait until the parent ends, then remove the directory of the sockets and end this process."""
     try:
         pipe.recv_bytes()  # the parent sends nothing, so this returns when its end of the pipe closes
     except (EOFError, OSError):

@@ -33,7 +33,9 @@ from minisgl_core.scheduler.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 Incoming = Submit | Abort | Count | SnapshotRequest | Stop
+"""Messages to the scheduler."""
 FromRank0 = BatchPlan | TokenMasks | Stop
+"""Plans in the order of the steps, each followed by its token masks if it has any."""
 FromLastStage = StepResult | Stop
 """Results in the order of the steps; `Stop` if there will be no more."""
 
@@ -57,17 +59,30 @@ def run_worker(
     phases = StartupTimer(process_age_s())
     registry = Registry.from_environment()
     hooks = Hooks(registry if rank == 0 else None)
-    placement = placements[rank]
     phases.done("started the process")
-    if rank > 0:
-        with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
-            built = build_engine(config, registry, hooks, placement)
-            report(Ready(process=f"scheduler rank {rank}"))
-            if config.parallel.pp == 1:
-                follow(built, from_rank0)
-            else:
-                follow_stage(built, from_rank0, placement.address, placements[0].address)
+    if rank == 0:
+        _run_rank0(config, registry, hooks, placements, endpoints, report)
         return
+    placement = placements[rank]
+    with Receiver[FromRank0](placement.address, FromRank0) as from_rank0:
+        built = build_engine(config, registry, hooks, placement)
+        report(Ready(process=f"scheduler rank {rank}"))
+        if config.parallel.pp == 1:
+            follow(built, from_rank0)
+        else:
+            follow_stage(built, from_rank0, placement.address, placements[0].address)
+
+
+def _run_rank0(
+    config: EngineConfig,
+    registry: Registry,
+    hooks: Hooks,
+    placements: Sequence[RankPlacement],
+    endpoints: IpcAddresses,
+    report: Callable[[Ready], None],
+) -> None:
+    """Build the engine of rank 0 and its scheduler, and serve requests; see `run_worker`."""
+    placement = placements[0]
     with ExitStack() as stack:
         requests = stack.enter_context(Receiver[Incoming](endpoints.scheduler_in, Incoming))
         results = None
@@ -84,15 +99,10 @@ def run_worker(
             hooks.engine_started(info=info)
         phases.done("made the scheduler")
         report(Ready(process="scheduler rank 0", engine=info))
+        workers = [Sender(address) for address in endpoints.scheduler_out]
         with closing(built.engine):
             try:
-                _serve(
-                    loop,
-                    requests,
-                    [Sender(address) for address in endpoints.scheduler_out],
-                    endpoints.engine,
-                    endpoints.replica,
-                )
+                _serve(loop, requests, workers, endpoints.engine, endpoints.replica)
             finally:
                 if loop.scheduler.grammars is not None:
                     loop.scheduler.grammars.close()
@@ -230,6 +240,15 @@ def _launch_next(engine: Engine, from_rank0: Receiver[FromRank0]) -> PendingStep
 def _serve(
     loop: EngineLoop, requests: Receiver[Incoming], workers: list[Sender], engine: int = 0, replica: int = 0
 ) -> None:
+    """Handle messages and run steps until a `Stop` arrives.
+
+    Args:
+        loop: loop of rank 0.
+        requests: receiver of all messages to the scheduler.
+        workers: senders to the tokenizer workers and the router, by `Submit.worker`.
+        engine: number of the engine, for its messages.
+        replica: number of the replica, for snapshots.
+    """
     monitor = Monitor(loop.scheduler, replica)
     while True:
         for message in _arrivals(requests, loop):

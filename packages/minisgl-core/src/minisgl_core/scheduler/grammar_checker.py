@@ -27,6 +27,7 @@ MEMORY_LIMIT_BYTES = 128 * 1024**2
 _WALL_LIMIT_S = 30.0
 """Wall-clock time of one trial. It ends a child process that gets no CPU time."""
 _START_LIMIT_S = 120.0
+"""Longest start of the child process, which imports the provider."""
 
 
 class Trial(msgspec.Struct, tag=True):

@@ -26,6 +26,7 @@ from minisgl_core.scheduler.grammar_checker import CPU_LIMIT_S, MEMORY_LIMIT_BYT
 _STACK_BYTES = 1024**2
 """Stack size, smaller than that of the engine's threads: a text that nests too deeply ends this process, not the engine."""
 _NICENESS = 10
+"""Increment of the niceness, so that trials do not slow the engine down."""
 
 
 def main(fd: int, provider: str) -> None:

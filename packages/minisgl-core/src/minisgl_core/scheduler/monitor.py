@@ -27,11 +27,17 @@ from minisgl_core.scheduler.request import Request
 from minisgl_core.scheduler.scheduler import Scheduler
 
 WATCH_S = 5.0
+"""Time for which steps are recorded after a request for a snapshot."""
 MAX_STEPS = 256
+"""Most recorded steps."""
 MAX_STEP_REQUESTS = 64
+"""Most requests per recorded step."""
 MAX_REQUESTS = 64
+"""Most requests per snapshot."""
 MAX_RUNS = 128
+"""Most cached runs per snapshot."""
 MAX_MAPPED_PAGES = 4096
+"""Most pages on the map; of a larger pool, every second, fourth, ... page is on it."""
 NUM_TEXT_TOKENS = 24
 """Tokens of a cached run or request that a snapshot contains as a preview."""
 

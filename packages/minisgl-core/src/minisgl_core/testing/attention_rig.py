@@ -31,6 +31,8 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest error of an output, whose elements are of about unit size."""
 STALE = 1000.0
 """Magnitude of the values in slots that must not be read. Keys and values have about unit magnitude, so reads show."""
+_UNTOUCHED = 7.0
+"""Initial value of memory around an output, which must not change."""
 _KNOWN_FIELDS = {"index", "scale", "sliding_window", "kv_scales", "soft_cap", "sinks"}
 """Fields that `dense_attention` uses. If one is added to `AttentionLayer`, it must use that, too."""
 
@@ -68,10 +70,6 @@ def dense_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: At
     return out
 
 
-_UNTOUCHED = 7.0
-"""Initial value of memory around an output, which must not change."""
-
-
 def quarter_turns(num_tokens: int, like: torch.Tensor) -> Rotation:
     """Return rotations by multiples of 90 degrees, which are exact and differ between tokens and pairs of dimensions."""
     tokens, pairs = (torch.arange(n, device=like.device) for n in (num_tokens, like.shape[-1] // 2))
@@ -88,7 +86,7 @@ def inverse_rotated(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def _is_captured(x: torch.Tensor) -> bool:
-    """Return True if a CUDA graph is being captured on x's device."""
+    """Return True while a CUDA graph is captured, when values of `x` cannot be read."""
     return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

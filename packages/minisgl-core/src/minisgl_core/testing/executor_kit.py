@@ -12,7 +12,6 @@ from typing import ClassVar
 
 import psutil
 import pytest
-import torch
 
 from minisgl_core.contracts.executor import Executor, ExecutorSpec, RankPlacement
 from minisgl_core.errors import WorkerDiedError
@@ -115,6 +114,4 @@ def meet(placement: RankPlacement, directory: str, report: Callable[[Ready], Non
 
 def die(placement: RankPlacement, report: Callable[[Ready], None]) -> None:
     """Run a rank that exits at once."""
-    assert placement.size > placement.rank
-    assert torch.distributed.is_available()
     os._exit(3)

@@ -25,7 +25,7 @@ from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.errors import InvalidValueError, ModelFormatError
 from minisgl_core.testing.host_reads import HostReads
 from minisgl_core.testing.rank_threads import run_ranks
-from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedReference, WithATensor, batched
+from minisgl_core.testing.references import DenseAttention, NaiveMoe, SavedReference, WithExtraTensor, batched
 from minisgl_core.weights.loader import load_weights
 
 
@@ -153,7 +153,7 @@ class ModelTests:
             layer = next(name for name in names if ".0." in name).rpartition(".0.")[0]
             for unknown in (f"{layer}.0.unknown.weight", f"{layer}.0.self_attn.unknown.bias", "unknown.weight"):
                 with pytest.raises(ModelFormatError, match="in the checkpoint but not in"):
-                    self._load(WithATensor(source, unknown))
+                    self._load(WithExtraTensor(source, unknown))
 
     @pytest.mark.parametrize("tp_size", [2, 4])
     def test_tensor_parallel_logits_equal_the_reference(self, tp_size: int) -> None:
@@ -286,15 +286,9 @@ class ModelTests:
     def _config(self, source: WeightSource) -> ModelConfig:
         return model_config(self.provider.standard_config(source.config))
 
-    def _load(
-        self,
-        source: WeightSource,
-        communicator: Communicator | None = None,
-        dtype: torch.dtype = torch.float32,
-        moe_kernel: type[MoeKernel] | None = None,
-        layers: range | None = None,
-    ) -> Model:
-        model = self._built(source, communicator, dtype, moe_kernel, layers)
+    def _load(self, source: WeightSource, communicator: Communicator | None = None, **options: Any) -> Model:
+        """Return a model with loaded weights; see `_built` for the options."""
+        model = self._built(source, communicator, **options)
         load_weights(model, source, progress=False)
         return model
 

@@ -173,8 +173,8 @@ class SavedReference(WeightSource):
             yield from load_file(file).items()
 
 
-class WithATensor(WeightSource):
-    """Weight source that adds a tensor to another source."""
+class WithExtraTensor(WeightSource):
+    """Weight source with the tensors of another source and one more, which is called `name`."""
 
     @classmethod
     def unsupported(cls, path: Path) -> list[str]:

@@ -56,9 +56,9 @@ def read_chat_template(file_or_text: str) -> str:
     text = file_or_text
     try:
         if "{%" not in text and "{{" not in text:
-            text = Path(file_or_text).expanduser().read_text()
+            text = Path(file_or_text).expanduser().read_text(encoding="utf-8")
         _JINJA.parse(text)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # a ValueError for text that is not UTF-8, and for a path with a NUL byte
         raise InvalidValueError("--chat-template", file_or_text, allowed, f"It cannot be read: {error}.") from None
     except TemplateSyntaxError as error:
         why = f"Line {error.lineno}: {error.message}."
@@ -190,8 +190,8 @@ def _tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     for index, call in enumerate(calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            form = 'of the form {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-            raise InvalidValueError(f"{where}[{index}]", call, form)
+            allowed = 'of the form {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
+            raise InvalidValueError(f"{where}[{index}]", call, allowed)
         arguments = function.get("arguments", "{}")
         try:
             parsed = _loads(arguments or "{}") if isinstance(arguments, str) else arguments

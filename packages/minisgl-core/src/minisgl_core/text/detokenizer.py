@@ -13,9 +13,11 @@ from minisgl_core.text.tokens import TokenBytes
 REPLACEMENT = "\ufffd"
 """Replacement character, which decoders return for bytes that do not form a complete character."""
 MAX_CHAR_BYTES = 4
+"""Most bytes of a character in UTF-8."""
 MAX_WINDOW = 64
 """Most tokens that are decoded again with the new ones."""
 KEPT_WINDOW = 16
+"""Tokens that are kept as context once there are more than `MAX_WINDOW`."""
 
 
 class IncrementalDetokenizer:
@@ -41,10 +43,10 @@ class IncrementalDetokenizer:
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
-        kind = _Bytes if tokens.make_up_texts else _Window
+        kind = _ByteDecoder if tokens.make_up_texts else _WindowDecoder
         self._decode: Callable[[Sequence[int], bool], str] = kind(tokens, skip_special_tokens).decode
         self._stop = StopFinder(stop, include_stop)
-        self._num_free = min_tokens if stop else 0
+        self._num_unsearched = min_tokens if stop else 0
 
     def push(self, token_ids: Sequence[int], finished: bool) -> tuple[str, str | None]:
         """Add tokens.
@@ -57,18 +59,18 @@ class IncrementalDetokenizer:
             New text, and the stop text that was found, or None. The text ends before the stop text, or with it if stops are
             included, and the detokenizer is done then.
         """
-        free = ""
-        if num_free := min(self._num_free, len(token_ids)):
-            self._num_free -= num_free
-            free, token_ids = self._decode(token_ids[:num_free], False), token_ids[num_free:]
+        unsearched = ""
+        if count := min(self._num_unsearched, len(token_ids)):
+            self._num_unsearched -= count
+            unsearched, token_ids = self._decode(token_ids[:count], False), token_ids[count:]
         text, stop = self._stop.push(self._decode(token_ids, finished))
-        text = free + text
+        text = unsearched + text
         if finished and stop is None:
             text += self._stop.finish()
         return text, stop
 
 
-class _Bytes:
+class _ByteDecoder:
     """Decoder of the tokens' bytes, for byte-level tokenizers."""
 
     def __init__(self, tokens: TokenBytes, skip_special_tokens: bool) -> None:
@@ -82,7 +84,7 @@ class _Bytes:
         return self._decode(b"".join([tokens[each] for each in token_ids if each not in self._skipped]), finished)
 
 
-class _Window:
+class _WindowDecoder:
     """Decoder that calls the tokenizer with the new tokens and those of the step before.
 
     A decoder may treat the first token of a text differently: that of sentencepiece drops its leading space. A decoder with

@@ -49,6 +49,7 @@ class _Watchdog:
         self._is_watching = False
 
     def begin(self, render: _Render) -> None:
+        """Start to watch a render."""
         with self._lock:
             self._renders.add(render)
             if not self._is_watching:
@@ -56,6 +57,7 @@ class _Watchdog:
                 threading.Thread(target=self._watch, name="template watchdog", daemon=True).start()
 
     def end(self, render: _Render) -> None:
+        """Stop watching a render, and cancel an exception that was not raised yet."""
         with self._lock:
             self._renders.discard(render)
             if render.stopped_by:

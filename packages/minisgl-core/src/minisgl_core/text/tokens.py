@@ -63,9 +63,8 @@ def max_token_bytes(tokenizer: Any) -> int:
     It is known if the tokenizer is byte-level and no token also matches the spaces around it.
     """
     normalizer = getattr(getattr(tokenizer, "backend_tokenizer", None), "normalizer", None)
-    shrinks = {"NoneType": 1, "NFC": 3}.get(
-        type(normalizer).__name__
-    )  # NFC turns three Hangul letters into one syllable
+    # NFC turns three Hangul letters into one syllable.
+    shrinks = {"NoneType": 1, "NFC": 3}.get(type(normalizer).__name__)
     strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
     if not TokenBytes(tokenizer).make_up_texts or shrinks is None or strips:
         return 0

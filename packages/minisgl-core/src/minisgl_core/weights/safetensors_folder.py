@@ -38,11 +38,15 @@ class SafetensorsWeights(FolderSource):
         return reasons
 
     def _files(self) -> Mapping[Path, set[str] | None]:
-        """Return the files, each with the names of its tensors in the index; None for all tensors."""
+        """Return the files, each with the names of its tensors in the index; None for all tensors.
+
+        Raises:
+            ModelFormatError: the index cannot be read, or does not map names of tensors to files.
+        """
         if (self._path / _INDEX).is_file():
             weight_map = read_json(self._path / _INDEX).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ModelFormatError(f"{self._path / _INDEX}: weight_map is missing")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise ModelFormatError(f"{self._path / _INDEX}: weight_map must map names of tensors to files")
             files: dict[Path, set[str] | None] = {}
             for name, file in weight_map.items():
                 names = files.setdefault(self._path / file, set())

@@ -86,7 +86,7 @@ async def generate(request: Request) -> Response:
     info, model = served_model(request.app)
     body = await parse_request(GenerateRequest, request)
     prompts, is_single = _prompts(body)
-    sampling, form_name = generate_sampling(body, info)
+    sampling, grammar_name = generate_sampling(body, info)
     messages = [
         Tokenize(
             request_id="",
@@ -94,7 +94,7 @@ async def generate(request: Request) -> Response:
             max_tokens_is_default=sampling.max_tokens_is_default,
             priority=body.priority or 0,
             is_streamed=bool(body.stream),
-            form_name=form_name,
+            grammar_name=grammar_name,
             field_names={**sampling.field_names, "prompt": name},
             text=prompt if isinstance(prompt, str) else None,
             token_ids=None if isinstance(prompt, str) else prompt,
@@ -193,7 +193,7 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestS
         for name, argument in _STRUCTURED.items()
         if name in given
     }
-    structured_outputs, form_name = single_output(requested)
+    structured_outputs, grammar_name = single_output(requested)
     values: dict[str, Any] = {**info.default_sampling, "structured_outputs": structured_outputs}
     names: dict[str, str] = {}
     sources = [(f"sampling_params.{name}", _NAMES.get(name, name), value) for name, value in given.items()]
@@ -211,6 +211,6 @@ def generate_sampling(body: GenerateRequest, info: EngineInfo) -> tuple[RequestS
     if is_default := "max_tokens" not in values:
         values["max_tokens"] = max(GENERATE_MAX_TOKENS, values.get("min_tokens", 0))
     try:
-        return RequestSampling(SamplingParams(**values), is_default, names), form_name
+        return RequestSampling(SamplingParams(**values), is_default, names), grammar_name
     except InvalidValueError as error:
         raise error.renamed(names) from None

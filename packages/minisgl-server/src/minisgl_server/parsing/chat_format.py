@@ -184,7 +184,7 @@ class ChatFormat:
     def grammar(self, chat: Tokenize, prompt: str) -> GrammarSource | None:
         """Return the grammar of the output: structured output, tool calls, or either. Reasoning content stays free."""
         structured = chat.sampling.structured_outputs
-        source = structured.source(chat.form_name) if structured is not None else None
+        source = structured.source(chat.grammar_name) if structured is not None else None
         if chat.tools is not None and _is_structural(chat):
             return self._strict_grammar(chat.tools)  # it leaves reasoning content free by itself
         if chat.tools is not None and (chat.tools.is_required or source is not None):

@@ -151,7 +151,7 @@ class PromptEncoder:
         if message.messages is not None:
             source = self._chat_format.using(message.chat_template).grammar(message, prompt)
         else:
-            source = structured.source(message.form_name) if structured is not None else None
+            source = structured.source(message.grammar_name) if structured is not None else None
         if source is not None:
             if (allowed_ids := message.sampling.allowed_token_ids) is not None:
                 allowed = f"left out if {source.name} constrains the output"

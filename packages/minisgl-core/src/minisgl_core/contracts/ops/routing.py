@@ -29,10 +29,10 @@ class RoutingOps(OpsProvider):
         choice = scores if correction_bias is None else scores + correction_bias
         if spec.topk_groups < spec.num_groups:
             groups = choice.view(len(choice), spec.num_groups, choice.shape[1] // spec.num_groups)
-            of_groups = groups.topk(min(2, groups.shape[-1]), dim=-1)[0].sum(dim=-1)
-            best = of_groups.topk(spec.topk_groups, dim=-1)[1]
-            is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, False)
-            choice = groups.masked_fill(is_out[..., None], -torch.inf).flatten(1)
+            group_scores = groups.topk(min(2, groups.shape[-1]), dim=-1)[0].sum(dim=-1)
+            best = group_scores.topk(spec.topk_groups, dim=-1)[1]
+            is_excluded = torch.ones_like(group_scores, dtype=torch.bool).scatter_(-1, best, False)
+            choice = groups.masked_fill(is_excluded[..., None], -torch.inf).flatten(1)
         weights, ids = choice.topk(spec.top_k, dim=-1)
         if choice is not scores:
             weights = scores.gather(-1, ids)

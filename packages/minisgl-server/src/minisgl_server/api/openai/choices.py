@@ -158,7 +158,7 @@ def make_tokenize(
         user=request.user or "",
         is_streamed=bool(request.stream),
         cache_salt=request.cache_salt or "",
-        form_name=requested_output(request)[1],
+        grammar_name=requested_output(request)[1],
         add_special_tokens=request.add_special_tokens,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         return_prompt_ids=bool(request.return_token_ids),

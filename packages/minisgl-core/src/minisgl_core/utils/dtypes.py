@@ -1,0 +1,10 @@
+"""Names of dtypes for people."""
+
+from __future__ import annotations
+
+import torch
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without the module, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
