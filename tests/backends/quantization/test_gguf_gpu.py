@@ -54,9 +54,9 @@ class Interpreted(Gguf):
 class TestTriton(QuantizationTests):
     provider: ClassVar[type[Quantization]] = Gguf if HAS_GPU else Interpreted
     device = DEVICE.type
-    dtypes = (torch.bfloat16, torch.float16) if HAS_GPU else (torch.float16,)
+    dtypes = (torch.bfloat16 if HAS_GPU else torch.float16,)
     shapes = ((64, 128), (48, 32), (24, 40), *(((320, 1024),) if HAS_GPU else ()))
-    checkpoints = tuple(map(checkpoint, ("Q4_1", *(("Q4_0", "Q5_0", "Q5_1", "Q8_0") if HAS_GPU else ()))))
+    checkpoints = (checkpoint("Q4_1"), *((checkpoint("Q8_0"),) if HAS_GPU else ()))
     loss = 0.01
 
     def cases(self, num_experts: int = 0) -> list[tuple[Quantization, PackedCheckpoint]]:
@@ -185,9 +185,11 @@ def generate(path: Path, **options: Any) -> tuple[torch.Tensor, list[list[int]]]
 @pytest.mark.parametrize("kind", ["Q4_0", "MIXED"])
 def test_the_engine_computes_what_the_dequantized_model_does(kind: str, tmp_path: Path) -> None:
     """Weights have the same values, so that only the order of sums differs. `auto` takes the packed ones."""
-    path, dtype = write_model(tmp_path / "m.gguf", kind), "bfloat16"
-    packed, tokens = generate(path, dtype=dtype)
-    plain, _ = generate(path, dtype=dtype, quantization="none")
+    path = write_model(tmp_path / "m.gguf", kind)
+    # Padded prompts would take other GEMMs, and other kernels for attention would split the keys of replayed steps otherwise.
+    options = {"dtype": "bfloat16", "attn": "triton", "ops": "triton", "piecewise_cuda_graph_max_tokens": 0}
+    packed, tokens = generate(path, **options)
+    plain, _ = generate(path, quantization="none", **options)
     assert (packed - plain).abs().max() < 0.4
     assert (packed - plain).abs().mean() < 0.05
-    assert generate(path, dtype=dtype, cuda_graph_max_bs=0, piecewise_cuda_graph_max_tokens=0)[1] == tokens
+    assert generate(path, cuda_graph_max_bs=0, **options)[1] == tokens

@@ -118,7 +118,7 @@ def _bits(word, FIRST: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def scale_and_offset(word, super, FIELD: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, ZERO: tl.constexpr):
+def scale_and_offset(word, superblock, FIELD: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, ZERO: tl.constexpr):
     """Return field FIELD of a word of scales, float32, for `dequantize`. The offset includes what codes have too much there.
 
     All products are exact. An offset that is stored is rounded: by 2**-24 of 128 times the scale.
@@ -131,12 +131,12 @@ def scale_and_offset(word, super, FIELD: tl.constexpr, KIND: tl.constexpr, LOW: 
         scale = _half(word, 0)
         offset = tl.fma(scale, -base, _half(word, 1))
     elif KIND == "bytes":
-        scale = ((word << (24 - 8 * FIELD)) >> 24).to(tl.float32) * _half(super, 0)
+        scale = ((word << (24 - 8 * FIELD)) >> 24).to(tl.float32) * _half(superblock, 0)
         offset = scale * -(base + ZERO)
     elif KIND == "byte_pairs":
-        scale = _bits(word, 16 * FIELD, 8) * _half(super, 0)
-        offset = tl.fma(scale, -base, _bits(word, 16 * FIELD + 8, 8) * _half(super, 1))
+        scale = _bits(word, 16 * FIELD, 8) * _half(superblock, 0)
+        offset = tl.fma(scale, -base, _bits(word, 16 * FIELD + 8, 8) * _half(superblock, 1))
     else:
-        scale = _bits(word, 8 * FIELD, 4) * _half(super, 0)
-        offset = tl.fma(scale, -base, _bits(word, 8 * FIELD + 4, 4) * _half(super, 1))
+        scale = _bits(word, 8 * FIELD, 4) * _half(superblock, 0)
+        offset = tl.fma(scale, -base, _bits(word, 8 * FIELD + 4, 4) * _half(superblock, 1))
     return scale, offset

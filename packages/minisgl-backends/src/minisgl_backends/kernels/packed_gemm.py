@@ -32,14 +32,14 @@ _GATHERED_ROWS = 8
 
 @triton.jit
 def _weights(
-    codes, high, word, super, PART: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
+    codes, high, word, superblock, PART: tl.constexpr, KIND: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     FIELD: tl.constexpr, ZERO: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Return part PART of a chunk in `dtype`; FIELD is the field of the word with its scale."""
     if KIND == "int4":
         out = dequantize_int4(codes, word, PART, dtype)
     else:
-        scale, offset = scale_and_offset(word, super, FIELD, KIND, LOW, ZERO)
+        scale, offset = scale_and_offset(word, superblock, FIELD, KIND, LOW, ZERO)
         out = dequantize(codes, high, scale, offset, PART, LOW, HIGH, dtype)
     return out
 
@@ -80,15 +80,15 @@ def _packed_gemm(
                 if GATED:
                     packed2 = tl.load(second + element)
             if i == 0:
-                tops, scales = packed, packed  # not used without a second plane, and without superblocks
+                upper, scales = packed, packed  # not used without a second plane, and without superblocks
                 if HIGH > 0:
-                    tops = tl.load(first_high + chunk * 64 * SUB)
+                    upper = tl.load(first_high + chunk * 64 * SUB)
                 if HAS_SUPERS:
                     scales = tl.load(supers + part // 256 * words_stride + place)
                 if GATED:
-                    tops2, scales2 = packed2, packed2
+                    upper2, scales2 = packed2, packed2
                     if HIGH > 0:
-                        tops2 = tl.load(second_high + chunk * 64 * SUB)
+                        upper2 = tl.load(second_high + chunk * 64 * SUB)
                     if HAS_SUPERS:
                         scales2 = tl.load(supers + half + part // 256 * words_stride + place)
             if i % SAME == 0:
@@ -100,11 +100,11 @@ def _packed_gemm(
             if not EVEN:
                 mask = mask & (part + depth < K)[:, None]
             inputs = tl.load(rows + part, mask=mask, other=0.0)
-            left = _weights(packed, tops, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+            left = _weights(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
             total = add_dot(total, left, inputs, WIDEN)
             if GATED:
                 left = _weights(
-                    packed2, tops2, word2, scales2, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
+                    packed2, upper2, word2, scales2, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype
                 )
                 gated = add_dot(gated, left, inputs, WIDEN)
     to = row[None, :].to(tl.int64) * N + col[:, None]
@@ -159,13 +159,13 @@ def _dequantize_rows(
             element = tile * chunks * (PARTS // PER_CODE) + chunk * (PARTS // PER_CODE) + i // PER_CODE
             packed = tl.load(codes + (element * 64 + row)[:, None] * SUB + depth[None, :])
         if i == 0:
-            tops, scales = packed, packed
+            upper, scales = packed, packed
             if HIGH > 0:
-                tops = tl.load(high + ((tile * chunks + chunk) * 64 + row)[:, None] * SUB + depth[None, :])
+                upper = tl.load(high + ((tile * chunks + chunk) * 64 + row)[:, None] * SUB + depth[None, :])
             if HAS_SUPERS:
                 scales = tl.load(supers + part // 256 * words_stride + place)
         word = tl.load(words + part // WORD * words_stride + place)
-        left = _weights(packed, tops, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
+        left = _weights(packed, upper, word, scales, i, KIND, LOW, HIGH, i * SUB % WORD // BLOCK, ZERO, dtype)
         left = tl.where(known[:, None], left, float("nan"))
         to = line.to(tl.int64)[:, None] * K + part + depth[None, :]
         tl.store(out + to, left, mask=mask[:, None] & (part + depth < K)[None, :])
