@@ -20,6 +20,7 @@ from minisgl_core import LLM, SamplingParams
 from minisgl_core.contracts.grammar import GrammarKind
 from minisgl_core.contracts.structured_outputs import StructuredOutputs
 from minisgl_core.errors import InvalidValueError
+from minisgl_core.scheduler import constraints
 from minisgl_core.testing.grammar_kit import EOS, VOCAB_SIZE, byte_tokenizer
 
 PATTERN = "(ab|é)+[0-9]{2}(;[a-d]*)?"
@@ -161,6 +162,14 @@ def test_preempted_requests_go_on_where_they_were() -> None:
         with new_llm(disable_overlap=not overlap, num_pages=25, page_size=8, max_seq_len_override=120) as llm:
             assert [output.text for output in llm.generate(["x" * 10] * 6, sampling)] == expected
             assert llm.stats.num_preemptions > 0
+
+
+def test_prompts_wait_while_too_much_text_is_compiled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "MAX_PENDING_BYTES", 1)
+    monkeypatch.setattr(constraints, "NUM_KEPT", 1)
+    texts = [str(number) for number in range(10, 22)]
+    outputs = llm.generate(["x"] * len(texts), [params({"choice": [text]}) for text in texts])
+    assert [output.text for output in outputs] == texts
 
 
 def test_where_the_output_ends(llm: LLM) -> None:

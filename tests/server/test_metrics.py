@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
@@ -13,15 +14,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
+import tiny
+from prometheus_client import REGISTRY
 from prometheus_client.parser import text_string_to_metric_families
 
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
+from minisgl_core.protocol.batch_plan import BatchPlan, StepResult
 from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.metrics import engine_metrics
 from minisgl_server.metrics.engine_metrics import EngineMetrics
 from minisgl_server.metrics.families import WeightedHistogram
 
@@ -233,6 +240,33 @@ def test_metrics_hooks_are_off_by_default(monkeypatch: pytest.MonkeyPatch) -> No
     assert hooks.batch_finished is hooks.request_finished is None
     monkeypatch.setenv("MINISGL_METRICS", "1")
     assert Hooks(Registry.from_environment()).batch_finished is not None
+
+
+def test_latency_between_tokens_in_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step has only a part of the requests there, so the time between two steps is not the latency of their tokens."""
+    monkeypatch.setattr(engine_metrics, "time", SimpleNamespace(monotonic=map(float, itertools.count()).__next__))
+    metrics = EngineMetrics()
+    metrics.engine_started(EngineInfo(**dict.fromkeys(EngineInfo.__struct_fields__, 60) | {"model": "pipeline"}))
+    last_step: dict[int, int] = {}
+    latencies: list[int] = []
+
+    def count(plan: BatchPlan, result: StepResult, state: Any) -> None:
+        step = next(steps)
+        latencies.extend(step - last_step[row] for row in plan.rows[: plan.num_decodes].tolist())
+        last_step.update(dict.fromkeys(plan.rows.tolist(), step))
+        metrics.batch_finished(plan, state)
+
+    steps = itertools.count()
+    loop = tiny.new_loop(pp=3, num_pages=60, page_size=4)
+    monkeypatch.setattr(loop.hooks, "batch_finished", count)
+    for name in ("a", "b", "c"):
+        tiny.submit(loop, name, [3, 4, 5], SamplingParams(max_tokens=6, ignore_eos=True))
+    tiny.run(loop)
+    total = REGISTRY.get_sample_value(
+        "minisgl_inter_token_latency_seconds_sum", {"model_name": "pipeline", "replica": "60"}
+    )
+    assert (len(latencies), set(latencies)) == (15, {1, 2, 3})
+    assert total == sum(latencies)
 
 
 def test_many_observations_at_once_are_as_many_single_ones() -> None:

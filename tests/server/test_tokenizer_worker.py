@@ -36,6 +36,7 @@ from minisgl_core.protocol.messages import (
 )
 from minisgl_core.runtime.ipc import IpcAddresses, Receiver, Sender
 from minisgl_core.sampling_params import SamplingParams
+from minisgl_server.api.openai.segments import Segments
 from minisgl_server.options import ServerOptions
 from minisgl_server.parsing.chat_format import ChatFormat, ParsedText
 from minisgl_server.tokenizer.process import run_tokenizer_worker
@@ -575,7 +576,7 @@ def test_lost_engines_need_little_memory(engine_tokenizer: Any) -> None:
 
 def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> None:
     """The parts of an output that is returned at once are those that a stream returns."""
-    text = 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    text = 2 * 'Look. <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> '
     tools = ToolUse(tools=[{"type": "function", "function": {"name": "f"}}])
     results = []
     for is_streamed in (True, False):
@@ -587,9 +588,14 @@ def test_whole_chats_keep_reasoning_and_tool_calls(engine_tokenizer: Any) -> Non
             rig.output([token])
         rig.output(ids[-1:], finish_reason="stop")
         pieces = rig.take()
-        assert (len(pieces) == 1) is not is_streamed
+        assert (len(pieces) > 2) is is_streamed
         calls = [call for piece in pieces for call in piece.tool_calls]
         names = [call.name for call in calls if call.name]
-        results.append(("".join(piece.text for piece in pieces), names, "".join(call.arguments for call in calls)))
+        segments = Segments()
+        for piece in pieces:
+            segments.push(piece)
+        contents = [(each.kind, each.content) for each in segments.all]
+        results.append((contents, names, "".join(call.arguments for call in calls)))
     assert results[0] == results[1]
-    assert results[0][1] == ["f"]
+    call = ("call", '{"a": 1}')
+    assert results[0] == ([("text", "Look."), call, ("text", " Look."), call], ["f", "f"], 2 * '{"a": 1}')

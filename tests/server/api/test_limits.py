@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import typing
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import msgspec
@@ -13,14 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from minisgl_core.protocol.messages import EngineInfo
+from minisgl_core.protocol.messages import EngineInfo, Logprob, Text, TokenLogprobs
 from minisgl_core.sampling_params import SamplingParams
 from minisgl_server.api import app  # imports every module with requests
 from minisgl_server.api.errors import ApiError, invalid_body
 from minisgl_server.api.http.json_size import JsonSizeCounter
 from minisgl_server.api.limits import MIB, Bound, RequestLimits
 from minisgl_server.api.openai.choices import Choices, make_tokenize
-from minisgl_server.api.openai.sampling import RequestSampling
+from minisgl_server.api.openai.sampling import RequestSampling, request_sampling
 from minisgl_server.api.openai.schemas import ChatRequest, CompletionRequest
 from minisgl_server.api.strict_model import StrictModel
 
@@ -164,6 +165,20 @@ def test_many_copies_of_large_sampling_parameters_are_refused() -> None:
     with pytest.raises(ApiError, match=r"At most 2\d\d outputs") as caught:
         Choices("x", "m", [prompt] * 1000, engine())
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize(("fields", "most"), [({}, 6), ({"stream": True}, 1000)])
+def test_log_probabilities_that_a_response_holds_are_limited(fields: dict[str, Any], most: int) -> None:
+    request = CompletionRequest.model_validate({"prompt": "x", "logprobs": 20, "echo": True, "n": 64, **fields})
+    prompt = make_tokenize(request, request_sampling(request, engine()), text="x")
+    choices, num_tokens = Choices("x", "m", [prompt], engine()), 8000
+    logprobs = [TokenLogprobs(Logprob(3, 0.0, 1), [])] * num_tokens
+    text = Text(request_id="", text="", token_ids=[], prompt_logprobs=[None, *logprobs[1:]])
+    with pytest.raises(ApiError, match="more than 1048576 log-prob") if most < 1000 else nullcontext() as caught:
+        for index in range(most + 1):
+            choices.count_tokens([(index % 64, text)])
+    assert index == min(most, 1000)
+    assert caught is None or (caught.value.status, caught.value.param) == (400, "logprobs")
 
 
 JSON = st.recursive(

@@ -171,6 +171,14 @@ def test_arguments_come_as_they_are_written() -> None:
     ]
 
 
+def test_repeated_characters_cost_no_more_than_others() -> None:
+    """Quadratic work on half a million characters would not end."""
+    separators, lines = 500_000 * ";", 500_000 * "\n"
+    call = '{"name": "get", "parameters": {}}'
+    assert parse(parser("llama3_json"), [call + separators]) == ("", separators, [("get", "{}")])
+    assert parse(parser(inside=None), [lines + "text"]) == ("", lines + "text", [])
+
+
 PARTS = st.sampled_from(
     [
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "<", "</", *'{}[]"\\;, \n'),

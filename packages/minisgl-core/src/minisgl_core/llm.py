@@ -22,7 +22,7 @@ import numpy.typing as npt
 from minisgl_core.config.options import AUTO, EngineConfig
 from minisgl_core.contracts.weights import WeightSource
 from minisgl_core.engine.build import build_engine
-from minisgl_core.errors import InvalidValueError, MinisglError, TokenizerNotFoundError
+from minisgl_core.errors import InvalidValueError, MinisglError, QueueFullError, TokenizerNotFoundError
 from minisgl_core.plugins.hooks import Hooks
 from minisgl_core.plugins.registry import Registry
 from minisgl_core.protocol.messages import Submit, TokenLogprobs, TokenOut
@@ -314,8 +314,12 @@ class LLM:
             num_done = 0
             while num_done < len(work):
                 while todo and not scheduler.is_full:
-                    submit, params = todo.popleft()
-                    outputs.append(self._submit(submit, names, is_incremental=bool(params.stop)).output)
+                    submit, params = todo[0]
+                    try:
+                        outputs.append(self._submit(submit, names, is_incremental=bool(params.stop)).output)
+                    except QueueFullError:  # long grammars wait to be compiled
+                        break
+                    todo.popleft()
                 num_done += sum(name in names for name in self._step())
                 bar.update(task, completed=num_done)
             return outputs
@@ -359,6 +363,9 @@ class LLM:
             self._is_busy = True
             names[name], self._running[name] = None, running
             self._loop.scheduler.submit(msgspec.structs.replace(submit, request_id=name))
+        except QueueFullError:
+            del names[name], self._running[name]
+            raise
         finally:
             self._is_busy = False
         return running

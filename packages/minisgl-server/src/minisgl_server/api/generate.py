@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request, Response
@@ -101,18 +102,18 @@ async def generate(request: Request) -> Response:
         )
         for name, prompt in prompts.items()
     ]
-    choices = Choices("gen", model, messages, info)
-    outputs = [_Output(output_id, started_s) for output_id in choices.output_ids]
+    choices = Choices("gen", model, messages, info, is_held=True)
+    outputs = [GeneratedOutput(output_id, started_s) for output_id in choices.output_ids]
     await choices.start(request.app.state.client, request)
     is_single = is_single and len(outputs) == 1
     if body.stream:
-        return EventStreamResponse(choices, _GenerateEvents(outputs, is_single))
+        return EventStreamResponse(choices, GenerateEvents(outputs, is_single))
     await choices.collect(lambda index, text: outputs[index].add(text))
     responses = [output.response() for output in outputs]
     return json_response(responses[0] if is_single else responses)
 
 
-class _Output:
+class GeneratedOutput:
     """Collects one output."""
 
     def __init__(self, name: str, started_s: float) -> None:
@@ -149,12 +150,25 @@ class _Output:
         return {"text": self._text, "output_ids": self._token_ids, "meta_info": meta}
 
 
-class _GenerateEvents(StreamEvents):
-    def __init__(self, outputs: list[_Output], is_single: bool) -> None:
+class GenerateEvents(StreamEvents):
+    """Encodes outputs as events, each with the whole output so far.
+
+    Outputs that arrive together give one event, so a client that reads slowly gets fewer events. The memory for those that it has
+    not read is bounded by the size of the whole response.
+    """
+
+    def __init__(self, outputs: list[GeneratedOutput], is_single: bool) -> None:
         self._outputs, self._is_single = outputs, is_single
 
+    def outputs(self, outputs: Sequence[tuple[int, Text]]) -> bytes:
+        for index, text in outputs:
+            self._outputs[index].add(text)
+        return b"".join([self._event(index) for index in dict.fromkeys(index for index, _ in outputs)])
+
     def output(self, index: int, text: Text) -> bytes:
-        self._outputs[index].add(text)
+        return self.outputs([(index, text)])
+
+    def _event(self, index: int) -> bytes:
         return event(self._outputs[index].response() | ({} if self._is_single else {"index": index}))
 
 

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from minisgl_core import hookimpl
 
 if TYPE_CHECKING:
@@ -61,7 +63,8 @@ class EngineMetrics:
         self._stats: SchedulerStats | None = None
         self._totals = dict.fromkeys(_TOTALS, 0)
         self._gauges: dict[str, float] = {}
-        self._last_step_s = 0.0
+        self._last_step_s = np.zeros(0)
+        """Time of the last step of each row of the page table, float64."""
 
     @hookimpl
     def engine_started(self, info: EngineInfo) -> None:
@@ -83,13 +86,20 @@ class EngineMetrics:
 
     @hookimpl
     def batch_finished(self, plan: BatchPlan, state: EngineState) -> None:
-        """Count a step. Each decode got its previous token in the previous step, so the time between steps is its latency."""
+        """Count a step. The latency of a decode is the time since the last step of its row.
+
+        All decodes of a step have the same, except with pipeline parallelism.
+        """
         metrics, now_s = self._metrics, time.monotonic()
         if metrics is None:
             return
+        if (num_rows := int(plan.rows.max()) + 1) > len(self._last_step_s):
+            self._last_step_s.resize(num_rows, refcheck=False)
         if plan.num_decodes:
-            metrics.inter_token_latency.observe_many(now_s - self._last_step_s, plan.num_decodes)
-        self._last_step_s = now_s
+            latencies = now_s - self._last_step_s[plan.rows[: plan.num_decodes]]
+            for latency, count in zip(*np.unique(latencies, return_counts=True), strict=True):
+                metrics.inter_token_latency.observe_many(float(latency), int(count))
+        self._last_step_s[plan.rows] = now_s
         metrics.iteration_tokens.observe_many(plan.num_tokens, 1)
         metrics.iteration_requests.observe_many(plan.num_requests, 1)
         self._update(state)

@@ -29,8 +29,10 @@ class ReasoningSplitter:
         """`inside` is the result of `starts_with_reasoning`; unless it is False, an opening tag is recognized."""
         self._inside_without_tag = bool(inside)
         self._state: Literal["start", "inside", "after", "outside"] = "outside" if inside is False else "start"
-        self._start = ""
-        """Start of the output, as long as it may be the opening tag."""
+        self._start: list[str] = []
+        """Characters at the start of the output, as long as they may be the opening tag."""
+        self._tag = ""
+        """The same without whitespace before the tag."""
         self._finder = StopFinder((END,))
         self._space = ""
         self._has_reasoning = False
@@ -64,20 +66,21 @@ class ReasoningSplitter:
             if self._state == "inside":
                 self._add_stripped(self._finder.finish(), reasoning)
             elif self._inside_without_tag:
-                self._add_stripped(self._start, reasoning)
+                self._add_stripped("".join(self._start), reasoning)
             else:
-                content += self._start
-            self._start = ""
+                content += "".join(self._start)
+            self._start = []
         return "".join(reasoning), content
 
     def _look_for_tag(self, char: str, reasoning: list[str]) -> str:
         """Add a character that may belong to the opening tag; return the text that turns out to be content."""
-        self._start += char
-        found = self._start.lstrip()
-        if BEGIN.startswith(found) and found != BEGIN:
+        self._start.append(char)
+        if self._tag or not char.isspace():
+            self._tag += char
+        if BEGIN.startswith(self._tag) and self._tag != BEGIN:
             return ""
-        start, self._start = self._start, ""
-        if found == BEGIN:
+        start, self._start = "".join(self._start), []
+        if self._tag == BEGIN:
             self._state, self._has_begun = "inside", True
         elif self._inside_without_tag:
             self._state, self._has_begun = "inside", True

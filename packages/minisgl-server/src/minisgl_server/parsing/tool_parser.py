@@ -54,8 +54,8 @@ class ToolParser:
         self._reader: ToolCallReader | None = None
         self._tag = ""
         """Text before the current call: its tag, or nothing."""
-        self._after: str | None = None
-        """Text since the last call, as long as it may be its end tag or lead to another call."""
+        self._after: list[str] | None = None
+        """Characters since the last call, as long as it may be its end tag or lead to another call."""
         self._rest: StopFinder | None = None
         """Finds the end tag of a call whose JSON breaks off."""
         self._space = ""
@@ -122,7 +122,7 @@ class ToolParser:
             if char == "<":
                 self._step_text(char)
         elif reader.state == "complete":
-            self._reader, self._after = None, ""
+            self._reader, self._after = None, []
         else:
             self._rest = StopFinder((self.end,)) if self.end else StopFinder(())
             self._step_rest(char)
@@ -141,18 +141,19 @@ class ToolParser:
 
     def _step_after(self, char: str) -> None:
         """Read the text after a call: whitespace, its end tag, or a separator before the next call."""
-        assert self._after is not None
-        after = (self._after + char).lstrip()
-        if self.end and self.end.startswith(after):
-            self._after = None if after == self.end else after
-            self._space = "" if after == self.end else self._space
-        elif self.separators and not after.strip(self.separators + " \n\t\r"):
-            self._after = after
+        after = self._after
+        assert after is not None
+        if not after and char.isspace():
+            return
+        after.append(char)
+        if self.end and self.end.startswith("".join(after)):
+            if len(after) == len(self.end):
+                self._after, self._space = None, ""
         elif self.separators and char == "{":
             self._after = None
-            self._start_call(after[:-1])
+            self._start_call("".join(after[:-1]))
             self._step_call(char)
-        else:
+        elif char not in self.separators and not (self.separators and char in " \n\t\r"):
             self._after = None
             for each in after:
                 self._step_text(each)
@@ -165,7 +166,7 @@ class ToolParser:
             if self._reader.name is None:
                 self._add(self._tag + self._reader.raw)
         elif self._after is not None:
-            self._show(self._after)
+            self._show("".join(self._after))
         self._show(self._finder.finish())
         if self.num_calls == 0:
             self._add("")

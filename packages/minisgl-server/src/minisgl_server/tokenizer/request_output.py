@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -25,6 +25,8 @@ class RequestOutput:
         only_prompt: True if the generated tokens are not returned.
         only_whole: True if nothing is returned before the output is complete.
         parser: separates reasoning content and tool calls from text; None if all output is text.
+        held: earlier parts of an output that is returned at once. A `Text` has reasoning content before text, and text before
+            tool calls, so output in another order takes several.
     """
 
     detokenizer: OutputText
@@ -34,17 +36,18 @@ class RequestOutput:
     only_prompt: bool = False
     only_whole: bool = False
     parser: ChatOutputParser | None = None
+    held: list[Text] = field(default_factory=list)
 
     def push(self, out: TokenOut) -> Piece:
         """Add new tokens to `pending`. Return their text, and the finish reason if the output ends with them."""
         if self.only_prompt:
             end = "length" if out.finish_reason == "stop" else out.finish_reason
             out = msgspec.structs.replace(out, token_ids=[], logprobs=None, stop_token_id=None, finish_reason=end)
-        pending = self.pending
-        pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         piece = self._push_tokens(out.token_ids, out.finish_reason, out.stop_token_id)
         if out.prompt_logprobs is not None or out.logprobs is not None:
             self._push_logprobs(out)
+        pending = self.pending
+        pending.num_prompt_tokens, pending.num_cached_tokens = out.num_prompt_tokens, out.num_cached_tokens
         pending.finish_reason, pending.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
@@ -54,12 +57,18 @@ class RequestOutput:
         self.pending.finish_reason, self.pending.stop_reason = piece.finish_reason, piece.stop_reason
         return piece
 
-    def take(self) -> Text | None:
-        """Return `pending` and begin a new one. None if there is no new text and the output continues."""
+    def take(self) -> list[Text]:
+        """Return the new output, and begin the next. Empty if there is no new text and the output continues."""
         pending = self.pending
         has_new = bool(pending.text or pending.reasoning or pending.tool_calls) and not self.only_whole
         if pending.finish_reason is None and not has_new:
-            return None
+            return []
+        taken, self.held = [*self.held, pending], []
+        self._begin_part()
+        return taken
+
+    def _begin_part(self) -> None:
+        pending = self.pending
         self.pending = Text(
             request_id=pending.request_id,
             text="",
@@ -67,18 +76,20 @@ class RequestOutput:
             num_prompt_tokens=pending.num_prompt_tokens,
             num_cached_tokens=pending.num_cached_tokens,
         )
-        return pending
 
     def _push_tokens(
         self, token_ids: list[int], finish_reason: str | None = None, stop_token_id: int | None = None
     ) -> Piece:
         parser, pending = self.parser, self.pending
         piece = self.detokenizer.push(token_ids, finish_reason, stop_token_id)
-        pending.token_ids += token_ids
         if parser is None:
             pending.text += piece.text
         else:
             parsed = parser.push(piece.text, piece.finish_reason is not None, len(token_ids))
+            if (parsed.reasoning and (pending.text or pending.tool_calls)) or (parsed.content and pending.tool_calls):
+                self.held.append(pending)
+                self._begin_part()
+                pending = self.pending
             pending.num_reasoning_tokens = parser.num_reasoning_tokens
             pending.text += parsed.content
             pending.reasoning += parsed.reasoning
@@ -87,6 +98,7 @@ class RequestOutput:
                 piece = piece._replace(finish_reason="stop", is_early=True)
             if parser.has_calls and piece.finish_reason == "stop":
                 piece = piece._replace(finish_reason="tool_calls")
+        pending.token_ids += token_ids
         return piece
 
     def _push_logprobs(self, out: TokenOut) -> None:

@@ -131,7 +131,7 @@ class TokenizerWorker:
                     new_outputs: Iterator[tuple[str, TokenOut | int]] = chain(
                         ((out.request_id, out) for out in outputs), zip(request_ids, token_ids.tolist(), strict=True)
                     )
-                    self._send([text for name, new in new_outputs if (text := self._push(name, new)) is not None])
+                    self._send([text for name, new in new_outputs for text in self._push(name, new)])
                     self._report_ended([out.request_id for out in outputs if out.finish_reason is not None])
             case Rejected():
                 if not self._was_lost(message.engine) and self._forget(message.request_id):
@@ -245,24 +245,24 @@ class TokenizerWorker:
         detokenizer = OutputText(self._token_bytes, sampling)
         return RequestOutput(detokenizer, self._token_bytes, pending, is_chat=True, parser=parser)
 
-    def _push(self, request_id: str, new: TokenOut | int) -> Text | None:
-        """Return the message for the API server about new tokens, or about one token; None if there is no new text."""
+    def _push(self, request_id: str, new: TokenOut | int) -> list[Text]:
+        """Return the outputs for the API server from new tokens, or from one token."""
         request = self._requests.get(request_id)
         if request is None:
-            return None  # the request has ended here, and the scheduler's message crossed our Abort
+            return []  # the request has ended here, and the scheduler's message crossed our Abort
         try:
             piece = request.push_token(new) if isinstance(new, int) else request.push(new)
         except Exception:
             self._drop(request_id)
-            return None
+            return []
         if piece.is_early:
             self._to_scheduler(Abort(request_id, "stop"))
         if piece.finish_reason is not None:
             del self._requests[request_id]
-        text = request.take()
-        if text is not None:
+        texts = request.take()
+        if texts:
             self._retries.pop(request_id, None)
-        return text
+        return texts
 
     def _forget(self, request_id: str) -> bool:
         """Drop the state of a request; return False if it had ended."""

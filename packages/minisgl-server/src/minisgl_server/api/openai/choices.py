@@ -10,7 +10,7 @@ import msgspec
 from fastapi import Request
 
 from minisgl_core.protocol.messages import EngineInfo, Text, Tokenize
-from minisgl_core.sampling_params import SamplingParams
+from minisgl_core.sampling_params import MAX_LOGPROBS, SamplingParams
 from minisgl_core.utils.logs import REQUEST_ID
 from minisgl_server.api.engine_client import EngineClient, Generation
 from minisgl_server.api.errors import ApiError
@@ -23,6 +23,8 @@ from minisgl_server.api.openai.schemas import GenerationRequest
 
 _MAX_COPIED_BYTES = 32 * 2**20
 """Bytes of all copies of the sampling parameters; every output of a request has its own copy."""
+_MAX_LOGPROBS_HELD = 2**20
+"""Log-probabilities of a response that is held in memory until it is complete. One output of a long context may have more."""
 
 
 class Choices:
@@ -37,6 +39,7 @@ class Choices:
         model: name of the model in the response.
         prompts: one `Tokenize` per prompt, without ids; its `sampling` has the request's n.
         info: limits of the engine.
+        is_held: all outputs are held in memory until the last one is complete; by default if they are not streamed.
 
     Raises:
         ApiError: 400, there are more outputs than the engine holds at a time, or the messages are too long.
@@ -45,7 +48,9 @@ class Choices:
     generation: Generation
     first: list[tuple[int, Text]]
 
-    def __init__(self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo) -> None:
+    def __init__(
+        self, prefix: str, model: str, prompts: Sequence[Tokenize], info: EngineInfo, is_held: bool | None = None
+    ) -> None:
         self.id = f"{prefix}-{REQUEST_ID.get()}-{next_number():x}"
         self._model = model
         self._created = int(time.time())
@@ -67,6 +72,10 @@ class Choices:
             )
             for prompt, first in zip(prompts, range(0, count, n), strict=True)
         ]
+        self._field_names = prompts[0].field_names
+        is_held = not prompts[0].is_streamed if is_held is None else is_held
+        self._max_logprobs = max(_MAX_LOGPROBS_HELD, (MAX_LOGPROBS + 1) * info.max_seq_len) if is_held else None
+        self._num_logprobs = 0
         self._num_prompt_tokens = [0] * len(prompts)
         self._num_cached_tokens = [0] * len(prompts)
         self._num_output_tokens = 0
@@ -104,8 +113,10 @@ class Choices:
         """Count the tokens of `outputs` for the usage, and return them. A prompt counts once for any n.
 
         Raises:
-            ApiError: 500, the engine aborted a request.
+            ApiError: 400, there are too many log-probabilities; 500, the engine aborted a request.
         """
+        if self._max_logprobs is not None:
+            self._count_logprobs(outputs, self._max_logprobs)
         for index, text in outputs:
             self._num_output_tokens += len(text.token_ids)
             self._num_reasoning_tokens[index] = text.num_reasoning_tokens
@@ -115,6 +126,20 @@ class Choices:
             if text.finish_reason == "abort":
                 raise ApiError(500, "The engine aborted the request.", code="aborted")
         return outputs
+
+    def _count_logprobs(self, outputs: list[tuple[int, Text]], most: int) -> None:
+        sampling = self.sampling
+        if sampling.logprobs is None and sampling.prompt_logprobs is None:
+            return
+        per_output, per_prompt = 1 + (sampling.logprobs or 0), 1 + (sampling.prompt_logprobs or 0)
+        for _, text in outputs:
+            self._num_logprobs += per_output * len(text.logprobs or ()) + per_prompt * len(text.prompt_logprobs or ())
+        if self._num_logprobs > most:
+            name = "prompt_logprobs" if sampling.logprobs is None else "logprobs"
+            message = (
+                f"The response would have more than {most} log-probabilities, the maximum for a response in one piece."
+            )
+            raise ApiError(400, f"{message} Ask for fewer, or for fewer outputs.", self._field_names.get(name, name))
 
     def body(self, object_type: str, choices: list[dict[str, Any]], **fields: Any) -> dict[str, Any]:
         """Return a response or a chunk of one; `fields` follow the choices."""

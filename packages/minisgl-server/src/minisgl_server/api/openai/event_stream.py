@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -46,6 +47,10 @@ class StreamEvents(ABC):
     @abstractmethod
     def output(self, index: int, text: Text) -> bytes:
         """Return the events for new output; for `index` see `Generation.next`."""
+
+    def outputs(self, outputs: Sequence[tuple[int, Text]]) -> bytes:
+        """Return the events for all outputs that have arrived since the last call; see `Generation.next`."""
+        return b"".join([self.output(index, text) for index, text in outputs])
 
     def end(self) -> bytes:
         """Return the events after the last output."""
@@ -127,11 +132,11 @@ class EventStreamResponse(Response):
 
     async def _send_all(self, send: Send) -> bytes:
         """Send events until all outputs have ended; return the events that are left to send."""
-        choices, encode = self._choices, self._events.output
+        choices, encode = self._choices, self._events.outputs
         generation, outputs = choices.generation, choices.first
         body = self._events.begin()
         while True:
-            body += b"".join([encode(index, text) for index, text in outputs])
+            body += encode(outputs)
             if generation.is_over:
                 return body + self._events.end()
             await send({"type": "http.response.body", "body": body, "more_body": True})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -49,8 +50,12 @@ class Segments:
     def push(self, text: Text) -> list[tuple[Segment, str]]:
         """Add new output; return the new pieces with their segments."""
         self.last = text
-        # The rest of a call comes first, as the call is still the last segment.
-        new = [(self.all[-1], call.arguments) for call in text.tool_calls if call.id is None]
+        # The rest of a call comes first, as the call is still the last segment. Further parts follow their call: with several
+        # replicas, a response that is not streamed has all parts of its calls in one `Text`.
+        calls = deque(text.tool_calls)
+        new: list[tuple[Segment, str]] = []
+        while calls and calls[0].id is None:
+            new.append((self.all[-1], calls.popleft().arguments))
         if text.reasoning:
             new.append((self._open("reasoning"), text.reasoning))
         if text.text:
@@ -58,10 +63,10 @@ class Segments:
             new.append((segment, text.text))
             if (logprobs := chat_logprobs(text)) is not None:
                 segment.logprobs += logprobs["content"]
-        for call in text.tool_calls:
+        for call in calls:
             if call.id is not None:
                 self.all.append(Segment("call", call_id=call.id, name=call.name or ""))
-                new.append((self.all[-1], call.arguments))
+            new.append((self.all[-1], call.arguments))
         for segment, piece in new:
             segment.pieces.append(piece)
         return new
