@@ -98,14 +98,40 @@ def model_provider(model_impl: str, architecture: str, registry: Registry) -> tu
 
 
 _SAMPLING_DEFAULTS = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
+_UNSUPPORTED_RULES = {
+    "bad_words_ids": None,
+    "begin_suppress_tokens": None,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "guidance_scale": None,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "penalty_alpha": None,
+    "sequence_bias": None,
+    "suppress_tokens": None,
+    "typical_p": 1.0,
+}
+"""Keys of transformers' GenerationConfig that change the tokens and are not followed, with the value that has no effect."""
 
 
 def default_sampling(generation_config: Any) -> dict[str, Any]:
     """Return the sampling parameters in a model's generation_config, by the names of `SamplingParams`.
 
+    A warning names other keys that change the tokens, since the engine does not follow them.
+
     Raises:
         ModelFormatError: a value is not allowed.
     """
+    ignored = [
+        name for name, neutral in _UNSUPPORTED_RULES.items() if generation_config.get(name) not in (None, neutral, [])
+    ]
+    if ignored:
+        logger.warning("generation_config.json: the engine does not follow %s", ", ".join(ignored))
     if generation_config.get("do_sample") is False:
         return {}
     found = {name: generation_config[name] for name in _SAMPLING_DEFAULTS if generation_config.get(name) is not None}
