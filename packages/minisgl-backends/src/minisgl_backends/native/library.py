@@ -42,7 +42,7 @@ _ARGUMENTS = {
     "prefill": "ppipppippppipiiiiififppppii",
     "linear": "pppppiii",
     "gated": "ppppiii",
-    "repack": "ppiiiiiii",
+    "repack": "ppiii",
     "dequantize_rows": "pppiiii",
     "packed_linear": "pipipppiiiii",
 }

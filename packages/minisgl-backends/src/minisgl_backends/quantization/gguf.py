@@ -12,7 +12,7 @@ from itertools import groupby
 import torch
 
 from minisgl_backends.native import library
-from minisgl_backends.quantization.gguf_types import TYPES, GgmlType, Layout
+from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
 from minisgl_core.contracts.ops.norm import silu_and_mul
@@ -22,10 +22,10 @@ from minisgl_core.contracts.shard import sharded_target
 _LOG = logging.getLogger(__name__)
 _TILE = 16
 """Rows per tile; TILE in packed.h."""
-_SCRATCH_FLOATS = 12
+_SCRATCH_FLOATS = 11
 """Size of 32 quantized activations in floats; XBlock in packed_gemm.c."""
 _MAX_STACK_BLOCKS = 4096
-"""Maximum number of 48-byte activation blocks that `packed_linear` keeps on a thread's stack."""
+"""Maximum number of 44-byte activation blocks that `packed_linear` keeps on a thread's stack."""
 
 
 class Gguf(Quantization):
@@ -97,51 +97,52 @@ class PackedLinearMethod(EmbeddingMethod):
             yield from self.spec.row_targets("bias", self.bias)
 
     def prepare(self) -> PackedLinear:
-        """Repack the blocks. Adjacent parts of one layout become one GEMM, unless rows of two parts would share a tile."""
-        layouts = [kind.layout for kind in self.types]
-        is_fused = self.spec.gated and len(set(layouts)) == 1
+        """Repack the blocks. Adjacent parts of one type become one GEMM, unless rows of two parts would share a tile."""
+        is_fused = self.spec.gated and len(set(self.types)) == 1
         groups, run = [], 0
-        for index, layout in enumerate(layouts):
-            is_split = index and (layouts[index - 1] != layout or self.spec.parts[index - 1].rows.size % _TILE)
+        for index, kind in enumerate(self.types):
+            is_split = index and (self.types[index - 1] != kind or self.spec.parts[index - 1].rows.size % _TILE)
             run += bool(is_split and not is_fused)
             groups.append(run)
         kernels, matrices, row = library.load(self.spec.dtype), [], 0
         for _, members in groupby(range(len(groups)), groups.__getitem__):
             indices = list(members)
             rows = sum(self.spec.parts[index].rows.size for index in indices)
-            packed = [self._repacked(kernels, index) for index in indices]
-            matrices.append(
-                _Matrix(torch.cat(packed) if len(packed) > 1 else packed[0], layouts[indices[0]], row, rows)
-            )
+            matrices.append(_Matrix(self._repacked(kernels, indices), self.types[indices[0]].number, row, rows))
             row += rows
         return PackedLinear(self.spec, kernels, matrices, self.bias, is_fused)
 
-    def _repacked(self, kernels: library.Library, index: int) -> torch.Tensor:
-        kind, blocks = self.types[index], self.blocks[index]
-        self.blocks[index] = torch.empty(0)
-        packed = torch.zeros(kind.layout.num_bytes(len(blocks), self.spec.in_features), dtype=torch.uint8)
-        kernels.repack(
-            packed.data_ptr(), blocks.data_ptr(), kind.number, kind.layout.index, len(blocks), self.spec.in_features // 32,
-            blocks.shape[1], kind.block_bytes, kind.columns // 32,
-        )  # fmt: skip
+    def _repacked(self, kernels: library.Library, indices: list[int]) -> torch.Tensor:
+        """Return the packed matrix of parts of one type, and free their blocks."""
+        kind, columns = self.types[indices[0]], self.spec.in_features
+        sizes = [kind.num_bytes(len(self.blocks[index]), columns) for index in indices]
+        packed = torch.zeros(sum(sizes), dtype=torch.uint8)
+        for index, part in zip(indices, torch.split(packed, sizes), strict=True):
+            blocks = self.blocks[index]
+            kernels.repack(part.data_ptr(), blocks.data_ptr(), kind.number, len(blocks), columns // 32)
+            self.blocks[index] = torch.empty(0)
         return packed
 
 
 class _Matrix:
     """A packed matrix, and its rows of the layer's output."""
 
-    __slots__ = ("first_row", "layout", "packed", "rows")
+    __slots__ = ("first_row", "packed", "rows", "type")
 
-    def __init__(self, packed: torch.Tensor, layout: Layout, first_row: int, rows: int) -> None:
-        self.packed, self.layout, self.first_row, self.rows = packed, layout.index, first_row, rows
+    def __init__(self, packed: torch.Tensor, type: int, first_row: int, rows: int) -> None:
+        self.packed, self.type, self.first_row, self.rows = packed, type, first_row, rows
 
 
 class PackedLinear:
-    """``x @ weight.T + bias`` with packed matrices, followed by ``silu_and_mul`` if the layer is gated."""
+    """``x @ weight.T + bias`` with packed matrices, followed by ``silu_and_mul`` if the layer is gated.
+
+    Attributes:
+        packed: memory of the matrices, uint8.
+    """
 
     __slots__ = (
         *("_bias", "_blocks", "_dtype", "_is_fused", "_is_gated", "_kernels", "_linear"),
-        *("_matrices", "_out", "_packed", "_width"),
+        *("_matrices", "_out", "_width", "packed"),
     )
 
     def __init__(
@@ -158,12 +159,12 @@ class PackedLinear:
         self._width, self._blocks = spec.in_features, spec.in_features // 32
         self._out = spec.out_features // 2 if is_fused else spec.out_features
         # Addresses are looked up once, since a decode step makes more than a hundred calls.
-        self._bias, self._packed = bias, [matrix.packed for matrix in matrices]
+        self._bias, self.packed = bias, [matrix.packed for matrix in matrices]
         self._matrices = [
             (
                 matrix.first_row * spec.dtype.itemsize,
                 matrix.packed.data_ptr(),
-                matrix.layout,
+                matrix.type,
                 matrix.rows // 2 if is_fused else matrix.rows,
                 None if bias is None else bias[matrix.first_row :].data_ptr(),
             )
@@ -183,7 +184,7 @@ class PackedLinear:
         )
         scratch_address = None if scratch is None else scratch.data_ptr()
         out_address, x_address, stride = out.data_ptr(), flat.data_ptr(), flat.stride(0)
-        for offset, packed, layout, size, bias in self._matrices:
+        for offset, packed, kind, size, bias in self._matrices:
             self._linear(
                 out_address + offset,
                 self._out,
@@ -192,7 +193,7 @@ class PackedLinear:
                 packed,
                 bias,
                 scratch_address,
-                layout,
+                kind,
                 rows,
                 size,
                 self._blocks,
@@ -202,7 +203,7 @@ class PackedLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See `EmbeddingOp.rows`. An id that is no row of the weight gives NaN."""
-        ids, (_, packed, layout, num_rows, _) = ids.to(torch.int64).contiguous(), self._matrices[0]
+        ids, (_, packed, kind, num_rows, _) = ids.to(torch.int64).contiguous(), self._matrices[0]
         out = torch.empty(len(ids), self._width, dtype=self._dtype)
-        self._kernels.dequantize_rows(out.data_ptr(), packed, ids.data_ptr(), layout, len(ids), num_rows, self._blocks)
+        self._kernels.dequantize_rows(out.data_ptr(), packed, ids.data_ptr(), kind, len(ids), num_rows, self._blocks)
         return out
