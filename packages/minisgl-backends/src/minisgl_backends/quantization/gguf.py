@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 
 from minisgl_backends.native import library
+from minisgl_backends.native.huge_pages import HugePages
 from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
@@ -26,6 +27,7 @@ _SCRATCH_FLOATS = 11
 """Size of 32 quantized activations in floats; XBlock in packed_gemm.c."""
 _MAX_STACK_BLOCKS = 4096
 """Maximum number of 44-byte activation blocks that `packed_linear` keeps on a thread's stack."""
+_BLOCKS, _PACKED = HugePages(), HugePages()
 
 
 class Gguf(Quantization):
@@ -84,7 +86,9 @@ class PackedLinearMethod(EmbeddingMethod):
         self.types, self.blocks = types, []
         for part, kind in zip(spec.parts, types, strict=True):
             row_bytes = spec.in_features // kind.columns * kind.block_bytes
-            self.blocks.append(spec.empty(part.rows.size, row_bytes, dtype=torch.int8))
+            self.blocks.append(
+                _BLOCKS.zeros(part.rows.size * row_bytes).view(torch.int8).view(part.rows.size, row_bytes)
+            )
         self.bias = spec.empty(spec.out_features) if spec.bias else None
 
     def targets(self) -> Targets:
@@ -116,7 +120,7 @@ class PackedLinearMethod(EmbeddingMethod):
         """Return the packed matrix of parts of one type, and free their blocks."""
         kind, columns = self.types[indices[0]], self.spec.in_features
         sizes = [kind.num_bytes(len(self.blocks[index]), columns) for index in indices]
-        packed = torch.zeros(sum(sizes), dtype=torch.uint8)
+        packed = _PACKED.zeros(sum(sizes))
         for index, part in zip(indices, torch.split(packed, sizes), strict=True):
             blocks = self.blocks[index]
             kernels.repack(part.data_ptr(), blocks.data_ptr(), kind.number, len(blocks), columns // 32)
