@@ -3,7 +3,7 @@
     python scripts/bench_packed_gemm.py --type Q4_0 --type Q8_0 [--shape 4096x4096] [--rows 1] [--threads 2] [--rounds 11]
 
 Each round multiplies by all matrices and then sums their bytes as 64-bit integers. Prints medians. The default shapes are those
-of a layer of Llama-7B; together they should exceed the cache.
+of four layers of Llama-7B, which exceed the cache of most processors by far.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_core.contracts.layer_methods import LinearPart, LinearSpec
 from minisgl_core.contracts.shard import Shard
 
-SHAPES = ["4096x4096"] * 4 + ["11008x4096"] * 2 + ["4096x11008"]
+SHAPES = (["4096x4096"] * 4 + ["11008x4096"] * 2 + ["4096x11008"]) * 4
 
 
 def make(kind: str, shape: str) -> PackedLinear:
