@@ -1,6 +1,6 @@
 """GEMMs by packed GGUF weights on a CPU, beside plain reads of the same bytes.
 
-    python scripts/bench_packed_gemm.py --type Q4_0 --type Q8_0 [--shape 4096x4096] [--rows 1] [--threads 2] [--rounds 11]
+    python scripts/bench_cpu_gemm.py --type Q4_0 --type Q8_0 [--shape 4096x4096] [--rows 1] [--threads 2] [--rounds 11]
 
 Each round multiplies by all matrices and then sums their bytes as 64-bit integers. Prints medians. The default shapes are those
 of four layers of Llama-7B, which exceed the cache of most processors by far.
