@@ -43,7 +43,7 @@ _ARGUMENTS = {
     "prefill": "ppipppippppipiiiiififppppii",
     "linear": "pppppiii",
     "gated": "ppppiii",
-    "repack": "ppiiiiiii",
+    "repack": "ppiii",
     "dequantize_rows": "pppiiii",
     "packed_linear": "pipipppiiiii",
 }

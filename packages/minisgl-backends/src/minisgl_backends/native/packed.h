@@ -1,10 +1,12 @@
 /* Layout of packed weights, in tiles of 16 rows and blocks of 32 columns.
 
-   A block of a tile has the bit planes of its codes, [groups][16] scales and, in some layouts, [groups][16] minima, both float16.
+   A tile has units of one block or, in K-quants, of a superblock of eight. A unit begins with the float16 scales of its 16 rows
+   and, in some types, their float16 minima. Its blocks follow. In K-quants, a block begins with integer factors of the scales,
+   [groups][16], and of the minima, [groups][16]. Both are a byte, or 4 bits each in Q2_K. The bit planes of the codes follow.
    A weight is scale * (code - zero), or scale * code + minimum. (ggml subtracts the minima of K-quants; here they are negated.)
 
-   Planes are ordered from the lowest bits to the highest: 2 bits are 2, 3 are 2 + 1, 5 are 4 + 1, and 6 are 4 + 2. A plane is an
-   array of 32-bit words [..][16 rows]. Byte j of a word has columns 4k + j of its row, so that a SIMD register of words, one per
+   Planes are ordered from the highest bits to the lowest: 3 bits are 1 + 2, 5 are 1 + 4, and 6 are 2 + 4. So a block is read in
+   ascending order, which hardware prefetchers follow. A plane is an array of 32-bit words [..][16 rows]. Byte j of a word has columns 4k + j of its row, so that a SIMD register of words, one per
    row, is multiplied by word k of x, broadcast to all lanes (VNNI's vpdpbusd). */
 #pragma once
 #include "common.h"
@@ -12,20 +14,32 @@
 #define TILE 16  /* rows per tile */
 #define BLOCK 32 /* columns per block */
 
-/* X(name, bits per code, groups of columns per block, zero, has minima). The order is that of LAYOUTS in gguf_types.py. */
-#define LAYOUTS(X) \
-    X(U4, 4, 1, 8, 0) X(U4M, 4, 1, 0, 1) X(U5, 5, 1, 16, 0) X(U5M, 5, 1, 0, 1) X(S8, 8, 1, 0, 0) X(U6, 6, 2, 32, 0) \
-    X(U2M, 2, 2, 0, 1) X(U3, 3, 2, 4, 0)
-enum {
-#define X(name, ...) name,
-    LAYOUTS(X)
-#undef X
+/* GGML's types, with its numbers. */
+enum { Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q2_K = 10, Q3_K = 11, Q4_K = 12, Q5_K = 13, Q6_K = 14 };
+#define TYPES(X) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K)
+
+typedef struct {
+    int bits, groups, zero, has_min; /* bits per code, groups of columns per block, zero of the codes, and 1 with minima */
+    int unit, file_bytes;            /* blocks per unit, and bytes of a unit of a row in the file */
+} Format;
+static const Format FORMATS[] = {
+    [Q4_0] = {4, 1, 8, 0, 1, 18},   [Q4_1] = {4, 1, 0, 1, 1, 20},   [Q5_0] = {5, 1, 16, 0, 1, 22},
+    [Q5_1] = {5, 1, 0, 1, 1, 24},   [Q8_0] = {8, 1, 0, 0, 1, 34},   [Q2_K] = {2, 2, 0, 1, 8, 84},
+    [Q3_K] = {3, 2, 4, 0, 8, 110},  [Q4_K] = {4, 1, 0, 1, 8, 144},  [Q5_K] = {5, 1, 0, 1, 8, 176},
+    [Q6_K] = {6, 2, 32, 0, 8, 210},
 };
 
 INLINE int64_t codes_bytes(int bits) { return bits * BLOCK / 8 * TILE; }
-INLINE int64_t block_bytes(int bits, int groups, int has_min) { return codes_bytes(bits) + 2 * TILE * groups * (1 + has_min); }
-INLINE int64_t plane_of_2(int bits) { return bits == 6 ? codes_bytes(4) : 0; }
-INLINE int64_t plane_of_1(int bits) { return codes_bytes(bits - 1); }
+INLINE int64_t plane_of_4(int bits) { return codes_bytes(bits - 4); }
+INLINE int64_t plane_of_2(int bits) { return bits == 3 ? codes_bytes(1) : 0; }
+INLINE int64_t head_bytes(int type) { return 2 * TILE * (1 + FORMATS[type].has_min); }
+INLINE int64_t factors_bytes(int type) {
+    const int bytes = type < Q2_K ? 0 : type == Q2_K ? 1 : 1 + FORMATS[type].has_min;
+    return TILE * FORMATS[type].groups * bytes;
+}
+INLINE int64_t block_bytes(int type) { return factors_bytes(type) + codes_bytes(FORMATS[type].bits); }
+INLINE int64_t unit_bytes(int type) { return head_bytes(type) + FORMATS[type].unit * block_bytes(type); }
+INLINE int64_t tile_bytes(int type, int64_t blocks) { return blocks / FORMATS[type].unit * unit_bytes(type); }
 
 /* Float16 and float32, also without the processor's conversions; to nearest, ties to even. */
 INLINE float half_to_float(uint16_t h) {

@@ -1,11 +1,16 @@
 /* GEMMs of activations with packed weights (packed.h), in integers.
 
-   Activations are quantized to 8 bits, with a scale per block of 32. The dot product of a block is exact in integers and is then
-   added in float, block by block. So a row of the output depends neither on the other rows nor on their number. */
+   Activations are quantized to 8 bits, with a scale per block of 32. The dot product of a block, in K-quants times the integer
+   factors of its groups, is exact in integers. It is then added in float, block by block. So a row of the output depends neither on
+   the other rows nor on their number. */
 #include "packed.h"
 
 typedef struct {
-    float scale, sum, halves[2]; /* scale, and sums of the dequantized 32, first 16 and last 16 values */
+    float scale;
+    union {
+        float sum;     /* of the group's dequantized values, by which minima are multiplied */
+        int32_t start; /* of the dot product of the group: minus the zero of the weights' codes times the sum of these codes */
+    } groups[2];
     int8_t codes[BLOCK];
 } XBlock;
 
@@ -45,7 +50,7 @@ INLINE Words load_words(const uint8_t *from) {
 INLINE Words word_of_codes(const uint8_t *block, int k, int bits) {
     if (bits == 8) return load_words(block + k * 4 * TILE) ^ (SIGNED_ZERO ? 0x80808080u : 0);
     Words codes = {0};
-    if (bits >= 4) codes = load_words(block + k % 4 * 4 * TILE) >> (k < 4 ? 0 : 4) & 0x0f0f0f0f;
+    if (bits >= 4) codes = load_words(block + plane_of_4(bits) + k % 4 * 4 * TILE) >> (k < 4 ? 0 : 4) & 0x0f0f0f0f;
     if (bits == 6 || bits < 4) {
         Words pairs = load_words(block + plane_of_2(bits) + k / 4 * 4 * TILE);
         int shift = k % 4 * 2;
@@ -53,7 +58,7 @@ INLINE Words word_of_codes(const uint8_t *block, int k, int bits) {
         else codes = pairs >> shift & 0x03030303;
     }
     if (bits == 5 || bits == 3) {
-        Words single = load_words(block + plane_of_1(bits));
+        Words single = load_words(block);
         const int to = bits - 1;
         codes |= (k <= to ? single << (to - k) : single >> (k - to)) & 0x01010101u << to;
     }
@@ -67,12 +72,19 @@ INLINE uint32_t word_of_x(const XBlock *x, int k) {
 }
 
 #if LANES == 16 && defined(__AVX512VNNI__)
+INLINE Ints to_ints(const uint8_t *bytes) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)bytes)); }
 INLINE Floats to_floats(const uint16_t *halves) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)halves)); }
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm512_fmadd_ps(a, b, c); }
 #elif LANES == 8
+INLINE Ints to_ints(const uint8_t *bytes) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)bytes)); }
 INLINE Floats to_floats(const uint16_t *halves) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)halves)); }
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 #else
+INLINE Ints to_ints(const uint8_t *bytes) {
+    Ints values;
+    for (int i = 0; i < LANES; i++) values[i] = (int8_t)bytes[i];
+    return values;
+}
 INLINE Floats to_floats(const uint16_t *halves) {
     Floats values;
     for (int i = 0; i < LANES; i++) values[i] = half_to_float(halves[i]);
@@ -84,101 +96,134 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 }
 #endif
 
+INLINE Floats as_floats(Ints values) { return __builtin_convertvector(values, Floats); }
+INLINE Floats all_lanes(float value) { return value - (Floats){0}; } /* value + 0 would need an addition, since -0 + 0 is 0 */
+
 #define UNROLL _Pragma("GCC unroll 16")
 #define AHEAD 2048 /* bytes that the weights are prefetched ahead */
 
-/* sums[r][w] = dot products of columns 4 * from to 4 * to of `count` rows of x, which are `blocks` apart, with register w of the
-   rows of a block. Each word of codes is unpacked once and multiplied by all rows of x. */
-INLINE void dot(Ints (*sums)[WIDTH], const uint8_t *block, const XBlock *x, int64_t blocks, const int count,
-                const int from, const int to, const int bits) {
+/* The codes' zero. Types without minima have one or, like Q8_0, signed codes. */
+INLINE int zero_of(int type) { return FORMATS[type].bits == 8 ? SIGNED_ZERO : FORMATS[type].zero; }
+
+/* sums[r][w] = dot products of group `g` of `count` rows of x, which are `blocks` apart, with register w of the rows of a block.
+   Each word of codes is unpacked once and multiplied by all rows of x. Words 4 apart that share bytes follow each other. */
+INLINE void dot(Ints (*sums)[WIDTH], const uint8_t *block, const XBlock *x, int64_t blocks, const int count, const int g,
+                const int type) {
+    const int bits = FORMATS[type].bits, words = BLOCK / 4 / FORMATS[type].groups, has_pairs = words == 8 && bits < 8;
 #if LANES == 8
     const int most = bits <= 4 ? 8 : bits == 5 ? 4 : bits == 6 ? 2 : 1;  /* products that int16 can sum */
     __m256i pairs[MAX_ROWS][WIDTH];
 #endif
-    UNROLL for (int k = from; k < to; k++) {
+    Ints odd = {0}; /* every other word of a single row: one chain of additions would be slower than the memory */
+    UNROLL for (int r = 0; r < count; r++)
+        UNROLL for (int w = 0; w < WIDTH; w++) sums[r][w] = (Ints){0} + (zero_of(type) ? x[r * blocks].groups[g].start : 0);
+    UNROLL for (int i = 0; i < words; i++) {
+        const int k = g * words + (has_pairs ? i / 2 + i % 2 * 4 : i);
         UNROLL for (int w = 0; w < WIDTH; w++) {
             Words codes = word_of_codes(block + w * LANES * 4, k, bits);
             UNROLL for (int r = 0; r < count; r++) {
                 uint32_t word = word_of_x(x + r * blocks, k);
 #if LANES == 16 && defined(__AVX512VNNI__)
-                Ints before = k == from ? (Ints){0} : sums[r][w];
-                sums[r][w] = (Ints)_mm512_dpbusd_epi32((__m512i)before, (__m512i)codes, _mm512_set1_epi32(word));
+                Ints *to = count == 1 && i % 2 ? &odd : &sums[r][w];
+                *to = (Ints)_mm512_dpbusd_epi32((__m512i)*to, (__m512i)codes, _mm512_set1_epi32(word));
 #elif LANES == 8
                 __m256i each = _mm256_set1_epi32(word), factors = (__m256i)codes;
                 if (bits == 8) each = _mm256_sign_epi8(each, factors), factors = _mm256_abs_epi8(factors);
                 __m256i products = _mm256_maddubs_epi16(factors, each);
-                pairs[r][w] = (k - from) % most ? _mm256_add_epi16(pairs[r][w], products) : products;
+                pairs[r][w] = i % most ? _mm256_add_epi16(pairs[r][w], products) : products;
                 __asm__ volatile("" : "+x"(pairs[r][w]));  /* else gcc 12 reorders these steps, and spills registers */
-                if (k + 1 < to && (k - from) % most != most - 1) continue;
-                Ints wide = (Ints)_mm256_madd_epi16(pairs[r][w], _mm256_set1_epi16(1));
-                sums[r][w] = k - from < most ? wide : sums[r][w] + wide;
+                if (i + 1 == words || i % most == most - 1)
+                    sums[r][w] += (Ints)_mm256_madd_epi16(pairs[r][w], _mm256_set1_epi16(1));
 #else
-                Ints sum = k == from ? (Ints){0} : sums[r][w];
-                for (int i = 0; i < LANES; i++)
+                for (int lane = 0; lane < LANES; lane++)
                     for (int j = 0; j < 4; j++) {
-                        int code = codes[i] >> (8 * j) & 255;
-                        sum[i] += (bits == 8 ? (int8_t)code : code) * (int8_t)(word >> (8 * j));
+                        int code = codes[lane] >> (8 * j) & 255;
+                        sums[r][w][lane] += (bits == 8 ? (int8_t)code : code) * (int8_t)(word >> (8 * j));
                     }
-                sums[r][w] = sum;
 #endif
             }
         }
     }
+    if (count == 1) sums[0][0] += odd;
 }
 
-/* sums[r] = row r of x @ tile.T, for `count` rows of x, which are `blocks` apart. */
-INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, const int count,
-                          const int bits, const int groups, const int zero, const int has_min) {
-    Floats total[MAX_ROWS][WIDTH];
-    UNROLL for (int r = 0; r < count; r++)
-        UNROLL for (int w = 0; w < WIDTH; w++) total[r][w] = (Floats){0};
-    const int bytes = block_bytes(bits, groups, has_min);
-    for (int64_t b = 0; b < blocks; b++, tile += bytes) {
-        UNROLL for (int line = 0; line < bytes; line += 64) __builtin_prefetch(tile + AHEAD + line);
-        UNROLL for (int g = 0; g < groups; g++) {
-            Ints products[MAX_ROWS][WIDTH];
-            dot(products, tile, x + b, blocks, count, g * 8 / groups, (g + 1) * 8 / groups, bits);
-            UNROLL for (int w = 0; w < WIDTH; w++) {
-                const uint16_t *scales = (const uint16_t *)(tile + codes_bytes(bits)) + g * TILE + w * LANES;
-                Floats scale = to_floats(scales), min;
-                if (has_min) min = to_floats(scales + groups * TILE);
-                else min = scale * -(float)(bits == 8 ? SIGNED_ZERO : zero);
-                UNROLL for (int r = 0; r < count; r++) {
-                    const XBlock *from = x + r * blocks + b;
-                    Floats sum = (Floats){0} + (groups == 1 ? from->sum : from->halves[g]), *to = &total[r][w];
-                    *to = multiply_add(__builtin_convertvector(products[r][w], Floats), scale * from->scale, *to);
-                    if (has_min || zero || (bits == 8 && SIGNED_ZERO)) *to = multiply_add(min, sum, *to);
-                }
+/* Integers of group g of a K-quant's block, by which the scales or the minima of its superblock are multiplied. */
+INLINE Ints factors_of(const uint8_t *block, int g, int w, const int of_minima, const int type) {
+    if (type == Q2_K) return to_ints(block + g * TILE + w * LANES) >> (of_minima ? 4 : 0) & 15;
+    return to_ints(block + (of_minima * FORMATS[type].groups + g) * TILE + w * LANES);
+}
+
+/* dots[r] += row r of x @ block.T, without the scales of the unit, and minima[r] += the part of the minima, without those of the
+   unit. A unit of one block needs no sums. */
+INLINE void multiply_block(Floats (*dots)[WIDTH], Floats (*minima)[WIDTH], const uint8_t *block, const XBlock *x, int64_t blocks,
+                           const int count, const int type) {
+    const int groups = FORMATS[type].groups, has_factors = FORMATS[type].unit > 1;
+    Ints products[MAX_ROWS][WIDTH], sums[MAX_ROWS][WIDTH];
+    UNROLL for (int g = 0; g < groups; g++) {
+        UNROLL for (int w = 0; w < WIDTH; w++)
+            UNROLL for (int r = 0; r < count; r++) {
+                if (!FORMATS[type].has_min) continue;
+                Floats sum = all_lanes(x[r * blocks].groups[g].sum);
+                minima[r][w] = has_factors ? multiply_add(as_floats(factors_of(block, g, w, 1, type)), sum, minima[r][w]) : sum;
             }
+        dot(sums, block + factors_bytes(type), x, blocks, count, g, type);
+        UNROLL for (int w = 0; w < WIDTH; w++)
+            UNROLL for (int r = 0; r < count; r++) {
+                Ints each = has_factors ? sums[r][w] * factors_of(block, g, w, 0, type) : sums[r][w];
+                products[r][w] = g ? products[r][w] + each : each;
+            }
+    }
+    UNROLL for (int w = 0; w < WIDTH; w++)
+        UNROLL for (int r = 0; r < count; r++) {
+            Floats product = as_floats(products[r][w]), scale = all_lanes(x[r * blocks].scale);
+            dots[r][w] = has_factors ? multiply_add(product, scale, dots[r][w]) : product * scale;
         }
+}
+
+/* sums[r] = row r of x @ tile.T, for `count` rows of x, which are `blocks` apart. One row is limited by the memory, and hardware
+   prefetchers do better than prefetches (docs/quantization.md). With more rows, the computation is as long. */
+INLINE void multiply_rows(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, const int count,
+                          const int type) {
+    const int64_t prefetched = count > 1 ? unit_bytes(type) / FORMATS[type].unit : 0;
+    Floats total[MAX_ROWS][WIDTH] = {0};
+    for (int64_t b = 0; b < blocks;) {
+        const uint16_t *head = (const uint16_t *)tile;
+        Floats dots[MAX_ROWS][WIDTH] = {0}, minima[MAX_ROWS][WIDTH] = {0};
+        tile += head_bytes(type);
+        for (int i = 0; i < FORMATS[type].unit; i++, b++, tile += block_bytes(type)) {
+            UNROLL for (int64_t line = 0; line < prefetched; line += 64) __builtin_prefetch(tile + AHEAD + line);
+            multiply_block(dots, minima, tile, x + b, blocks, count, type);
+        }
+        UNROLL for (int w = 0; w < WIDTH; w++)
+            UNROLL for (int r = 0; r < count; r++) {
+                total[r][w] = multiply_add(to_floats(head + w * LANES), dots[r][w], total[r][w]);
+                if (FORMATS[type].has_min)
+                    total[r][w] = multiply_add(to_floats(head + TILE + w * LANES), minima[r][w], total[r][w]);
+            }
     }
     UNROLL for (int r = 0; r < count; r++) memcpy(sums[r], total[r], sizeof total[r]);
 }
 
-/* One specialization per layout and number of rows, so that the accumulators stay in registers. */
-#define X(name, bits, groups, zero, has_min) \
+/* One specialization per type and number of rows, so that the accumulators stay in registers. */
+#define X(name) \
     static void multiply_##name(float (*sums)[TILE], const uint8_t *tile, const XBlock *x, int64_t blocks, int count) { \
-        if (count == 8 && MAX_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MAX_ROWS + 1), bits, groups, zero, has_min); \
-        else if (count == 4) multiply_rows(sums, tile, x, blocks, 4, bits, groups, zero, has_min); \
-        else if (count == 2) multiply_rows(sums, tile, x, blocks, 2, bits, groups, zero, has_min); \
-        else multiply_rows(sums, tile, x, blocks, 1, bits, groups, zero, has_min); \
+        if (count == 8 && MAX_ROWS == 8) multiply_rows(sums, tile, x, blocks, 8 % (MAX_ROWS + 1), name); \
+        else if (count == 4) multiply_rows(sums, tile, x, blocks, 4, name); \
+        else if (count == 2) multiply_rows(sums, tile, x, blocks, 2, name); \
+        else multiply_rows(sums, tile, x, blocks, 1, name); \
     }
-LAYOUTS(X)
+TYPES(X)
 #undef X
 
-typedef void (*Multiply)(float (*)[TILE], const uint8_t *, const XBlock *, int64_t, int);
-static const Multiply MULTIPLY[] = {
-#define X(name, ...) multiply_##name,
-    LAYOUTS(X)
-#undef X
-};
-static const int64_t BLOCK_BYTES[] = {
-#define X(name, bits, groups, zero, has_min) bits * BLOCK / 8 * TILE + 2 * TILE * groups * (1 + has_min),
-    LAYOUTS(X)
+static void (*const MULTIPLY[])(float (*)[TILE], const uint8_t *, const XBlock *, int64_t, int) = {
+#define X(name) [name] = multiply_##name,
+    TYPES(X)
 #undef X
 };
 
-static void quantize(XBlock *to, const T *x, int64_t blocks) {
+/* Quantize one row of activations for weights of a type. */
+static void quantize(XBlock *to, const T *x, int64_t blocks, int type) {
+    const int zero = zero_of(type), has_halves = FORMATS[type].groups == 2;
     for (int64_t b = 0; b < blocks; b++, x += BLOCK) {
         float values[BLOCK], most;
         int32_t codes[BLOCK], halves[2] = {0, 0}, most_bits = 0;
@@ -205,30 +250,31 @@ static void quantize(XBlock *to, const T *x, int64_t blocks) {
             halves[half] = sum;
         }
         to[b].scale = scale;
-        to[b].sum = scale * (halves[0] + halves[1]);
-        for (int half = 0; half < 2; half++) to[b].halves[half] = scale * halves[half];
+        if (!has_halves) halves[0] += halves[1];
+        for (int g = 0; g < 2; g++)
+            if (zero) to[b].groups[g].start = -zero * halves[g];
+            else to[b].groups[g].sum = scale * halves[g];
     }
 }
 
 #define CHUNK_BYTES 98304 /* activations of this size stay in the second-level cache while all tiles pass */
 
 /* out [rows, size] = x [rows, 32 * blocks] @ weight.T, plus bias [size] unless it is null; or, if `gated`, silu(gate) * up, where
-   the tiles of `up` follow those of `gate`. Rows of x and out are `x_stride` and `out_stride` apart. `scratch` has 48 bytes per
+   the tiles of `up` follow those of `gate`. Rows of x and out are `x_stride` and `out_stride` apart. `scratch` has 44 bytes per
    block of x. If it is null, there is one row, and each thread has its quantized activations on its stack. */
 void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, const uint8_t *packed, const T *bias,
-                   XBlock *scratch, int64_t layout, int64_t rows, int64_t size, int64_t blocks, int64_t gated) {
-    const int64_t tiles = (size + TILE - 1) / TILE, tile_bytes = blocks * BLOCK_BYTES[layout];
+                   XBlock *scratch, int64_t type, int64_t rows, int64_t size, int64_t blocks, int64_t gated) {
+    const int64_t tiles = (size + TILE - 1) / TILE, stride = tile_bytes(type, blocks);
     const int64_t fit = CHUNK_BYTES / (blocks * (int64_t)sizeof(XBlock)) / MAX_ROWS * MAX_ROWS;
     const int64_t chunk = fit < MAX_ROWS ? MAX_ROWS : fit;
-    const Multiply multiply = MULTIPLY[layout];
 #pragma omp parallel
     {
         XBlock own[scratch ? 1 : blocks], *quantized = scratch ? scratch : own;
         if (!scratch) {
-            quantize(own, x, blocks);  /* by each thread, which is faster than a barrier */
+            quantize(own, x, blocks, type);  /* by each thread, which is faster than a barrier */
         } else {
 #pragma omp for
-            for (int64_t row = 0; row < rows; row++) quantize(scratch + row * blocks, x + row * x_stride, blocks);
+            for (int64_t row = 0; row < rows; row++) quantize(scratch + row * blocks, x + row * x_stride, blocks, type);
         }
         const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
         const int64_t begin = tiles * thread / threads, end = tiles * (thread + 1) / threads;
@@ -239,8 +285,8 @@ void packed_linear(T *out, int64_t out_stride, const T *x, int64_t x_stride, con
                 for (int64_t row = first; row < last;) {
                     int count = last - row >= MAX_ROWS ? MAX_ROWS : last - row >= 4 ? 4 : last - row >= 2 ? 2 : 1;
                     float sums[MAX_ROWS][TILE], ups[MAX_ROWS][TILE];
-                    multiply(sums, packed + tile * tile_bytes, quantized + row * blocks, blocks, count);
-                    if (gated) multiply(ups, packed + (tiles + tile) * tile_bytes, quantized + row * blocks, blocks, count);
+                    MULTIPLY[type](sums, packed + tile * stride, quantized + row * blocks, blocks, count);
+                    if (gated) MULTIPLY[type](ups, packed + (tiles + tile) * stride, quantized + row * blocks, blocks, count);
                     for (int r = 0; r < count; r++) {
                         T *to = out + (row + r) * out_stride + tile * TILE;
                         if (bias)

@@ -1,35 +1,23 @@
 """``--quantization gguf``: packed weights of GGUF files.
 
-Each layer loads the file's blocks as they are, and repacks them once for its kernels: C on CPUs, Triton on GPUs (see `gguf_gpu`).
-The C kernels quantize activations to 8 bits with a scale per 32. (llama.cpp has one per 256 for K-quants.) Their prefills and
-decodes use the same arithmetic.
+Each layer loads the file's blocks as they are, and repacks them once for its kernels: C on CPUs (`gguf_cpu`), Triton on GPUs
+(`gguf_gpu`).
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from itertools import groupby
-
-import torch
 
 from minisgl_backends.kernels.device import packed_gemm_unsupported
 from minisgl_backends.native import library
-from minisgl_backends.quantization.gguf_types import TYPES, GgmlType, Layout
-from minisgl_core.contracts.layer import Targets
-from minisgl_core.contracts.layer_methods import EmbeddingMethod, EmbeddingOp, LinearMethod, LinearSpec
+from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
+from minisgl_backends.quantization.gguf_types import TYPES, GgmlType
+from minisgl_core.contracts.layer_methods import EmbeddingMethod, LinearMethod, LinearSpec
 from minisgl_core.contracts.ops import Ops
-from minisgl_core.contracts.ops.norm import silu_and_mul
 from minisgl_core.contracts.quantization import Quantization, QuantizationSpec
-from minisgl_core.contracts.shard import sharded_target
 
 _LOG = logging.getLogger(__name__)
-_TILE = 16
-"""Rows per tile; TILE in packed.h."""
-_SCRATCH_FLOATS = 12
-"""Size of 32 quantized activations in floats; XBlock in packed_gemm.c."""
-_MAX_STACK_BLOCKS = 4096
-"""Maximum number of 48-byte activation blocks that `packed_linear` keeps on a thread's stack."""
 
 
 class Gguf(Quantization):
@@ -49,7 +37,7 @@ class Gguf(Quantization):
 
     def __init__(self, spec: QuantizationSpec, ops: Ops) -> None:
         super().__init__(spec, ops)
-        self._method: Callable[[LinearSpec, list[GgmlType]], EmbeddingMethod] = PackedLinearMethod
+        self._method: Callable[[LinearSpec, list[GgmlType]], EmbeddingMethod] = CpuLinearMethod
         if spec.device.type == "cuda":
             from minisgl_backends.quantization.gguf_gpu import gpu_method
 
@@ -82,141 +70,3 @@ class Gguf(Quantization):
                 return None
             found.append(kind)
         return found
-
-
-class PackedLinearMethod(EmbeddingMethod):
-    """The file's blocks of one layer, for the C kernels.
-
-    Attributes:
-        types: type of each part.
-        blocks: the file's bytes of each part on this rank, int8 [rows, bytes per row]; padding is zero.
-        bias: [out_features], or None.
-    """
-
-    def __init__(self, spec: LinearSpec, types: list[GgmlType]) -> None:
-        super().__init__(spec)
-        self.types, self.blocks = types, []
-        for part, kind in zip(spec.parts, types, strict=True):
-            row_bytes = spec.in_features // kind.columns * kind.block_bytes
-            self.blocks.append(spec.empty(part.rows.size, row_bytes, dtype=torch.int8))
-        self.bias = spec.empty(spec.out_features) if spec.bias else None
-
-    def targets(self) -> Targets:
-        """Yield ``NAME.qweight`` and ``NAME.bias`` of every part."""
-        for part, kind, blocks in zip(self.spec.parts, self.types, self.blocks, strict=True):
-            columns = kind.in_bytes(self.spec.columns)
-            assert columns is not None
-            yield f"{part.name}.qweight", sharded_target(blocks, part.rows, columns)
-        if self.bias is not None:
-            yield from self.spec.row_targets("bias", self.bias)
-
-    def prepare(self) -> EmbeddingOp:
-        """Repack the blocks. Adjacent parts of one layout become one GEMM, unless rows of two parts would share a tile."""
-        layouts = [kind.layout for kind in self.types]
-        is_fused = self.spec.gated and len(set(layouts)) == 1
-        groups, run = [], 0
-        for index, layout in enumerate(layouts):
-            is_split = index and (layouts[index - 1] != layout or self.spec.parts[index - 1].rows.size % _TILE)
-            run += bool(is_split and not is_fused)
-            groups.append(run)
-        kernels, matrices, row = library.load(self.spec.dtype), [], 0
-        for _, members in groupby(range(len(groups)), groups.__getitem__):
-            indices = list(members)
-            rows = sum(self.spec.parts[index].rows.size for index in indices)
-            packed = [self._repacked(kernels, index) for index in indices]
-            matrices.append(
-                _Matrix(torch.cat(packed) if len(packed) > 1 else packed[0], layouts[indices[0]], row, rows)
-            )
-            row += rows
-        return PackedLinear(self.spec, kernels, matrices, self.bias, is_fused)
-
-    def _repacked(self, kernels: library.Library, index: int) -> torch.Tensor:
-        kind, blocks = self.types[index], self.blocks[index]
-        self.blocks[index] = torch.empty(0)
-        packed = torch.zeros(kind.layout.num_bytes(len(blocks), self.spec.in_features), dtype=torch.uint8)
-        kernels.repack(
-            packed.data_ptr(), blocks.data_ptr(), kind.number, kind.layout.index, len(blocks), self.spec.in_features // 32,
-            blocks.shape[1], kind.block_bytes, kind.columns // 32,
-        )  # fmt: skip
-        return packed
-
-
-class _Matrix:
-    """A packed matrix, and its rows of the layer's output."""
-
-    __slots__ = ("first_row", "layout", "packed", "rows")
-
-    def __init__(self, packed: torch.Tensor, layout: Layout, first_row: int, rows: int) -> None:
-        self.packed, self.layout, self.first_row, self.rows = packed, layout.index, first_row, rows
-
-
-class PackedLinear:
-    """``x @ weight.T + bias`` with packed matrices, followed by ``silu_and_mul`` if the layer is gated."""
-
-    __slots__ = (
-        *("_bias", "_blocks", "_dtype", "_is_fused", "_is_gated", "_kernels", "_linear"),
-        *("_matrices", "_out", "_packed", "_width"),
-    )
-
-    def __init__(
-        self,
-        spec: LinearSpec,
-        kernels: library.Library,
-        matrices: list[_Matrix],
-        bias: torch.Tensor | None,
-        is_fused: bool,
-    ) -> None:
-        """`is_fused`: gate and up are in one matrix, and its kernel applies the activation."""
-        self._kernels, self._linear = kernels, kernels.packed_linear
-        self._is_fused, self._is_gated, self._dtype = is_fused, spec.gated and not is_fused, spec.dtype
-        self._width, self._blocks = spec.in_features, spec.in_features // 32
-        self._out = spec.out_features // 2 if is_fused else spec.out_features
-        # Addresses are looked up once, since a decode step makes more than a hundred calls.
-        self._bias, self._packed = bias, [matrix.packed for matrix in matrices]
-        self._matrices = [
-            (
-                matrix.first_row * spec.dtype.itemsize,
-                matrix.packed.data_ptr(),
-                matrix.layout,
-                matrix.rows // 2 if is_fused else matrix.rows,
-                None if bias is None else bias[matrix.first_row :].data_ptr(),
-            )
-            for matrix in matrices
-        ]
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != self._dtype or x.shape[-1] != self._width:
-            raise TypeError(
-                f"x has shape {list(x.shape)} and dtype {x.dtype}, but the weight needs [..., {self._width}] in {self._dtype}"
-            )
-        flat = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self._width).contiguous()
-        rows = len(flat)
-        out = torch.empty(*x.shape[:-1], self._out, dtype=self._dtype)
-        scratch = (
-            torch.empty(rows * self._blocks * _SCRATCH_FLOATS) if rows > 1 or self._blocks > _MAX_STACK_BLOCKS else None
-        )
-        scratch_address = None if scratch is None else scratch.data_ptr()
-        out_address, x_address, stride = out.data_ptr(), flat.data_ptr(), flat.stride(0)
-        for offset, packed, layout, size, bias in self._matrices:
-            self._linear(
-                out_address + offset,
-                self._out,
-                x_address,
-                stride,
-                packed,
-                bias,
-                scratch_address,
-                layout,
-                rows,
-                size,
-                self._blocks,
-                self._is_fused,
-            )
-        return silu_and_mul(out) if self._is_gated else out
-
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """See `EmbeddingOp.rows`. An id that is no row of the weight gives NaN."""
-        ids, (_, packed, layout, num_rows, _) = ids.to(torch.int64).contiguous(), self._matrices[0]
-        out = torch.empty(len(ids), self._width, dtype=self._dtype)
-        self._kernels.dequantize_rows(out.data_ptr(), packed, ids.data_ptr(), layout, len(ids), num_rows, self._blocks)
-        return out

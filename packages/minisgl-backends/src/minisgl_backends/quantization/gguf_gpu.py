@@ -13,18 +13,18 @@ from minisgl_backends.kernels.activation import silu_and_mul
 from minisgl_backends.kernels.packed_gemm import PackedGemm
 from minisgl_backends.kernels.packed_matrix import PackedMatrix
 from minisgl_backends.kernels.packed_tiling import SplitKWorkspace
-from minisgl_backends.quantization.gguf import PackedLinearMethod
+from minisgl_backends.quantization.gguf_method import GgufLinearMethod
 from minisgl_backends.quantization.gguf_packing import pack
 from minisgl_backends.quantization.gguf_types import GgmlType
 from minisgl_core.contracts.layer_methods import EmbeddingOp, LinearSpec
 
 
-def gpu_method(device: torch.device) -> Callable[[LinearSpec, list[GgmlType]], PackedLinearMethod]:
+def gpu_method(device: torch.device) -> Callable[[LinearSpec, list[GgmlType]], GgufLinearMethod]:
     """Return the class of a model's layers, bound to the workspace that they share."""
     return partial(GpuLinearMethod, workspace=SplitKWorkspace(device))
 
 
-class GpuLinearMethod(PackedLinearMethod):
+class GpuLinearMethod(GgufLinearMethod):
     """The file's blocks of one layer, for the Triton kernels."""
 
     def __init__(self, spec: LinearSpec, types: list[GgmlType], workspace: SplitKWorkspace) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
-from minisgl_backends.quantization.gguf import PackedLinearMethod
+from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
@@ -134,7 +134,7 @@ def _native(spec: LinearSpec, codes: torch.Tensor) -> LinearOp:
     """Return the C kernels' GEMM by the codes: GGML's Q8_0 with all scales 1."""
     rows, columns = Shard.whole(len(codes)), Shard.whole(codes.shape[1])
     part = LinearPart(spec.name, rows)
-    method = PackedLinearMethod(replace(spec, parts=(part,), columns=columns, bias=False, gated=False), [TYPES["Q8_0"]])
+    method = CpuLinearMethod(replace(spec, parts=(part,), columns=columns, bias=False, gated=False), [TYPES["Q8_0"]])
     blocks = method.blocks[0].view(len(codes), -1, _BLOCK + 2)
     blocks[:, :, :2] = torch.ones(1, dtype=torch.float16).view(torch.int8)
     blocks[:, :, 2:] = codes.view(len(codes), -1, _BLOCK)
