@@ -85,7 +85,7 @@ def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch
 
 @pytest.mark.parametrize("num_rows", [3, packed_gemm.MAX_ROWS + 1])
 def test_weight_without_inputs_gives_the_bias(num_rows: int) -> None:
-    """A rank has such a weight if all inputs of a layer are on other ranks; x has padding."""
+    """All inputs of a layer may be on other ranks; x has padding."""
     weight = Int4Weight.empty(72, 0, 128, DTYPE, DEVICE)
     bias = torch.randn(72, device=DEVICE, dtype=DTYPE)
     out = Int4Gemm(weight, bias, SplitKWorkspace(DEVICE))(torch.randn(num_rows, 8, device=DEVICE, dtype=DTYPE))
