@@ -107,7 +107,7 @@ def test_triton_says_why_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "float64" in dtype
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert "pip install triton" in TritonMoe.unsupported(spec)[0]
+    assert "pip install 'minisgl-backends[triton]'" in TritonMoe.unsupported(spec)[0]
 
 
 def test_triton_takes_float8_where_the_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

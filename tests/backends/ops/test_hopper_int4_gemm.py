@@ -13,9 +13,10 @@ from compile_cuda import compile_by_nvcc
 from hopper_reference import HAS_HOPPER, reference
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from minisgl_backends.cuda.gemm_tiling import MAX_ROWS, GemmTiling
-from minisgl_backends.cuda.int4_gemm import ROW_SIZES, HopperInt4Gemm, Variant, choose_tiling
+from minisgl_backends.cuda.int4_gemm import ROW_SIZES, HopperInt4Gemm, Variant, choose_tiling, fits
 from minisgl_backends.cuda.small_m_gemm import StreamKWorkspace
 from minisgl_backends.kernels.int4_gemm import scale_words
 from minisgl_backends.kernels.int4_stages import INPUTS, dequantize_stages, fragment_order, pack_stages
@@ -38,6 +39,12 @@ def test_a_threads_words_are_its_registers_of_wgmma() -> None:
                     column = quarter * 32 + half * 16 + thread % 4 * 2 + register // 2 * 8
                     expected = [row * INPUTS + column, row * INPUTS + column + 1]
                     assert words[half, thread, register].tolist() == expected
+
+
+def test_inputs_that_tma_cannot_map_do_not_fit() -> None:
+    with FakeTensorMode():
+        weights = (Int4Weight.empty(64, size, None, torch.bfloat16, torch.device("cuda")) for size in (128, 124, 0))
+        assert [fits(each) for each in weights] == [True, False, False]
 
 
 @given(st.integers(1, MAX_ROWS), st.integers(1, 400), st.integers(78, 160))

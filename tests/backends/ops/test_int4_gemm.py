@@ -27,7 +27,7 @@ def packed(
     codes = torch.randint(16, (rows, columns), generator=random, dtype=torch.uint8)
     zeros = torch.randint(16, (rows, count), generator=random) if has_zeros else torch.full((rows, count), 8)
     scales = (torch.rand(rows, count, generator=random) + 0.5).div(columns**0.5 * 4).to(DTYPE)
-    sub = 64 if block and block >= 64 else 32
+    sub = 64 if block and block % 64 == 0 else 32
     weight = Int4Weight.empty(rows, columns, block, DTYPE, DEVICE, has_zeros=has_zeros, gated=gated, sub=sub)
     for start, size in ((0, rows // 2), (rows // 2, rows - rows // 2)):
         at, part = weight.rows_of(start, size), slice(start, start + size)
@@ -49,6 +49,7 @@ def packed(
         (144, 320, 64, True, PackedTiling(128, 16, splits=3)),
         (80, 200, None, False, PackedTiling(64, 32, splits=2)),
         (64, 40, None, True, PackedTiling(64, 16, splits=4)),
+        (72, 300, 96, True, None),  # groups and chunks of inputs overlap
     ],
 )
 def test_gemm(
@@ -80,6 +81,15 @@ def test_many_rows_are_multiplied_by_dequantized_panels(gated: bool, monkeypatch
     bias = torch.randn(176, device=DEVICE, dtype=DTYPE)
     x = torch.randn(7, 320, device=DEVICE, dtype=DTYPE)
     check(Int4Gemm(weight, bias, SplitKWorkspace(DEVICE))(x), expected(x, known, bias, gated=gated))
+
+
+@pytest.mark.parametrize("num_rows", [3, packed_gemm.MAX_ROWS + 1])
+def test_weight_without_inputs_gives_the_bias(num_rows: int) -> None:
+    """All inputs of a layer may be on other ranks; x has padding."""
+    weight = Int4Weight.empty(72, 0, 128, DTYPE, DEVICE)
+    bias = torch.randn(72, device=DEVICE, dtype=DTYPE)
+    out = Int4Gemm(weight, bias, SplitKWorkspace(DEVICE))(torch.randn(num_rows, 8, device=DEVICE, dtype=DTYPE))
+    assert torch.equal(out, bias.expand(num_rows, -1))
 
 
 def test_inputs_come_in_the_order_of_the_weight() -> None:

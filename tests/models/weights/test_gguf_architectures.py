@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -270,3 +270,15 @@ def test_keys_that_are_not_read_are_refused(name: str, key: str, value: Any, tmp
         ModelFormatError, match=rf"{each.kind}\.{key}={json.dumps(value).capitalize()} is not supported"
     ):
         GgufWeights(path)
+
+
+def test_a_gate_bias_without_the_up_bias_is_refused(tmp_path: Path) -> None:
+    each = FORMS["gpt-oss"]
+    _, raw, tensors, provider = made("gpt-oss")
+    config = AutoConfig.for_model(**raw)
+    lacking = {name: values for name, values in tensors.items() if not name.endswith("gate_up_proj_bias")}
+    shape = (config.num_local_experts, config.intermediate_size)
+    gate: dict[str, Any] = {f"blk.{i}.ffn_gate_exps.bias": np.zeros(shape) for i in range(config.num_hidden_layers)}
+    weights = GgufWeights(write(tmp_path / "m.gguf", replace(each, extra={**each.extra, **gate}), config, lacking))
+    with pytest.raises(ModelFormatError, match=r"m\.gguf: .*blk\.0\.ffn_up_exps\.bias"):
+        list(weights.tensors(normalised(provider, weights.config)))

@@ -16,7 +16,7 @@ from minisgl_core.cli.main import main
 from minisgl_core.contracts.router import Router
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
-from minisgl_server.bench.route.requests import Chats, SimulatedRequest, num_distinct_pages, simulated_requests
+from minisgl_server.bench.route.requests import Chats, SimulatedRequest, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
@@ -133,7 +133,7 @@ def longest_earlier_prefixes(requests: list[SimulatedRequest]) -> list[int]:
 
 def test_prefix_beats_round_robin_and_nears_one_large_replica() -> None:
     trace = chats(400)
-    num_pages = round(num_distinct_pages(trace) / (0.667 * 4))
+    num_pages = round(num_distinct_blocks(trace) / (0.667 * 4))
     rates = {name: run(setup(name, num_pages=num_pages), trace).hit_rate for name in ("round-robin", "prefix")}
     one = run(replace(setup("round-robin", 1, 4 * num_pages), step_time=StepTime(speed=4)), trace).hit_rate
     assert rates["prefix"] > 1.2 * rates["round-robin"]

@@ -27,7 +27,7 @@ def unsupported_keys(
     Attention sinks are refused unless `supported` has them, and value heads of another size than key heads always.
 
     Args:
-        config: of the model.
+        config: the model's config.
         partial_rotary: the architecture may rotate a part of each head.
         experts: the architecture has experts; a config without them is refused, otherwise one with them.
         supported: keys and the only value that each may have, if it is set at all.

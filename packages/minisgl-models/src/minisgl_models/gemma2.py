@@ -108,7 +108,7 @@ class Gemma2DecoderLayer(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's normalised output, which the next norm adds to the residual, and the residual."""
+        """Return the MLP's normalized output, which the next norm adds to the residual, and the residual."""
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
         hidden_states = self.post_attention_layernorm.forward(hidden_states)

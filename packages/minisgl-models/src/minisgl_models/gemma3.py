@@ -1,5 +1,6 @@
-"""Gemma 3 (arXiv 2503.19786): a norm before and after attention and MLP, and windows in five of six layers, which have a rotary
-embedding of their own. Of multimodal checkpoints, the text model runs.
+"""Gemma 3 (arXiv 2503.19786): a norm before and after attention and MLP, and windows in five of six layers.
+
+Layers with a window have a rotary embedding of their own. The text model of multimodal checkpoints runs; the rest is left out.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, D head dimension.
 This rank has Hq query heads and Hkv KV heads. `docs/plugins/model.md` walks through a file like this one.
@@ -135,7 +136,7 @@ class Gemma3DecoderLayer(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's normalised output, which the next norm adds to the residual, and the residual."""
+        """Return the MLP's normalized output, which the next norm adds to the residual, and the residual."""
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
         hidden_states = self.post_attention_layernorm.forward(hidden_states)

@@ -111,7 +111,7 @@ class Glm4DecoderLayer(Layer):
         attend: Attend,
         logits_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the MLP's normalised output, which the next norm adds to the residual, and the residual."""
+        """Return the MLP's normalized output, which the next norm adds to the residual, and the residual."""
         hidden_states, residual = self.input_layernorm.add(hidden_states, residual)
         hidden_states = self.self_attn.forward(hidden_states, cos, sin, attend, logits_index)
         hidden_states = self.post_self_attn_layernorm.forward(hidden_states)
@@ -161,7 +161,7 @@ class Glm4Model(Layer):
 
 
 class Glm4ForCausalLM(Model):
-    """Glm4 with its LM head."""
+    """GLM-4 with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
 

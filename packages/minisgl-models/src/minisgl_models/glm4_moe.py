@@ -58,7 +58,7 @@ _DEFAULTS: Mapping[str, Any] = {
 
 
 class Glm4MoeAttention(Layer):
-    """Grouped-query attention with a rotary embedding of the first dimensions of a head; q and k may be normalised before."""
+    """Grouped-query attention with a rotary embedding of the first dimensions of a head; q and k may be normalized before."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         """Build the layers. `index` is the index of the decoder layer."""
@@ -235,11 +235,6 @@ class Glm4MoeForCausalLM(Model):
             sliding_window=None,
         )
 
-    def ignored_weights(self) -> tuple[str, ...]:
-        """Return patterns of tensors without a use here, among them the layers for multi-token prediction."""
-        first, count = self.config.num_layers, whole_number(self.config.raw, "num_nextn_predict_layers")
-        return *super().ignored_weights(), *(f"model.layers.{index}.*" for index in range(first, first + count))
-
     def __init__(self, config: ModelConfig, build: BuildContext) -> None:
         super().__init__(config, build)
         self.model = Glm4MoeModel(config, build)
@@ -247,6 +242,11 @@ class Glm4MoeForCausalLM(Model):
             tied = self.model.embed_tokens if config.tie_embeddings else None
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, build, tied)
             self.vocab_shard = self.lm_head.shard
+
+    def ignored_weights(self) -> tuple[str, ...]:
+        """Return patterns of tensors without a use here, among them the layers for multi-token prediction."""
+        first, count = self.config.num_layers, whole_number(self.config.raw, "num_nextn_predict_layers")
+        return *super().ignored_weights(), *(f"model.layers.{index}.*" for index in range(first, first + count))
 
     def forward(
         self,

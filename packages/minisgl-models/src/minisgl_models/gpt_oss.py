@@ -1,4 +1,4 @@
-"""gpt-oss (arXiv 2508.10925) in bf16: attention sinks, a window in every second layer, and biased experts with a clamp.
+"""gpt-oss (arXiv 2508.10925): attention sinks, a window in every second layer, and biased experts with a clamp.
 
 Shape legend: T tokens of the step, N tokens whose hidden states are returned, H hidden size, E experts.
 Attention is Llama's with a sink per query head.

@@ -77,7 +77,7 @@ class Olmo2MLP(Layer):
 
 
 class Olmo2DecoderLayer(Layer):
-    """Attention and MLP with residual connections; their outputs are normalised, not their inputs."""
+    """Attention and MLP with residual connections; their outputs are normalized, not their inputs."""
 
     def __init__(self, config: ModelConfig, index: int, build: BuildContext) -> None:
         # The norms need the whole output of attention and MLP, so both all-reduce it.
@@ -137,7 +137,7 @@ class Olmo2Model(Layer):
 
 
 class Olmo2ForCausalLM(Model):
-    """Olmo2 with its LM head."""
+    """OLMo 2 with its LM head."""
 
     num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

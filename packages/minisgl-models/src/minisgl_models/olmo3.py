@@ -60,7 +60,7 @@ class Olmo3Model(Layer):
 
 
 class Olmo3ForCausalLM(Model):
-    """Olmo3 with its LM head."""
+    """OLMo 3 with its LM head."""
 
     num_intermediate: ClassVar = 1
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}

@@ -142,7 +142,7 @@ class Phi3Model(Layer):
 
 
 class Phi3ForCausalLM(Model):
-    """Phi3 with its LM head."""
+    """Phi-3 with its LM head."""
 
     @classmethod
     def standard_config(cls, raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -173,7 +173,8 @@ class Phi3ForCausalLM(Model):
         )
         if config.rope.kind not in ("default", "longrope"):
             reasons.append(
-                f"{cls.__name__} has no rotary embedding of the kind {config.rope.kind} (rope_type in the config)"
+                f"{cls.__name__} has no rotary embedding of the kind {config.rope.kind}"
+                " (rope_type in the config: default or longrope)"
             )
         return reasons
 

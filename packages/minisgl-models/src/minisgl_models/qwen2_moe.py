@@ -148,7 +148,7 @@ class Qwen2MoeModel(Layer):
 
 
 class Qwen2MoeForCausalLM(Model):
-    """Qwen2-MoE with its LM head."""
+    """Qwen2 MoE with its LM head."""
 
     packed_modules: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 

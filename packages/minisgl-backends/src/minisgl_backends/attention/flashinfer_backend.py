@@ -17,13 +17,8 @@ import torch
 
 from minisgl_backends.attention.flashinfer_build import compile_prefill, is_compiled
 from minisgl_backends.attention.fused_store import FusedStoreAttention
-from minisgl_backends.attention.requirements import (
-    dtypes_unsupported,
-    fp8_conversion_missing,
-    gpu_missing,
-    head_dim_unsupported,
-    package_missing,
-)
+from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
+from minisgl_backends.requirements import gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 

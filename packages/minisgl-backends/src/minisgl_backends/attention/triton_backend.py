@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +9,9 @@ import numpy as np
 import torch
 
 from minisgl_backends.attention.fused_store import FusedStoreAttention
-from minisgl_backends.attention.requirements import (
-    dtypes_unsupported,
-    fp8_conversion_missing,
-    gpu_missing,
-    head_dim_unsupported,
-    package_missing,
-)
+from minisgl_backends.attention.requirements import dtypes_unsupported, fp8_conversion_missing, head_dim_unsupported
 from minisgl_backends.kernels.decode_tile import decode_tile
+from minisgl_backends.requirements import gpu_missing, is_interpreted, triton_missing
 from minisgl_core.contracts.attention import AttentionBatch, AttentionCapabilities, AttentionLayer, AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 
@@ -64,11 +58,11 @@ class TritonAttention(FusedStoreAttention):
     @classmethod
     def unsupported(cls, spec: AttentionSpec) -> list[str]:
         """Name a missing triton or GPU, and an unsupported dtype or head dimension. triton is not imported."""
-        is_interpreted = os.environ.get("TRITON_INTERPRET") == "1" and spec.device.type == "cpu"
+        needs_gpu = spec.device.type != "cpu" or not is_interpreted()
         return [
             *super().unsupported(spec),
-            *package_missing("triton", "minisgl-backends[triton]"),
-            *([] if is_interpreted else gpu_missing(spec.device)),
+            *triton_missing(),
+            *(gpu_missing(spec.device) if needs_gpu else []),
             *dtypes_unsupported(spec, _DTYPES),
             *fp8_conversion_missing(spec),
             *head_dim_unsupported(spec, _HEAD_DIMS),

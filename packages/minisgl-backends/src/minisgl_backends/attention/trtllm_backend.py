@@ -5,12 +5,8 @@ from __future__ import annotations
 import torch
 
 from minisgl_backends.attention.gather_attention import AttentionMetadata, GatherAttention
-from minisgl_backends.attention.requirements import (
-    dtypes_unsupported,
-    gpu_missing,
-    head_dim_unsupported,
-    package_missing,
-)
+from minisgl_backends.attention.requirements import dtypes_unsupported, head_dim_unsupported
+from minisgl_backends.requirements import gpu_missing, package_missing
 from minisgl_core.contracts.attention import AttentionSpec
 from minisgl_core.contracts.kv_cache import KVPages
 

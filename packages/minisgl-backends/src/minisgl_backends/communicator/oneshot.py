@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from contextlib import suppress
 from typing import ClassVar
 
 import torch
 
-from minisgl_backends.attention.requirements import gpu_missing
 from minisgl_backends.communicator.peer_memory import PeerMemory
 from minisgl_backends.communicator.pynccl import NcclCommunicator
+from minisgl_backends.requirements import gpu_missing, triton_missing
 from minisgl_core.contracts.communicator import AddNorm, CommunicatorSpec
 
 _SIZES = (2, 4, 8)
@@ -50,8 +49,8 @@ class OneShotCommunicator(NcclCommunicator):
             return ["all ranks must be on one host"]
         if spec.size not in _SIZES:
             return [f"it supports {', '.join(map(str, _SIZES))} ranks, not {spec.size}"]
-        if importlib.util.find_spec("triton") is None:
-            return ["triton is not installed; try: pip install 'minisgl-backends[triton]'"]
+        if reasons := triton_missing():
+            return reasons
         if torch.cuda.device_count() < spec.size:
             return [f"all {spec.size} ranks must be on one host, and this host has {torch.cuda.device_count()} GPUs"]
         return [

@@ -183,4 +183,5 @@ def fits(weight: Int4Weight) -> bool:
         and int4_stages.supports(weight)
         and weight.num_outputs % (8 * (1 + weight.gated)) == 0
         and weight.num_inputs % 8 == 0
+        and weight.num_inputs > 0  # TMA maps no empty tensor
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 from functools import cache
 
 import torch
+
+from minisgl_backends.requirements import capability_missing, dtype_name, triton_missing
 
 
 @cache
@@ -19,12 +20,9 @@ def has_large_shared_memory(device: torch.device) -> bool:
 
 def packed_gemm_unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Return why the kernels of `minisgl_backends.kernels.packed_gemm` cannot run on a GPU, one sentence each."""
-    if importlib.util.find_spec("triton") is None:
-        return ["triton is not installed (pip install triton)"]
-    reasons = []
-    if torch.cuda.is_available():
-        if torch.cuda.get_device_capability(device) < (8, 0):
-            reasons.append("its kernels need compute capability 8.0 or later")
-        if dtype not in (torch.bfloat16, torch.float16):
-            reasons.append("its kernels need --dtype bfloat16 or float16")
+    if reasons := triton_missing():
+        return reasons
+    reasons = capability_missing(device, (8, 0))
+    if torch.cuda.is_available() and dtype not in (torch.bfloat16, torch.float16):
+        reasons.append(f"its kernels compute in bfloat16 or float16, not {dtype_name(dtype)} (--dtype bfloat16)")
     return reasons

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
-"""True if Triton's interpreter runs the kernels, which Triton decides at import."""
+from minisgl_backends.requirements import is_interpreted
+
+INTERPRETED = tl.constexpr(is_interpreted())
+"""`is_interpreted` at the import of triton, which decides then."""
 
 
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from minisgl_backends.kernels.int4_weight import SYMMETRIC_ZERO, Int4Weight
@@ -34,10 +36,15 @@ class Int4Gemm(PackedGemm):
         tiling: PackedTiling | None = None,
     ) -> None:
         """Prepare a weight in bfloat16 or float16, whose scales are released; see `PackedGemm`."""
+        words, block, sub = scale_words(weight), weight.block, weight.codes.shape[3]
+        packing = Packing("int4", low=4, high=0, sub=sub, block=block)
+        if not packing.is_aligned:  # such as blocks of 96 inputs: their scales are repeated for smaller blocks
+            packing = Packing("int4", low=4, high=0, sub=sub, block=math.gcd(block, packing.chunk))
+            words = words.repeat_interleave(block // packing.block, 0)
         matrix = PackedMatrix(
             codes=weight.codes,
-            words=scale_words(weight),
-            packing=Packing("int4", low=4, high=0, sub=weight.codes.shape[3], block=weight.block),
+            words=words,
+            packing=packing,
             num_inputs=weight.num_inputs,
             num_outputs=weight.num_outputs,
             order=weight.order,

@@ -202,12 +202,13 @@ class PackedGemm:
         """Prepare a weight.
 
         Args:
-            weight: packed weight.
+            weight: packed weight, whose packing `is_aligned`.
             bias: one value per output, or None.
             workspace: shared by the GEMMs of a model.
             dtype: dtype of activations and outputs, bfloat16 or float16.
             tiling: tiling for any number of rows; None to choose one.
         """
+        assert weight.packing.is_aligned, weight.packing
         self._weight, self._bias, self._workspace = weight, bias, workspace
         self._dtype, self._halves = dtype, 1 + weight.gated
         self.num_outputs = weight.num_outputs // self._halves
@@ -298,9 +299,12 @@ def matmul_by_panels(
         num_tiles: T.
         bias: one value per output, or None.
         dequantize: writes the rows of the tiles from a given one on to its first argument, [tiles * 64, K].
+
+    Returns:
+        [M, N], in x's dtype.
     """
     x = x[:, : weight.num_inputs]
-    step = max(1, _PANEL // (TILE * weight.num_inputs))
+    step = max(1, _PANEL // (TILE * max(weight.num_inputs, 1)))
     panel = torch.empty(min(step, num_tiles) * TILE, weight.num_inputs, dtype=x.dtype, device=x.device)
     stored = torch.empty(len(x), num_tiles * TILE, dtype=x.dtype, device=x.device)
     for start in range(0, num_tiles, step):

@@ -35,7 +35,7 @@ class Packing:
         low: bits per code in the first plane.
         high: bits per code in the second plane; 0 without one.
         sub: inputs that an element's codes are apart.
-        block: inputs per scale, a multiple of `sub`.
+        block: inputs per scale, a multiple of `sub`; see `is_aligned`.
         zero: zero point of kinds without offsets; ``int4`` has it in its words.
     """
 
@@ -60,6 +60,11 @@ class Packing:
     def word(self) -> int:
         """Inputs per word of scales."""
         return self.block * {"int4": 1, "pair": 1, "scale": 2, "byte_pairs": 2}.get(self.kind, 4)
+
+    @property
+    def is_aligned(self) -> bool:
+        """Return True if a word's inputs divide a chunk, or are whole chunks. The GEMM needs this: a chunk keeps its words."""
+        return self.chunk % self.word == 0 or self.word % self.chunk == 0
 
     @property
     def has_supers(self) -> bool:

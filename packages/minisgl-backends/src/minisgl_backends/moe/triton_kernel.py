@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 
 from minisgl_backends.moe.tiles import choose_block_size, choose_tiles
+from minisgl_backends.requirements import capability_missing, dtype_name, is_interpreted, triton_missing
 from minisgl_core.contracts.moe import MXFP4, UINT4, ExpertWeights, MoeCapabilities, MoeKernel, MoeSpec
 from minisgl_core.utils.fp8 import FP8
 
@@ -31,18 +29,13 @@ class TritonMoe(MoeKernel):
     @classmethod
     def unsupported(cls, spec: MoeSpec) -> list[str]:
         """Check for triton, a GPU and the dtypes, without importing triton."""
-        reasons = super().unsupported(spec)
-        if importlib.util.find_spec("triton") is None:
-            reasons.append("triton is not installed (pip install triton)")
-        if spec.device.type != "cuda" and not _interpreted():
+        reasons = [*super().unsupported(spec), *triton_missing()]
+        if spec.device.type != "cuda" and not is_interpreted():
             reasons.append(f"it needs a CUDA device, not {spec.device.type}, or TRITON_INTERPRET=1 to try it slowly")
         if spec.dtype not in _DTYPES:
-            reasons.append(f"it computes in bfloat16, float16 or float32, not {str(spec.dtype).removeprefix('torch.')}")
-        if spec.weight_dtype == FP8 and spec.device.type == "cuda" and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(spec.device)
-            if capability < (8, 9):
-                has = ".".join(map(str, capability))
-                reasons.append(f"float8 matmuls need compute capability 8.9 or later, and this GPU has {has}")
+            reasons.append(f"it computes in bfloat16, float16 or float32, not {dtype_name(spec.dtype)}")
+        if spec.weight_dtype == FP8:
+            reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
         return reasons
 
     def __init__(self, spec: MoeSpec) -> None:
@@ -97,7 +90,3 @@ class TritonMoe(MoeKernel):
     def _inputs(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a GEMM's input and its scales: quantized if the weights are float8, else `x` and None."""
         return self._quantize_rows(x) if weights.dtype == FP8 else (x, None)
-
-
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from minisgl_backends.build_cache import cache_dir, is_cached, write_atomically
+from minisgl_backends.requirements import dtype_name
 from minisgl_core.errors import MinisglError
 from minisgl_core.platforms.cpu_graphs import call
 
@@ -80,7 +81,7 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> list[str]:
     if device.type != "cpu":
         return [f"the native kernels run on CPUs, not on {device.type}"]
     if dtype not in _DEFINES:
-        return [f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"]
+        return [f"it computes in bfloat16 or float32, not in {dtype_name(dtype)}"]
     if sys.platform != "linux":
         return [f"it supports Linux only, not {sys.platform}"]
     try:

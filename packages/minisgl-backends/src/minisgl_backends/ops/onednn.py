@@ -11,6 +11,7 @@ import psutil
 import torch
 import torch.nn.functional as F
 
+from minisgl_backends.requirements import dtype_name
 from minisgl_core.contracts.ops import LinearOp, LinearOps, NormOps, RotaryOps, Rotation, SamplingOps
 from minisgl_core.platforms.cpu_graphs import call
 
@@ -76,7 +77,7 @@ class OneDnnOps(LinearOps, NormOps, RotaryOps, SamplingOps):
         if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
             reasons.append("this build of torch has no oneDNN")
         if dtype not in _DTYPES:
-            reasons.append(f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}")
+            reasons.append(f"it computes in bfloat16 or float32, not in {dtype_name(dtype)}")
         elif not _has_dtype(dtype):
             reasons.append("oneDNN has no bfloat16 on this processor")
         return reasons

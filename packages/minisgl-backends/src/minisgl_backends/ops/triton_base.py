@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-
 import torch
 
+from minisgl_backends.requirements import is_interpreted, triton_missing
 from minisgl_core.contracts.ops import OpsProvider
 
 
@@ -16,10 +14,8 @@ class TritonProvider(OpsProvider):
     @classmethod
     def unsupported(cls, device: torch.device, dtype: torch.dtype) -> list[str]:
         """Check for Triton, and for a GPU or Triton's interpreter."""
-        reasons = []
-        if importlib.util.find_spec("triton") is None:
-            reasons.append("triton is not installed (pip install triton)")
-        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        reasons = triton_missing()
+        if device.type != "cuda" and not is_interpreted():
             reasons.append(f"Triton kernels run on NVIDIA GPUs, not on {device.type}")
         return reasons
 

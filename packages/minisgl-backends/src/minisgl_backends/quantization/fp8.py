@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 
 from minisgl_backends.quantization.fp8_checkpoint import StoredFp8Experts, StoredFp8Linear
+from minisgl_backends.requirements import capability_missing, dtype_name
 from minisgl_core.contracts.checkpoint_quantization import block_shape
 from minisgl_core.contracts.layer_methods import (
     ExpertsMethod,
@@ -48,13 +49,9 @@ class Fp8(Quantization):
         if spec.checkpoint is not None and not (spec.checkpoint.is_float8 or spec.checkpoint.is_dequantized):
             reasons.append(f"the checkpoint's weights (quant_method {spec.checkpoint.method!r}) are not float8")
         if spec.device.type == "cuda" and torch.cuda.is_available():
-            capability = torch.cuda.get_device_capability(spec.device)
-            if capability < (8, 9):
-                has = ".".join(map(str, capability))
-                reasons.append(f"float8 matmuls need compute capability 8.9 or later, and this GPU has {has}")
+            reasons += capability_missing(spec.device, (8, 9), "a float8 matmul")
             if spec.dtype != torch.bfloat16:
-                name = str(spec.dtype).removeprefix("torch.")
-                reasons.append(f"its matmuls return bfloat16, not {name} (--dtype bfloat16)")
+                reasons.append(f"its matmuls return bfloat16, not {dtype_name(spec.dtype)} (--dtype bfloat16)")
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 
 import torch
@@ -11,6 +10,7 @@ from minisgl_backends.native import library
 from minisgl_backends.quantization.fp8_checkpoint import StoredMatrix
 from minisgl_backends.quantization.gguf_cpu import CpuLinearMethod
 from minisgl_backends.quantization.gguf_types import TYPES
+from minisgl_backends.requirements import triton_missing
 from minisgl_core.contracts.checkpoint_quantization import is_int8
 from minisgl_core.contracts.layer import Targets
 from minisgl_core.contracts.layer_methods import LinearMethod, LinearPart, LinearSpec, PlainLinear
@@ -48,8 +48,8 @@ class Int8(Quantization):
                 reasons.append(str(error))
         if spec.num_experts:
             reasons.append("it does not support experts")
-        if spec.device.type == "cuda" and importlib.util.find_spec("triton") is None:
-            reasons.append("triton is not installed (pip install triton)")
+        if spec.device.type == "cuda":
+            reasons += triton_missing()
         return reasons
 
     def linear(self, spec: LinearSpec) -> LinearMethod:

@@ -1,6 +1,6 @@
 """A causal LM of transformers in two parts: its backbone, and all that it does from hidden states to logits.
 
-The second is the model's own `forward` around a stand-in for the backbone, so that factors and caps on logits are honoured.
+The second is the model's own `forward` around a stand-in for the backbone, so that factors and caps on logits are honored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HiddenStates(nn.Module):
         return self
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        """inputs_embeds [1, N, H] to an output with them as ``last_hidden_state``."""
+        """Return inputs_embeds [1, N, H] in an output as ``last_hidden_state``."""
         return _Output(last_hidden_state=inputs_embeds)
 
 

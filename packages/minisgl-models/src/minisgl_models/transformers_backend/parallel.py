@@ -40,7 +40,7 @@ class _Gathered(_ColumnParallel):
         self._shard = VocabShard(build.communicator, out_features)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] to [T, out]."""
+        """Map x [T, in] to [T, out]."""
         return self._shard.gather(super().forward(x))
 
 
@@ -56,7 +56,7 @@ class LinearModule(nn.Module):
         self.layer = layer
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [..., in] to [..., out]."""
+        """Map x [..., in] to [..., out]."""
         out = self.layer.forward(x.reshape(-1, x.shape[-1]))
         return out.view(*x.shape[:-1], out.shape[-1])
 
@@ -65,7 +65,7 @@ def replace_linears(model: Any, kept: Set[str], build: BuildContext) -> dict[str
     """Put `LinearModule`s in the place of the model's linear layers.
 
     Args:
-        model: of transformers, on the meta device.
+        model: transformers' model, on the meta device.
         kept: names of the layers that stay, because another module has the same weight.
         build: ranks, kernels and dtype.
 

@@ -38,7 +38,7 @@ class StepAttention:
         mask: torch.Tensor | None,
         keywords: dict[str, Any],
     ) -> torch.Tensor:
-        """q [1, Hq, T, D], k and v [1, Hkv, T, D] to [1, T, Hq, D]."""
+        """Map q [1, Hq, T, D], k and v [1, Hkv, T, D] to [1, T, Hq, D]."""
         layer, call = self._layers[module]
         if module in self._unchecked:
             self._check(module, call, q, k, v, mask, keywords)

@@ -58,6 +58,6 @@ class TokenCheck(Layer):
 def _without_keys(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, rotation: Rotation | None = None
 ) -> torch.Tensor:
-    """q [T, Hq, D], k and v [T, Hkv, D] to a function of each token alone, [T, Hq, D]."""
+    """Map q [T, Hq, D], k and v [T, Hkv, D] to a function of each token alone, [T, Hq, D]."""
     group = q.shape[1] // k.shape[1]
     return (v + k.mean(-1, keepdim=True)).repeat_interleave(group, dim=1) + q.mean(-1, keepdim=True)

@@ -35,7 +35,7 @@ _SIZES = {
 }
 """Largest sizes, by the names that transformers' config classes share; ``attribute_map`` has a class's own names."""
 BUILDING = Lock()
-"""Held while transformers builds or initialises a model, because it changes torch's default dtype for all threads."""
+"""Held while transformers builds or initializes a model, because it changes torch's default dtype for all threads."""
 _MOST_POSITIONS = 1 << 20
 """Longest sequence that masks are compared for."""
 
@@ -53,7 +53,7 @@ class AttentionCall:
         scale: factor on the scores.
         sliding_window: in tokens, by the mask; None for all.
         keyword_window: the keyword ``sliding_window`` of the call.
-        soft_cap: of the scores; None for none.
+        soft_cap: soft cap of the scores; None for none.
         sinks: name of the parameter with the attention sinks; None without.
     """
 
@@ -74,7 +74,7 @@ class Traced:
     """A config of transformers and the calls of its model.
 
     Attributes:
-        config: of transformers.
+        config: transformers' config.
         calls: one per decoder layer, in order.
     """
 
@@ -134,8 +134,8 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     """Return the causal LM of a config without memory for its weights, in eval mode.
 
     Args:
-        config: of transformers.
-        dtype: of the parameters that do not fix theirs.
+        config: transformers' config.
+        dtype: dtype of the parameters that do not fix theirs.
         attention: name of a registered attention function.
 
     Raises:
@@ -148,9 +148,8 @@ def build_on_meta(config: PreTrainedConfig, dtype: torch.dtype, attention: str) 
     except Exception as error:
         cause = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelFormatError(f"transformers cannot build it with another attention function: {cause:.300}") from error
-    model.config.pad_token_id = (
-        None  # with it, a forward without a mask looks for padding among the tokens, on the host
-    )
+    # With a padding token, a forward without a mask looks for padding among the tokens, on the host.
+    model.config.pad_token_id = None
     return model
 
 

@@ -40,7 +40,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def allocate_parameters(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of a model on the meta device, uninitialised. Tied ones stay tied."""
+    """Allocate the parameters of a model on the meta device, uninitialized. Tied ones stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

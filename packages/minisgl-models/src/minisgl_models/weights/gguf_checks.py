@@ -143,7 +143,7 @@ def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collect
     Args:
         path: the file, for messages.
         kind: the architecture, which prefixes the keys.
-        metadata: of the file.
+        metadata: the file's metadata.
         read: keys that this architecture reads besides the common ones.
 
     Raises:
@@ -155,8 +155,12 @@ def check_keys(path: Path, kind: str, metadata: Mapping[str, Any], read: Collect
             continue
         if kind == "granite" and name == "rope.scaling.finetuned" and value is False:
             raise ModelFormatError(f"{path}: {key}=False is not supported; it is a Granite without rotary embedding")
-        if name not in _FIXED_KEYS or value not in _FIXED_KEYS[name]:
-            raise ModelFormatError(f"{path}: {key}={_shown(value)} is not supported; the engine does not read this key")
+        allowed = _FIXED_KEYS.get(name, ())
+        if value not in allowed:
+            only = f", only {' or '.join(map(str, allowed))}" if allowed else ""
+            raise ModelFormatError(
+                f"{path}: {key}={_shown(value)} is not supported{only}; the engine does not read this key"
+            )
 
 
 def check_shapes(path: Path, config: Mapping[str, Any], tensors: Mapping[str, GgufTensor]) -> None:

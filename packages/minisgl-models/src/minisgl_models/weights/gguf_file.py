@@ -107,7 +107,7 @@ class GgufWeights(WeightSource):
         """Return the GGML type of each quantized linear module and embedding, or None."""
         types = {}
         for name, tensor in self._tensors.items():
-            block, stem, suffix = parts.groups() if (parts := _NAME.fullmatch(name)) else (None, "", "")
+            block, stem, suffix = match.groups() if (match := _NAME.fullmatch(name)) else (None, "", "")
             target = self._architecture.names.get(stem, "{}")
             if suffix == "weight" and len(tensor.shape) == 2 and tensor.is_quantized and "{}" not in target:
                 types[(f"model.layers.{block}." if block else "") + target] = tensor.kind.name
@@ -179,21 +179,26 @@ class GgufWeights(WeightSource):
         for name, tensor in self._tensors.items():
             if name in _OF_ROPE:
                 continue
-            if not (parts := _NAME.fullmatch(name)):
+            if not (match := _NAME.fullmatch(name)):
                 raise ModelFormatError(
                     f"{self._files[0].path}: the tensor name {name[:80]!r} is not one of llama.cpp's"
                 )
-            block, stem, suffix = parts.groups()
+            block, stem, suffix = match.groups()
             prefix = f"model.layers.{block}." if block else ""
             target = prefix + self._architecture.names.get(stem, stem)
             if "{}" in target:
                 if len(tensor.shape) != 3:
-                    raise ModelFormatError(f"tensor {name} has the shape {tensor.shape}; experts are stacked matrices")
+                    raise ModelFormatError(
+                        f"{self._files[0].path}: tensor {name} has the shape {tensor.shape}; experts are stacked matrices"
+                    )
                 for expert, matrix in enumerate(stacked(tensor)):
                     yield f"{target.format(expert)}.{suffix}", matrix
             elif stem.endswith("_exps"):
                 if stem != "ffn_up_exps":  # which comes with the gate
-                    others = [tensor, self._tensors[name.replace("gate", "up")]] if "gate" in stem else [tensor]
+                    up_name = name.replace("gate", "up")
+                    if up_name not in self._tensors:
+                        raise ModelFormatError(f"{self._files[0].path}: tensor {up_name} is missing beside {name}")
+                    others = [tensor, self._tensors[up_name]] if "gate" in stem else [tensor]
                     yield target + ("_bias" if suffix == "bias" else ""), Experts(*others)
             elif stem == "attn_sinks":
                 yield target, Part(tensor)

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class GgufTensor:
             known = gguf.GGMLQuantizationType(kind)
             block, block_bytes = gguf.GGML_QUANT_SIZES[known]
         except (ValueError, KeyError):
-            raise ModelFormatError(f"tensor {name}: GGML type {kind} is not known to gguf {_gguf_version()}") from None
+            raise ModelFormatError(f"tensor {name}: GGML type {kind} is not known to gguf {version('gguf')}") from None
         num_rows, row_bytes = math.prod(shape[:-1]), shape[-1] // block * block_bytes
         if shape[-1] % block or offset + num_rows * row_bytes > len(data):
             raise ModelFormatError(f"tensor {name}: its {known.name} data is truncated")
@@ -147,9 +148,9 @@ class _Header:
         self._data, self.position = data, 4
         self._end = min(len(data), _MAX_HEADER_BYTES)
         self._num_items = 0
-        version = self._scalar("I")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not supported (2 and 3 in little-endian order are)")
+        file_version = self._scalar("I")
+        if file_version not in (2, 3):
+            raise ValueError(f"version {file_version} is not supported (2 and 3 in little-endian order are)")
         self._num_tensors, self._num_keys = self._scalar("Q"), self._scalar("Q")
 
     def metadata(self) -> dict[str, Any]:
@@ -228,9 +229,3 @@ def _code(kind: int) -> str:
     if kind not in _SCALARS:
         raise ValueError(f"it has a value of the unknown type {kind}")
     return _SCALARS[kind]
-
-
-def _gguf_version() -> str:
-    from importlib.metadata import version
-
-    return version("gguf")

@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE = 1000
 """Maximum length of an error message in characters; messages quote values of the request."""
-MAX_PARAM = 200  # characters
+MAX_PARAM = 200
+"""Maximum length of a field's name in characters."""
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 429: "rate_limit_error"}
 ANTHROPIC_PATH = "/v1/messages"
 """Prefix of the paths whose errors are in Anthropic's format."""

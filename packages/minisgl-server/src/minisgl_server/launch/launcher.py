@@ -8,6 +8,7 @@ import os
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -26,7 +27,7 @@ from minisgl_core.engine.kernel_compiler import start_kernel_compiler, stop_kern
 from minisgl_core.engine.startup_timer import StartupTimer, process_age_s
 from minisgl_core.errors import InvalidValueError, WorkerDiedError
 from minisgl_core.plugins.registry import Registry
-from minisgl_core.protocol.messages import Stop
+from minisgl_core.protocol.messages import EngineInfo, Stop
 from minisgl_core.runtime.ipc import IpcAddresses, Sender, send_all
 from minisgl_core.runtime.supervisor import GRACE_S, Supervisor
 from minisgl_core.utils import logs
@@ -97,10 +98,7 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             wait = partial(wait_and_restart, supervisor, (replicas, apis))
             if _wait_ready(supervisor, replicas, apis, endpoints, wait, signals, phases):
                 _print(describe(supervisor, options, url, needs_key=bool(digests)))
-                if (uncompiled := _uncompiled(supervisor)) and config.parallel.executor == "local":
-                    with suppress(OSError):  # no memory for a process: the server runs without
-                        compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
-                        _print(f"{uncompiled} is compiled in the background for the next start.")
+                compiler = _compile_in_background(config, options, supervisor)
                 wait(lambda: False, signals)
                 _drain(replicas, apis, options, wait, signals)
         except WorkerDiedError:
@@ -113,6 +111,19 @@ def serve(config: EngineConfig, options: ServerOptions, registry: Registry) -> N
             if replicas is not None:
                 replicas.close()
             apis.close()
+
+
+def _compile_in_background(
+    config: EngineConfig, options: ServerOptions, supervisor: Supervisor
+) -> subprocess.Popen[bytes] | None:
+    """Start the compilation of kernels that ``auto`` would prefer. Return its process; None if it has nothing to do."""
+    uncompiled = _uncompiled(supervisor)
+    if uncompiled and config.parallel.executor == "local":
+        with suppress(OSError):  # no memory for a process: the server runs without
+            compiler = start_kernel_compiler(config, options.log_level, options.log_format, background=True)
+            _print(f"{uncompiled} is compiled in the background for the next start.")
+            return compiler
+    return None
 
 
 def compile_only(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
@@ -142,9 +153,14 @@ def compile_only(config: EngineConfig, options: ServerOptions, registry: Registr
     _print("All kernels for these options are compiled.")
 
 
+def _engine_info(supervisor: Supervisor) -> EngineInfo:
+    """Return the description of the first engine that is ready; those of all replicas are alike."""
+    return next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+
+
 def _uncompiled(supervisor: Supervisor) -> str:
     """Return the names of the attention backends to compile, or nothing."""
-    info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    info = _engine_info(supervisor)
     return ", ".join(f"--attn {name}" for name in info.uncompiled)
 
 
@@ -157,7 +173,7 @@ def _start_router(options: ServerOptions, registry: Registry, supervisor: Superv
 
 def describe(supervisor: Supervisor, options: ServerOptions, url: str, *, needs_key: bool) -> str:
     """Return the banner: the model, the selected providers with reasons, the URL and an example request."""
-    info = next(ready.engine for ready in supervisor.ready.values() if ready.engine is not None)
+    info = _engine_info(supervisor)
     name = options.served_model_name or info.model
     rows = [("model", f"{name} ({info.architecture}, {info.dtype} on {info.device})", "")]
     rows += [(option, value, reason) for option, value, reason in info.choices]

@@ -11,7 +11,7 @@ from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 from starlette.types import Scope
 
-from minisgl_server.api.errors import ApiError
+from minisgl_core.errors import InvalidValueError
 from minisgl_server.api.openai.requests import json_response
 from minisgl_server.api.openapi import route_docs
 from minisgl_server.page.engine_feed import EngineFeed
@@ -78,10 +78,10 @@ def add_routes(app: FastAPI) -> None:
         """Return the engine's requests, steps, pages and prefix cache; with text only if the server has --page-prompts."""
         text = request.query_params.get("since", "0")
         if not (text.isascii() and text.isdigit() and len(text) < 19):
-            raise ApiError(400, "since must be the number of a step.", "since")
+            raise InvalidValueError("since", text, "the number of a step")
         replica = request.query_params.get("replica", "0")
         if not (replica.isascii() and replica.isdigit() and len(replica) < 4 and int(replica) < len(feeds)):
-            raise ApiError(400, f"replica must be a number from 0 to {len(feeds) - 1}.", "replica")
+            raise InvalidValueError("replica", replica, f"a number from 0 to {len(feeds) - 1}")
         return json_response(await feeds[int(replica)].state(int(text)))
 
     app.mount("/page", _PageFiles(directory=STATIC))

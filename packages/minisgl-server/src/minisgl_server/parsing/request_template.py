@@ -34,7 +34,7 @@ def render_in_process(tokenizer: Any, messages: list[dict[str, Any]], options: M
         _render(sender, tokenizer, messages, options)
     sender.close()
     try:
-        result = receiver.recv_bytes(4 * MAX_PROMPT_CHARS) if receiver.poll(RENDER_S) else None
+        result = receiver.recv_bytes(1 + 4 * MAX_PROMPT_CHARS) if receiver.poll(RENDER_S) else None
     except (EOFError, OSError):
         result = b""
     finally:
@@ -58,11 +58,11 @@ def _render(sender: Connection, tokenizer: Any, messages: list[dict[str, Any]], 
         resource.setrlimit(resource.RLIMIT_CPU, (int(RENDER_S) + 1, int(RENDER_S) + 1))
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
-            result = b"t" + text.encode()
+            result = b"t" + text.encode() if len(text) <= MAX_PROMPT_CHARS else b""
         except MemoryError:
             result = b""
         except Exception as error:
             result = b"e" + str(error)[:1000].encode(errors="replace")
-        sender.send_bytes(result if len(result) <= MAX_PROMPT_CHARS else b"")
+        sender.send_bytes(result)
     finally:
         os._exit(0)

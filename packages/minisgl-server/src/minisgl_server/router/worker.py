@@ -197,10 +197,8 @@ class RouterWorker:
         It is refused if there are as many requests as all replicas accept together, or if all replicas fail repeatedly.
         """
         if self._has_failed:
-            kind, message = (
-                "no_replica",
-                "No replica is ready; each has failed repeatedly and is restarted after a delay.",
-            )
+            kind = "no_replica"
+            message = "No replica is ready; each has failed repeatedly and is restarted after a delay."
         elif len(self._held) + len(self._requests) < self._max_requests:
             self._held[submit.request_id] = submit
             return

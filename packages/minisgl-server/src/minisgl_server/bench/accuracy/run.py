@@ -44,16 +44,10 @@ def run_accuracy(
     """Measure, print a table, and write the JSON file if one is given.
 
     Raises:
-        InvalidValueError: --kv-dtype or --quantization was given, or --tp is not 1, or the text is too short.
+        InvalidValueError: --kv-dtype or --quantization was given, --tp or --pp is not 1, or the text is too short.
         MinisglError: the model or a provider does not fit.
     """
-    for name, value in (("--kv-dtype", config.cache.kv_dtype), ("--quantization", config.backends.quantization)):
-        if value != AUTO:
-            raise InvalidValueError(name, value, "left out: each is measured in several precisions")
-    if config.parallel.pp != 1:
-        raise InvalidValueError("--pp", config.parallel.pp, "1, as the hidden states of one rank are compared")
-    if config.parallel.tp != 1:
-        raise InvalidValueError("--tp", config.parallel.tp, "1, as the hidden states of one rank are compared")
+    _check(config)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     registry, hooks = Registry.from_environment(), Hooks(Registry([]))
     text = "\n".join(Path(each).read_text(encoding="utf-8") for each in texts)
@@ -102,6 +96,15 @@ def run_accuracy(
             "num_tokens": num_tokens,
         }
         Path(json_file).write_text(json.dumps({**about, "results": rows}, indent=2) + "\n")
+
+
+def _check(config: EngineConfig) -> None:
+    for name, value in (("--kv-dtype", config.cache.kv_dtype), ("--quantization", config.backends.quantization)):
+        if value != AUTO:
+            raise InvalidValueError(name, value, "left out: each is measured in several precisions")
+    for name, size in (("--pp", config.parallel.pp), ("--tp", config.parallel.tp)):
+        if size != 1:
+            raise InvalidValueError(name, size, "1, as the hidden states of one rank are compared")
 
 
 def _with_room(config: EngineConfig, window: int) -> EngineConfig:

@@ -118,7 +118,7 @@ class Chats:
         begin_s = 0.0
         while len(found) < self.num_requests:
             begin_s += float(rng.exponential(self.num_turns / self.request_rate))
-            now_s, hashes, num_tokens, parent = begin_s, prefixes[int(rng.integers(self.num_prefixes))], 0, -1
+            now_s, hashes, parent = begin_s, prefixes[int(rng.integers(self.num_prefixes))], -1
             num_tokens = len(hashes) * BLOCK_TOKENS
             for turn in range(1, min(self.num_turns, self.num_requests - len(found)) + 1):
                 num_tokens += length(self.input_len)
@@ -141,7 +141,7 @@ class Chats:
         return sorted(found, key=lambda request: request.timestamp)
 
 
-def num_distinct_pages(trace: Sequence[TraceRequest]) -> int:
+def num_distinct_blocks(trace: Sequence[TraceRequest]) -> int:
     """Return the distinct whole blocks of all prompts, and the blocks of the outputs that no later prompt has."""
     continued = {request.parent_chat_id for request in trace}
     prompts = {block for each in trace for block in each.hash_ids[: each.input_length // BLOCK_TOKENS]}

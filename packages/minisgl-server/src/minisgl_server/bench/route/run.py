@@ -16,7 +16,7 @@ from minisgl_core.contracts.router import block_size_for
 from minisgl_core.errors import InvalidValueError
 from minisgl_core.plugins.registry import Registry
 from minisgl_server.bench.route.command import MAX_SCHEDULERS
-from minisgl_server.bench.route.requests import Chats, num_distinct_pages, simulated_requests
+from minisgl_server.bench.route.requests import Chats, num_distinct_blocks, simulated_requests
 from minisgl_server.bench.route.scheduler_replica import Shape
 from minisgl_server.bench.route.simulation import Outcome, Setup, simulate
 from minisgl_server.bench.route.step_time import StepTime
@@ -61,7 +61,7 @@ def run_route(**values: Any) -> None:
         requests = simulated_requests(fitting, values["time_scale"])
         results.append((run.name, simulate(run.setup, requests, len(fitting))))
     print_table(TITLES, [_row(name, outcome) for name, outcome in results])
-    pages = num_distinct_pages(fitting) * BLOCK_TOKENS / (values["replicas"] * shape.num_tokens)
+    pages = num_distinct_blocks(fitting) * BLOCK_TOKENS / (values["replicas"] * shape.num_tokens)
     click.echo(f"{len(fitting)} requests, {len(trace) - len(fitting)} left out because they do not fit in a replica.")
     click.echo(
         f"{shape.num_pages} pages of {shape.page_size} per replica; the distinct pages are {pages:.2f} of all pages."
@@ -82,7 +82,7 @@ def _trace(values: dict[str, Any]) -> list[TraceRequest]:
 def _shape(values: dict[str, Any], trace: Sequence[TraceRequest]) -> Shape:
     page_size, num_pages = values["page_size"], values["num_pages"]
     if num_pages is None:
-        num_tokens = num_distinct_pages(trace) * BLOCK_TOKENS / (values["working_set"] or WORKING_SET)
+        num_tokens = num_distinct_blocks(trace) * BLOCK_TOKENS / (values["working_set"] or WORKING_SET)
         num_pages = max(1, round(num_tokens / (values["replicas"] * page_size)))
     return Shape(
         num_pages=num_pages,

@@ -119,9 +119,9 @@ class JsonObjectType(click.ParamType):  # type: ignore[type-arg]
         try:
             found = json.loads(value)
         except ValueError as error:
-            self.fail(f"it is not JSON: {error}.", param, ctx)
+            self.fail(f"{value!r} is not JSON: {error}.", param, ctx)
         if not isinstance(found, dict):
-            self.fail("it is not a JSON object.", param, ctx)
+            self.fail(f"{value!r} is not a JSON object, such as '{{}}'.", param, ctx)
         return found
 
 

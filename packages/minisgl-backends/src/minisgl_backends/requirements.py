@@ -1,0 +1,51 @@
+"""Checks of what providers require. Each returns the reasons against a provider, one sentence each; empty if all is there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+
+def package_missing(module: str, requirement: str) -> list[str]:
+    """Return why a top-level module cannot be imported, without importing it; `requirement` is pip's name for it."""
+    if importlib.util.find_spec(module) is not None:
+        return []
+    command = f"pip install '{requirement}'" if "[" in requirement else f"pip install {requirement}"
+    return [f"{module} is not installed ({command})"]
+
+
+def triton_missing() -> list[str]:
+    """Return why triton cannot be imported, without importing it."""
+    return package_missing("triton", "minisgl-backends[triton]")
+
+
+def is_interpreted() -> bool:
+    """Return True if Triton's interpreter runs the kernels, on any device, which is slow and meant for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def gpu_missing(device: torch.device, min_capability: tuple[int, int] = (8, 0)) -> list[str]:
+    """Return why `device` is not an NVIDIA GPU of compute capability `min_capability` or later."""
+    if device.type != "cuda":
+        return [f"it needs an NVIDIA GPU, not {device.type}"]
+    if not torch.cuda.is_available():
+        return ["torch finds no NVIDIA GPU or no driver for it"]
+    return capability_missing(device, min_capability)
+
+
+def capability_missing(device: torch.device, min_capability: tuple[int, int], subject: str = "it") -> list[str]:
+    """Return that `subject` needs a later compute capability; nothing without a GPU, about which other checks complain."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return []
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= min_capability:
+        return []
+    wanted, found = (".".join(map(str, each)) for each in (min_capability, capability))
+    return [f"{subject} needs compute capability {wanted} or later, and this GPU has {found}"]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as flags have it, such as ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
