@@ -102,6 +102,10 @@ class API:
         self.client.ready.set()
         self._tasks = [asyncio.create_task(self._take_requests()), asyncio.create_task(self._take_outputs())]
 
+    def __del__(self) -> None:
+        """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
+        self._endpoints.remove()
+
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """Return the application."""
         counts = memoryview(bytearray(4)).cast("i")  # each replica of the API limits its own requests

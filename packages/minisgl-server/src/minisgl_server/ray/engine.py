@@ -104,7 +104,12 @@ class Engine:
             self._supervisor.wait()
         except WorkerDiedError as error:
             logger.error("%s The replica ends.", error)
+        self._endpoints.remove()
         os._exit(1)
+
+    def __del__(self) -> None:
+        """Remove the sockets. Serve calls this when the replica has stopped, and then kills this process and its children."""
+        self._endpoints.remove()
 
     async def describe(self) -> bytes:
         """Return the engine's encoded `EngineInfo`."""

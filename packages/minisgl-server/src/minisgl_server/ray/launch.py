@@ -40,8 +40,8 @@ HEAD_S = 15.0
 """Longest time that the head of the cluster may not answer."""
 
 
-class _StoppedError(Exception):
-    """A signal asked the launch to end."""
+class _StoppedError(BaseException):
+    """A signal asked the launch to end. Like KeyboardInterrupt, it passes code that handles the errors of a call."""
 
 
 def serve_on_ray(config: EngineConfig, options: ServerOptions, registry: Registry) -> None:
