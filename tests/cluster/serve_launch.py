@@ -24,13 +24,13 @@ class Launch(Launched):
         self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=DEADLINE_S, max_retries=0)
         return self
 
-    def stream(self, started: threading.Semaphore, num_tokens: int) -> list[str]:
+    def stream(self, started: threading.Semaphore, num_tokens: int, prompt: str = "w5 w9") -> list[str]:
         """Text of each event of one stream; the last item is its finish reason or error."""
         body = {"ignore_eos": True}
         pieces: list[str] = []
         try:
             events = self.client.completions.create(
-                model="m", prompt="w5 w9", max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
+                model="m", prompt=prompt, max_tokens=num_tokens, temperature=0, stream=True, extra_body=body
             )
             for event in events:
                 if not pieces:
