@@ -17,9 +17,7 @@ START_S = 120.0
 class RayNode:
     """A node of a Ray cluster that `ray start` runs; `prefix` is what runs a command on its host."""
 
-    def __init__(
-        self, folder: str, head: str, address: str, *, prefix: tuple[str, ...] = (), num_cpus: int = 3
-    ) -> None:
+    def __init__(self, folder: str, head: str, address: str, num_cpus: int, prefix: tuple[str, ...]) -> None:
         self.address, self.prefix, self.head = address, prefix, head
         options = {
             "node-ip-address": address,
@@ -58,7 +56,7 @@ class RayNode:
         return []
 
     def stop(self) -> None:
-        """Kill the node."""
+        """Kill the node. May be called twice."""
         for each in (*self.processes(), self.process):
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()

@@ -1,31 +1,30 @@
-"""Launches of replicas on a Ray cluster by Ray Serve."""
+"""Replicas on a Ray cluster by Ray Serve."""
 
 from __future__ import annotations
 
 import re
 import threading
+import time
+from collections.abc import Sequence
 
+import httpx
 import openai
+import psutil
 from launched import DEADLINE_S, Launched
 from ray_node import RayNode
 
 
-class Launch(Launched):
-    """A launch with replicas on the cluster of `node`."""
+class Service:
+    """An API at `url`, which ends with /v1. The model is named m."""
 
-    def __init__(self, node: RayNode, *flags: str) -> None:
-        fixed = "--host 0.0.0.0 --num-pages 8000 --drain-timeout 60 --served-model-name m"
-        super().__init__(node, *fixed.split(), *flags)
+    url: str
+    client: openai.OpenAI
 
-    def wait_started(self) -> Launch:
-        self.read_banner("Serving at")
-        port = re.search(r"Serving at http://\S+:(\d+)/v1", self.banner)[1]  # type: ignore[index]
-        self.url = f"http://{self.node.address}:{port}/v1"
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", timeout=DEADLINE_S, max_retries=0)
-        return self
+    def connect(self, url: str) -> None:
+        self.url, self.client = url, openai.OpenAI(base_url=url, api_key="none", timeout=DEADLINE_S, max_retries=0)
 
     def stream(self, started: threading.Semaphore, num_tokens: int, prompt: str = "w5 w9") -> list[str]:
-        """Text of each event of one stream; the last item is its finish reason or error."""
+        """Text of each event of one stream; the last item is its finish reason, or the code or type of its error."""
         body = {"ignore_eos": True}
         pieces: list[str] = []
         try:
@@ -39,5 +38,38 @@ class Launch(Launched):
                 if event.choices[0].finish_reason:
                     pieces.append(event.choices[0].finish_reason)
         except openai.APIError as error:
-            pieces.append(str(error.code))
+            pieces.append(str(error.code or type(error).__name__))
         return pieces
+
+    def generated_tokens(self) -> dict[str, float]:
+        """Number of generated tokens by replica."""
+        text = httpx.get(self.url.removesuffix("/v1") + "/metrics", timeout=DEADLINE_S).raise_for_status().text
+        found = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
+        return {replica: float(count) for replica, count in found}
+
+
+class Launch(Launched, Service):
+    """A launch with replicas on the cluster of `node`."""
+
+    def __init__(self, node: RayNode, *flags: str) -> None:
+        fixed = "--host 0.0.0.0 --num-pages 8000 --drain-timeout 60 --served-model-name m"
+        super().__init__(node, *fixed.split(), *flags)
+
+    def wait_started(self) -> Launch:
+        self.read_banner("Serving at")
+        port = re.search(r"Serving at http://\S+:(\d+)/v1", self.banner)[1]  # type: ignore[index]
+        self.connect(f"http://{self.node.address}:{port}/v1")
+        return self
+
+
+def engines(node: RayNode) -> list[psutil.Process]:
+    """Schedulers of the engines on a node."""
+    return node.processes("minisgl: scheduler rank 0")
+
+
+def wait_for_engines(nodes: list[RayNode], num: int, other_than: Sequence[psutil.Process] | None = None) -> None:
+    """Wait until the nodes run `num` engines, which are not all in `other_than`."""
+    deadline = time.monotonic() + DEADLINE_S
+    while len(found := [each for node in nodes for each in engines(node)]) != num or found == other_than:
+        assert time.monotonic() < deadline, found
+        time.sleep(0.5)

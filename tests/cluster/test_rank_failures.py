@@ -93,7 +93,7 @@ def test_requests_end_and_no_process_stays(
     launch: Launch,
     hosts: Hosts,
     nodes: list[RayNode],
-    make_node: Callable[..., RayNode],
+    start_node: Callable[..., RayNode],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     started = threading.Semaphore(0)
@@ -121,4 +121,8 @@ def test_requests_end_and_no_process_stays(
     assert not gone, gone
     print(launch.stderr())
     if fault is kill_raylet:
-        nodes[1] = make_node(nodes[0].head, hosts.addresses[1], prefix=hosts.on(1)).wait_started()
+        nodes[1] = start_node(1).wait_started()
+    if fault is kill_head:
+        for each in nodes:
+            each.stop()
+        nodes[:] = [each.wait_started() for each in (start_node(0), start_node(1))]

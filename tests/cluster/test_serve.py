@@ -8,13 +8,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
-import psutil
 import pytest
 import tiny_folder
 from launched import DEADLINE_S
 from ray_node import RayNode
-from serve_launch import Launch
+from serve_launch import Launch, engines, wait_for_engines
 
 from minisgl_core import LLM, SamplingParams
 
@@ -30,16 +28,11 @@ def launch(nodes: list[RayNode]) -> Iterator[Launch]:
     made.close()
 
 
-def schedulers(nodes: list[RayNode]) -> list[psutil.Process]:
-    """Processes of engines."""
-    return [each for node in nodes for each in node.processes("minisgl: scheduler rank 0")]
-
-
 def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, nodes: list[RayNode]) -> None:
     with LLM(tiny_folder.llama(), platform="cpu", dtype="float32", num_pages=200) as llm:
         outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     expected = [output.text for output in outputs]
-    assert [len(node.processes("minisgl: scheduler rank 0")) for node in nodes] == [1, 1]
+    assert [len(engines(node)) for node in nodes] == [1, 1]
 
     def stream(prompt: str) -> str:
         *pieces, finish_reason = launch.stream(threading.Semaphore(0), 24, prompt)
@@ -53,10 +46,28 @@ def test_streams_of_two_replicas_are_the_text_of_one_engine(launch: Launch, node
 def test_metrics_have_the_replicas_of_the_cluster(launch: Launch) -> None:
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda _: launch.stream(threading.Semaphore(), 16), range(6)))
-    text = httpx.get(launch.url.removesuffix("/v1") + "/metrics").raise_for_status().text
-    counts = re.findall(r'minisgl_generation_tokens_total\{model_name="m",replica="(\w+)"\} ([\d.]+)', text)
-    assert len(dict(counts)) == 2, text[:2000]
-    assert sum(float(count) for _, count in counts) >= 6 * 16
+    counts = launch.generated_tokens()
+    assert len(counts) == 2
+    assert sum(counts.values()) >= 6 * 16
+
+
+@pytest.mark.nightly
+def test_requests_of_a_session_run_on_one_replica(launch: Launch) -> None:
+    def ask(session: str, number: int) -> None:
+        prompt = " ".join(f"w{(7 * number + 3 * step) % 50 + 5}" for step in range(40))  # no prefix of another one
+        headers = {"X-Session-Id": session}
+        launch.client.completions.create(model="m", prompt=prompt, max_tokens=8, extra_headers=headers)
+
+    used = []
+    with ThreadPoolExecutor(4) as pool:
+        for session in [f"session {number}" for number in range(12)] * 2:
+            before = launch.generated_tokens()
+            list(pool.map(ask, [session] * 4, range(4)))
+            after = launch.generated_tokens()
+            used.append([replica for replica in after if after[replica] > before.get(replica, 0)])
+    assert {len(each) for each in used} == {1}
+    assert used[:12] == used[12:]
+    assert len({replica for each in used for replica in each}) == 2
 
 
 @pytest.mark.nightly
@@ -71,16 +82,12 @@ def test_a_lost_replica_costs_only_the_streams_that_have_begun_on_it(launch: Lau
             for _ in range(4)
         ]
         time.sleep(0.3)
-        before = schedulers(nodes)
-        before[0].kill()
+        engines(nodes[0])[0].kill()
         ends = [stream.result(DEADLINE_S)[-1] for stream in streams]
         assert set(ends) <= {"length", "replica_lost"}
         for each in whole:
             assert each.result(DEADLINE_S).usage.completion_tokens > 0
-    deadline = time.monotonic() + DEADLINE_S
-    while len(schedulers(nodes)) < len(before) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert len(schedulers(nodes)) == len(before)
+    wait_for_engines(nodes, 2)
     assert launch.stream(started, 4)[-1] == "length"
 
 
@@ -117,7 +124,36 @@ def test_an_update_to_another_model_loses_no_request(launch: Launch, nodes: list
             update.process.terminate()
             assert last.result(DEADLINE_S)[-1] == "length"
             assert update.process.wait(DEADLINE_S) == 0, update.stderr()
-            assert not psutil.wait_procs(schedulers(nodes), DEADLINE_S)[1]
+            wait_for_engines(nodes, 0)
         finally:
             stop.set()
             update.close()
+
+
+@pytest.mark.nightly
+def test_the_cluster_serves_without_a_killed_api_or_launch(nodes: list[RayNode]) -> None:
+    started = threading.Semaphore(0)
+    flags = ("--replicas", "2", "--model", tiny_folder.llama())
+    first = Launch(nodes[0], *flags).wait_started()
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(first.stream, started, 2000)
+            assert started.acquire(timeout=DEADLINE_S)
+            [api] = [each for node in nodes for each in node.processes("ServeReplica:minisgl:API")]
+            api.kill()
+            assert stream.result(DEADLINE_S)[-1] in ("APIError", "APIConnectionError")  # the connection is closed
+        deadline = time.monotonic() + DEADLINE_S
+        while first.stream(started, 4)[-1] != "length":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        first.process.kill()
+        first.process.wait()
+        assert first.stream(started, 4)[-1] == "length"
+    finally:
+        last = Launch(nodes[0], *flags).wait_started()
+        try:
+            assert last.url == first.url
+            assert sum(len(engines(node)) for node in nodes) == 2
+        finally:
+            last.close()
+    wait_for_engines(nodes, 0)
